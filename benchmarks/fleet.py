@@ -26,7 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rookery.fleet import Client, Fleet, FleetConfig, open_fleet, open_session
-from rookery.fleet.garbage import OBJECTS
+from rookery.fleet.fleet import OBJECTS
 from rookery.fleet.http.wire import Fields, encode_body
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
 

@@ -39,7 +39,7 @@ from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
 from rookery.slots import FixedText, SlottedModel
-from rookery.slots.attaching import attach_model
+from rookery.slots.loading import attach_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.full import FullTrainee
 from rookery.types import (

@@ -44,9 +44,7 @@ from rookery.fleet.servers.settings import visible_gpus
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.prompts import Prompts, load_encoder
 from rookery.ports import Sampler
-from rookery.search.labelling import Labels
-from rookery.search.orders import IdOrder, Order, TreeOrder
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import IdOrder, Labels, Order, PrefixCache, TreeOrder
 from rookery.types import ModelRef, ScoreRequest, TokenIds
 
 PROMPT = "Question: {{ question }}\nClaim: {{ claim }}\nI think this claim is"

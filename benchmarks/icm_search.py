@@ -39,9 +39,7 @@ from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.search.annealing import AnnealingConfig, temperature
 from rookery.search.constraints import Constraints, EqualAnswer
-from rookery.search.labelling import UNLABELLED, Labels, relabel
-from rookery.search.orders import IdOrder, TreeOrder
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import UNLABELLED, IdOrder, Labels, PrefixCache, TreeOrder, relabel
 from rookery.seeding import stream
 from rookery.testing import BASE
 from rookery.types import Completion, SampleRequest, Score, ScoreRequest, TokenIds

@@ -42,7 +42,7 @@ from rookery.weights.merge import (
 )
 from rookery.weights.merge.blend import Blend, Trim
 from rookery.weights.merge.compiled import load_engine
-from rookery.weights.merge.rows import factor_rows
+from rookery.weights.merge.cross import factor_rows
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
 
 LINEARS = {

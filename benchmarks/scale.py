@@ -25,18 +25,18 @@ import torch
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.loops.icm.verdict import agree
-from rookery.rollout.log import RolloutLog
+from rookery.rollout.evaluator import RolloutLog
 from rookery.runs import Run
 from rookery.search import archive as grid
 from rookery.search import racing
+from rookery.search.annealing import Waves
+from rookery.search.archive import nsga2
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.fitness import Fitness
-from rookery.search.pareto import nsga2
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.program import ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan
-from rookery.search.waves import Waves
 from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter

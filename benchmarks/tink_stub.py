@@ -16,10 +16,10 @@ from pathlib import Path
 from rookery.compose.http_server import answering, listen_all
 from rookery.runs import Run
 from rookery.service.app import make_app
-from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys
 from rookery.service.service import open_service
+from rookery.service.work import Backend
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (
     Completion,

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from rookery.embedded import EngineConfig, open_engine
-from rookery.loops.grpo.advantages import group_relative, is_equal
+from rookery.loops.grpo.batch import group_relative, is_equal
 from rookery.seeding import stream, stream_seed
 from rookery.slots import load_model
 from rookery.tasks.template import load_template

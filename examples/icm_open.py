@@ -22,8 +22,7 @@ from rookery.search.annealing import (
     tell,
 )
 from rookery.search.constraints import Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED, Labels, labelled_items
-from rookery.search.orders import TreeOrder
+from rookery.search.labelling import UNLABELLED, Labels, TreeOrder, labelled_items
 from rookery.types import ScoreRequest, TokenIds
 
 FOLDER = Path(__file__).parent / "icm"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo_plan import plan_grpo
     from rookery.compose.icm import run_icm
-    from rookery.compose.resuming import resume
+    from rookery.compose.running import resume
     from rookery.compose.sft import run_sft
     from rookery.engines import open_engine
 
@@ -67,7 +67,7 @@ _LAZY = {
     "evaluate": "rookery.compose.evaluation",
     "open_engine": "rookery.engines",
     "plan_grpo": "rookery.compose.grpo_plan",
-    "resume": "rookery.compose.resuming",
+    "resume": "rookery.compose.running",
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",
     "run_genome": "rookery.compose.genome",

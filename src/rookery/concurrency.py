@@ -1,15 +1,26 @@
-"""Work that runs side by side and fails with one error, not with a group of them."""
+"""Work beside the caller: coroutines together, and a thread with an event loop of its own."""
 
 import asyncio
 import contextvars
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from typing import Any, ParamSpec, TypeVar
+import logging
+import selectors
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
 
-from rookery.errors import RookeryError
+from rookery.errors import FleetDownError, RookeryError
 
-__all__ = ["run_in_thread", "run_to_end", "task_group", "together"]
+__all__ = [
+    "CLOSE_S",
+    "LoopThread",
+    "run_in_thread",
+    "run_to_end",
+    "task_group",
+    "together",
+]
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -64,3 +75,139 @@ async def _ended(work: "asyncio.Future[Result]") -> Result:
     if not work.cancelled():
         work.exception()  # seen: the cancellation is what counts
     raise cancelled
+
+
+# An event loop in a thread of its own, with one resource open on it, for code that is not async.
+#
+#     thread = LoopThread(open_fleet(config), name="rookery-vllm")
+#     fleet = thread.wait_open()
+#     [[completion]] = thread.run(lambda: fleet.sample(requests))      # from any thread
+#     thread.close()
+#
+# `close` ends every waiting call with an error and takes `CLOSE_S` at most; a loop that ends by
+# itself does the same.
+
+
+logger = logging.getLogger(__name__)
+CLOSE_S = 15.0
+"""How long `close` waits: a server that hangs must not keep a program from ending."""
+
+Resource = TypeVar("Resource")
+
+
+class LoopThread(Generic[Resource]):
+    """Opens `context` in a new thread and keeps it open until `close`."""
+
+    def __init__(self, context: AbstractAsyncContextManager[Resource], *, name: str) -> None:
+        # Not epoll: a forked process shares its list in the kernel, and what the copy of this loop
+        # unregisters when it is destroyed there, nobody here would hear of any more.
+        self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+        self._loop.set_default_executor(_Executor())
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._waiting: set[Future[Any]] = set()
+        self._opened: Future[Resource] = Future()
+        self._life = self._loop.create_task(self._hold(context))
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def wait_open(self) -> Resource:
+        """The resource; raises what opening it raised, FleetDownError when `close` came first."""
+        try:
+            return self._opened.result()
+        except CancelledError:
+            raise FleetDownError("The client was shut down before it was connected.") from None
+        except BaseException:  # also Ctrl-C: the thread must not go on opening
+            self.close()
+            raise
+
+    def run(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Await `work` on the loop; FleetDownError when the loop is closed before it is done."""
+
+        async def wait() -> Result:
+            return await work()
+
+        with self._lock:
+            if self._is_closed:
+                raise FleetDownError("The client was shut down: initialize it again.")
+            future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+            self._waiting.add(future)
+        try:
+            return future.result()
+        except CancelledError:
+            raise FleetDownError(
+                "The client was shut down while this call waited for its answer: initialize it "
+                "again and repeat the call."
+            ) from None
+        finally:
+            future.cancel()  # after Ctrl-C nobody wants the answer
+            with self._lock:
+                self._waiting.discard(future)
+
+    def close(self) -> None:
+        """Wake all callers, close the resource and end the thread. Idempotent."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        # Before the resource closes: callers are told that the client was shut down here.
+        self._wake()
+        if is_first:
+            self._loop.call_soon_threadsafe(self._life.cancel)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("%s did not close within %g s", self._thread.name, CLOSE_S)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+    def _live(self) -> None:
+        try:
+            self._loop.run_until_complete(self._life)
+        except asyncio.CancelledError:
+            pass  # closed
+        except BaseException as error:  # noqa: BLE001 - belongs to whoever opens, or to the log
+            if self._opened.done():
+                logger.error("%s ended: %r", self._thread.name, error)
+            else:
+                self._opened.set_exception(error)
+        with self._lock:
+            self._is_closed = True
+        self._loop.run_until_complete(_end_tasks())
+        self._wake()
+        self._opened.cancel()
+        self._loop.close()
+
+    async def _hold(self, context: AbstractAsyncContextManager[Resource]) -> None:
+        async with context as resource:
+            self._opened.set_result(resource)
+            await asyncio.get_running_loop().create_future()  # until cancelled
+
+
+async def _end_tasks() -> None:
+    """Cancel what still runs on the loop."""
+    await asyncio.sleep(0)  # what was handed over last becomes a task
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+class _Executor(ThreadPoolExecutor):
+    """Threads, or the caller's own while the interpreter exits, when no thread can be started."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            future: Future[Result] = Future()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - whoever awaits it gets it
+                future.set_exception(error)
+            return future

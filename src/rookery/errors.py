@@ -20,6 +20,7 @@ Every message says what was given, what is allowed and what to write instead. Th
 prints it as it is and exits with 2.
 """
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -41,7 +42,19 @@ __all__ = [
     "TrainError",
     "boundary",
     "missing_extra",
+    "signal_name",
 ]
+
+# The name of a signal for messages; any number has one.
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; for a real-time signal, which has no name in Python, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
 
 EXTRAS = {
     "accelerate": "hf",

@@ -7,9 +7,28 @@ loadable_model("smollm2")                                # "HuggingFaceTB/SmolLM
 is_named("smollm2", model_names("/models/SmolLM2-135M-Instruct"))       # True
 """
 
+import os
 import re
+from pathlib import Path
 
-__all__ = ["SMOLLM2", "canonical_model", "is_named", "loadable_model", "model_names"]
+__all__ = [
+    "SMOLLM2",
+    "cache_folder",
+    "canonical_model",
+    "is_named",
+    "loadable_model",
+    "model_names",
+]
+
+# Where Rookery keeps what outlives a run: models, the registry of its servers.
+
+
+def cache_folder() -> Path:
+    """`$ROOKERY_CACHE`, else `rookery` under the user's cache folder."""
+    if chosen := os.environ.get("ROOKERY_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rookery"
+
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 """What `smollm2`, Rookery's short name for it, is called everywhere else."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rookery.concurrency import LoopThread
 from rookery.config import parse_config
 from rookery.errors import FleetDownError, FleetError, RookeryError
 from rookery.fleet import Fleet, ServerLost
@@ -39,10 +40,9 @@ from rookery.fleet.bridges.reload import (
     update_weights,
 )
 from rookery.fleet.bridges.transfer import WeightTransfer, open_transfer
+from rookery.fleet.http.api import tokenize
 from rookery.fleet.http.service import ServiceServer
-from rookery.fleet.http.tokenize import tokenize
 from rookery.fleet.server import BackendConfig, open_server
-from rookery.loop_thread import LoopThread
 from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 

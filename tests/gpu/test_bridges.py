@@ -20,7 +20,7 @@ from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
 from rookery.loops.grpo.policy_weights import POLICY
-from rookery.slots.attaching import attach_model
+from rookery.slots.loading import attach_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.full import read_model_weights
 from rookery.types import ModelRef, OptimStep, SampleRequest, SamplingParams, TrainRequest

@@ -26,7 +26,7 @@ from rookery.fleet.bridges.alias import AliasBridge
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots import FixedText
-from rookery.slots.attaching import attach_model, read_weights
+from rookery.slots.loading import attach_model, read_weights
 from rookery.types import ModelRef
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

@@ -22,8 +22,7 @@ from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
 from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.orders import TreeOrder
+from rookery.search.labelling import UNLABELLED, Labels, TreeOrder
 from rookery.seeding import stream_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "icm_reviews.yaml"

@@ -16,14 +16,14 @@ from service.tenants import serve, train_body
 from tiny import write_tiny_model
 from tiny_training import make_batch, step, train
 
-from rookery.compose.megatron import open_megatron_backend
+from rookery.compose.serve import open_megatron_backend
 from rookery.embedded import EngineConfig, run_engine
 from rookery.errors import TrainError
 from rookery.megatron import MegatronEngine, MegatronServer, MegatronTrainer, open_megatron
 from rookery.ports import Engine
 from rookery.slots import SlottedModel, load_model
 from rookery.train import LoraTrainer, TrainerConfig
-from rookery.train.state import read_state
+from rookery.train.trainee import read_state
 from rookery.types import (
     Adapter,
     LoraFactors,

@@ -18,8 +18,7 @@ from service.test_openai_streams import CALL, SpeakingEngine
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 
-from rookery.compose.backends import TemplateCodec
-from rookery.compose.serve import ServeConfig, serving
+from rookery.compose.serve import ServeConfig, TemplateCodec, serving
 from rookery.embedded import resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.tasks.template import load_template

@@ -18,7 +18,7 @@ from rookery.embedded import resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.reload import update_weights
 from rookery.fleet.bridges.transfer import Meeting, open_transfer
-from rookery.fleet.servers.tcp_port import reserve_port
+from rookery.fleet.servers.launch import reserve_port
 from rookery.types import SampleRequest, SamplingParams
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")

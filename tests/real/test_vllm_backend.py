@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from rookery import vllm_backend as backend
+from rookery.concurrency import LoopThread
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.adapters.fit import read_shapes
-from rookery.loop_thread import LoopThread
 from rookery.weights import write_adapter
 from rookery.weights.init import random_adapter
 from rookery.weights.stack import LayerShape, Layout

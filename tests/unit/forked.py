@@ -25,7 +25,7 @@ LIMIT_S = 240.0
 """The longest that `wait` waits: less than a test may take."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["rookery.compose.genome", "rookery.compose.grpo", "rookery.train.sharded"]
+    ["rookery.compose.genome", "rookery.compose.grpo", "rookery.train.full"]
 )
 
 

@@ -17,8 +17,8 @@ from tiny_training import make_batch
 
 from rookery.slots import load_model
 from rookery.train import FullConfig, FullTrainer, LoraTrainer, ModelPublisher, TrainerConfig
+from rookery.train.full import ShardedTrainer
 from rookery.train.processes import Processes, join_processes
-from rookery.train.sharded import ShardedTrainer
 from rookery.types import ModelRef, ModelWeights, OptimStep, TrainRequest
 
 LENGTHS = (9, 4, 17, 2, 12, 30, 7)

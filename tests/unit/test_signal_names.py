@@ -2,7 +2,7 @@
 
 import signal
 
-from rookery.signal_names import signal_name
+from rookery.errors import signal_name
 
 
 def test_every_number_has_a_name() -> None:

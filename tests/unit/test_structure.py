@@ -13,7 +13,7 @@ from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
-from rookery.loops.icm.constraints import build_constraints
+from rookery.loops.icm.objective import build_constraints
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rookery"

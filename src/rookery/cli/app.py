@@ -10,10 +10,9 @@ from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
-from rookery.cli.keys import keys
-from rookery.cli.loops import genome, icm
+from rookery.cli.loop_command import genome, icm
 from rookery.cli.runs import runs
-from rookery.cli.serve import serve
+from rookery.cli.serve import keys, serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.compose.stopping import Stopped, stop_signals

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rich.markup import escape
 
-from rookery.cache import cache_folder
 from rookery.cli.terminal import console
 from rookery.errors import EXTRAS
+from rookery.model_names import cache_folder
 
 __all__ = ["Finding", "doctor", "examine"]
 

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from rookery.cli.outcome import print_outcome
-from rookery.cli.terminal import log_warnings
+from rookery.cli.terminal import log_warnings, print_outcome
 from rookery.config import load_config
 from rookery.errors import ConfigError
 

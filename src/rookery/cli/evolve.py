@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.outcome import print_outcome
-from rookery.cli.terminal import check_flags, console, display, log_warnings
+from rookery.cli.terminal import check_flags, console, display, log_warnings, print_outcome
 from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -119,8 +118,7 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import go_on, start
-    from rookery.compose.evolve_inputs import Problem
+    from rookery.compose.evolve import Problem, go_on, start
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
@@ -153,8 +151,8 @@ def check(
     evaluator
         As for `evolve run`.
     """
+    from rookery.compose.evolve import Problem
     from rookery.compose.evolve_check import check_evolve
-    from rookery.compose.evolve_inputs import Problem
 
     log_warnings()
     loaded = _load(overrides, models, _RUN, place)
@@ -184,8 +182,8 @@ def export(path: Path, out: Path | None = None, *, training_data: Path | None = 
     training_data
         The .jsonl file to write prompts and the answers to that improved a program.
     """
-    from rookery.loops.evolve.export import export as export_population
-    from rookery.loops.evolve.training_data import export_training_data
+    from rookery.loops.evolve.trace import export as export_population
+    from rookery.loops.evolve.trace import export_training_data
     from rookery.runs import Run
 
     if out is None and training_data is None:

@@ -1,17 +1,120 @@
 """`rookery grpo`: train a policy by group-relative policy optimisation, on tasksets, games or
-Atropos environments, and see beforehand what it takes."""
+Atropos environments, and see beforehand what it takes.
+"""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import yaml
 from cyclopts import Parameter
 
-from rookery.cli.atropos import atropos, gateway
-from rookery.cli.loop_command import make_loop_app, read_loop_config
-from rookery.cli.outcome import print_table
-from rookery.cli.terminal import console, fail
+from rookery.cli.terminal import check_flags, console, log_warnings, print_outcome, print_table
+from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.config import load_config, parse_config
 
-__all__ = ["grpo"]
+if TYPE_CHECKING:
+    from rookery.reports import GrpoReport
+from rookery.cli.loop_command import make_loop_app, read_loop_config
+from rookery.cli.terminal import fail
+
+__all__ = [
+    "atropos",
+    "gateway",
+    "grpo",
+]
+
+# `rookery grpo atropos` and `rookery grpo gateway`: Atropos environments, with the options of its
+# example trainer, and a gateway alone.
+
+
+TIMES = {"step": "time/train_s", "sync": "time/publish_s", "fetch": "time/draw_s"}
+
+
+def atropos(
+    *,
+    options: Annotated[AtroposOptions, Parameter(name="*")] = AtroposOptions(),  # noqa: B008
+    print_config: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train on Atropos environments, with the options of its example trainer.
+
+    Starts the server, the gateway on port 8000 (`run-api`'s) and the trainer, and prints the config
+    that the options stand for: save it to change what has no option.
+
+        rookery grpo atropos --model-name Qwen/Qwen2.5-3B-Instruct --weight-bridge-mode lora_only
+        python environments/gsm8k_server.py serve --openai.base_url http://localhost:9001/v1 ...
+
+    Parameters
+    ----------
+    print_config
+        Print the config and what became of options without a key, and do nothing else.
+    """
+    log_warnings()
+    from rookery.loops.grpo import GrpoConfig
+
+    document, notes = translate(options, os.environ)
+    config = parse_config(GrpoConfig, document, origin="the command line").from_folder(Path.cwd())
+    text = yaml.safe_dump(document, sort_keys=False)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    if print_config:
+        return 0
+    from rookery.compose.grpo import GRPO
+
+    place = options.save_path.resolve()
+    outcome = GRPO.start(config, {}, name=place.name, runs_dir=place.parent)
+    if options.benchmark:
+        _print_times(outcome.report)
+    return print_outcome(outcome)
+
+
+def _print_times(report: "GrpoReport") -> None:
+    """Seconds of all steps: what each took on average and together, and the longest."""
+    rows = []
+    for name, key in TIMES.items():
+        found = [value for step in report.steps if (value := step.metrics.get(key)) is not None]
+        if found:
+            mean = sum(found) / len(found)
+            rows.append((name, f"{mean:.3f}", f"{max(found):.3f}", f"{sum(found):.1f}"))
+    columns = ("stage", "mean s", "longest s", "all s")
+    print_table("Times", columns=columns, rows=rows)
+    from rookery.compose.grpo_atropos import peak_memory
+
+    for where, num_bytes in peak_memory().items():
+        console.print(f"memory of {where}, at most: {num_bytes / 2**30:.2f} GiB")
+
+
+def gateway(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+) -> int:
+    """Serve the Atropos API alone: environments and a trainer that run elsewhere.
+
+    A group that was accepted is kept until it was trained on, also when the gateway is killed and
+    started again. Give trainers its address as environment.url.
+
+        rookery grpo gateway gateway.yaml --port 8000
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file; paths in it are relative to it.
+    """
+    from rookery.compose.grpo_atropos import GatewayConfig, serve_gateway
+
+    log_warnings()
+    check_flags(overrides, fields=GatewayConfig.model_fields, own=())
+    loaded = load_config(GatewayConfig, config, overrides=overrides).from_folder(config.parent)
+
+    def ready(url: str) -> None:
+        console.print(
+            f"{url}   Ctrl-C ends it; started again, it goes on where it was.", highlight=False
+        )
+
+    serve_gateway(loaded, on_ready=ready)
+    return 0
+
 
 PATHS = ("init_from", "reference", "tasksets.*.path", "environment.environments.*.folder")
 

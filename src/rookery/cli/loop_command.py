@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.outcome import print_outcome
-from rookery.cli.terminal import check_flags, log_warnings, paths_from_here
+from rookery.cli.terminal import check_flags, log_warnings, paths_from_here, print_outcome
 from rookery.config import load_config
 from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
 
-__all__ = ["make_loop_app", "read_loop_config"]
+__all__ = [
+    "genome",
+    "icm",
+    "make_loop_app",
+    "read_loop_config",
+]
 
 _REST = """
     Any value of the config is a flag with a dotted name. Resume an interrupted run
@@ -55,7 +59,7 @@ def make_loop_app(
         runs_dir: Path = Path("runs"),
         resume: Annotated[bool, Parameter(negative="")] = False,
     ) -> int:
-        from rookery.compose.resuming import KINDS
+        from rookery.compose.running import KINDS
 
         loop = KINDS[kind]()
         if resume and not name:
@@ -84,16 +88,16 @@ def read_loop_config(
 
 def _print_once(outcome: "Outcome[Any]") -> int:
     """Of several processes under torchrun, one prints."""
-    from rookery.compose.torchrun import is_first_process
+    from rookery.compose.grpo_files import is_first_process
 
     return print_outcome(outcome) if is_first_process() else 0
 
 
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
     """A run has one config: the file and the flags must give the one that it was made with."""
-    from rookery.compose.resuming import resume
+    from rookery.compose.running import resume
     from rookery.runs import Run
-    from rookery.runs.extension import find_changes
+    from rookery.runs.run_folder import find_changes
 
     with Run.view(path) as run:
         changes = find_changes(run.config, config)
@@ -105,3 +109,28 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
             f"{shlex.quote(str(path))}`."
         )
     return _print_once(resume(path))
+
+
+# `rookery genome run` and `rookery icm run`: what differs between them.
+
+
+genome = make_loop_app(
+    "genome",
+    help="Evolve a population of LoRA adapters, no gradients.",
+    summary="Evolve adapters as the config says, and report honestly how good the best one is.",
+    examples=(
+        "rookery genome run configs/demo.yaml",
+        "rookery genome run mine.yaml --seed 3 --stages.1.generations 20",
+    ),
+    paths=("init.path", "tasksets.*.path"),
+)
+icm = make_loop_app(
+    "icm",
+    help="Label data without labels, by internal coherence.",
+    summary="Label the items of a file, and say honestly what the labels are worth.",
+    examples=(
+        "rookery icm run configs/icm_reviews.yaml",
+        "rookery icm run mine.yaml --data.path claims.jsonl --num-chains 4",
+    ),
+    paths=("data.path", "data.gold.path", "iterate.sft.init_from"),
+)

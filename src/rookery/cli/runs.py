@@ -8,8 +8,7 @@ from typing import Annotated
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.outcome import print_outcome
-from rookery.cli.terminal import console, log_warnings
+from rookery.cli.terminal import console, log_warnings, print_outcome
 
 __all__ = ["runs"]
 
@@ -122,7 +121,7 @@ def resume(
         Score the recorded answers again: all of them when a scorer changed, else those without a
         reward. They are not drawn again.
     """
-    from rookery.compose.resuming import resume as go_on
+    from rookery.compose.running import resume as go_on
 
     log_warnings()
     return print_outcome(go_on(_find(path, runs_dir), rescore=rescore))

@@ -3,18 +3,39 @@
 import difflib
 import fnmatch
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from rookery.config import parse_overrides
 from rookery.errors import ConfigError
 from rookery.tasks.python_function import function_from_folder
 from rookery.ui.display import Display
 
-__all__ = ["check_flags", "console", "display", "fail", "log_warnings", "paths_from_here"]
+if TYPE_CHECKING:
+    from rookery.compose.running import Outcome
+    from rookery.reports import (
+        EvaluationReport,
+        EvolveReport,
+        GenomeReport,
+        GrpoReport,
+        IcmReport,
+    )
+
+__all__ = [
+    "check_flags",
+    "console",
+    "display",
+    "fail",
+    "log_warnings",
+    "paths_from_here",
+    "print_outcome",
+    "print_table",
+]
 
 FUNCTIONS = ("*.function",)
 """Flags that name a Python function, of any command."""
@@ -71,3 +92,155 @@ def log_warnings() -> None:
         format="%(message)s",
         handlers=[handler],
     )
+
+
+# The end of a run on the terminal: its headline, its table, where things are, the exit code.
+
+
+def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
+    """Print what a run found; the exit code is 2 when something of it failed."""
+    report = outcome.report
+    if as_json:
+        console.print_json(report.model_dump_json(exclude_none=True))
+    else:
+        _PRINTERS[report.kind](report, outcome.path)
+    return _fail_if_tasks_failed(report) if report.kind == "eval" else 0
+
+
+def _print_genome(report: "GenomeReport", path: Path) -> None:
+    from rookery.ui import wording
+    from rookery.ui.headline import make_headline
+    from rookery.ui.wording import GENOME_COLUMNS, report_rows
+
+    console.print(make_headline(report).sentence, style="bold", markup=False)
+    _print_warnings(report.warnings)
+    title = f"{wording.report_tasks(report.tasksets)} that the search never saw"
+    print_table(title, columns=GENOME_COLUMNS, rows=report_rows(report.rows))
+    console.print(
+        f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
+        f"{report.num_tokens:,} tokens, {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places({"winner": path / "winner", "report": path / "report.html"})
+
+
+def _print_grpo(report: "GrpoReport", path: Path) -> None:
+    from rookery.ui import wording
+    from rookery.ui.grpo import grpo_sentence
+    from rookery.ui.wording import GRPO_COLUMNS, report_rows
+
+    console.print(grpo_sentence(report), style="bold", markup=False)
+    _print_warnings(report.warnings)
+    title = f"{wording.report_tasks(report.tasksets)} that the training never saw"
+    print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
+    console.print(
+        f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
+        f"tokens, {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places({"trained": path / "trained", "report": path / "report.html"})
+
+
+def _print_icm(report: "IcmReport", path: Path) -> None:
+    from rookery.ui.icm import COLUMNS, icm_rows, verdict_words
+
+    title = f"{report.num_labelled} of {report.num_items} items labelled"
+    print_table(title, columns=COLUMNS, rows=icm_rows(report))
+    console.print(f"verdict  [bold]{escape(verdict_words(report))}[/bold]", highlight=False)
+    _print_warnings(report.warnings)
+    tokens = report.tokens
+    console.print(
+        f"search: {tokens.computed:,} prompt tokens computed of {tokens.naive:,} that a plain loop "
+        f"computes; baselines {tokens.baselines:,}; {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places(
+        {
+            "labels": path / "labels.jsonl",
+            "exports": f"{path / 'sft.jsonl'}, pairs.jsonl, soft.jsonl",
+            "report": path / "report.html",
+        }
+    )
+
+
+def _print_evolve(report: "EvolveReport", path: Path) -> None:
+    from rookery.ui.evolve import COLUMNS, evolve_rows, evolve_sentence
+
+    console.print(evolve_sentence(report), style="bold", markup=False)
+    _print_warnings(report.warnings)
+    rows = [[_printable(cell) for cell in row] for row in evolve_rows(report)]
+    print_table(path.name, columns=COLUMNS, rows=rows)
+    if report.stop_reason:
+        console.print(report.stop_reason, highlight=False, markup=False)
+    places = {"best": path / "best", "checkpoints": path / "checkpoints"}
+    _print_places({**places, "report": path / "report.html"})
+
+
+def _printable(text: str) -> str:
+    """Names of models come from servers: no escape sequence of theirs reaches the terminal."""
+    return "".join(char for char in text if char.isprintable())
+
+
+def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
+    from rich.table import Table
+
+    from rookery.ui import wording
+
+    measured = wording.tasks(report.num_tasks, report.num_questions)
+    table = Table(title=escape(f"{report.taskset}: {measured}"))
+    for column in ("model", "accuracy", "95 % interval", "gain over base", "failed"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in report.models:
+        cells = (wording.score(row.mean), wording.interval(row), wording.gain(row.gain))
+        table.add_row(escape(row.name), *cells, str(row.num_failed))
+    console.print(table)
+    tokens = report.tokens
+    counts = (
+        f"{tokens['prompt_asked']:,} prompt tokens asked, {tokens['prompt_computed']:,} computed, "
+        f"{tokens['decoded']:,} decoded"
+        if "decoded" in tokens
+        else f"{tokens['asked_and_answered']:,} tokens asked and answered"
+    )
+    console.print(f"{report.seconds or 0:.1f} s; {counts}", highlight=False, markup=False)
+    _print_places({"run": path, "answers": path / "report.html"})
+
+
+def _fail_if_tasks_failed(report: "EvaluationReport") -> int:
+    """A line for each model with tasks that failed, and the exit code."""
+    failures = [row for row in report.models if row.num_failed]
+    for row in failures:
+        fail(f"{row.name}: {row.num_failed} tasks failed. {row.first_error}")
+    return 2 if failures else 0
+
+
+def _print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(warning, style="yellow", markup=False)
+
+
+def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _print_places(places: Mapping[str, str | Path]) -> None:
+    width = max(map(len, places))
+    for name, place in places.items():
+        line = f"{name:<{width}}  {place}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+_PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
+    "eval": _print_evaluation,
+    "evolve": _print_evolve,
+    "genome": _print_genome,
+    "grpo": _print_grpo,
+    "icm": _print_icm,
+}

@@ -7,20 +7,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rookery.compose.inputs import open_shown_engine
-from rookery.compose.inputs_record import (
+from rookery.compose.running import (
+    OpenRun,
+    Outcome,
+    RunKind,
     digest,
     digest_adapters,
     digest_models,
     digest_scorers,
     join_digests,
-    on_same_inputs,
-)
-from rookery.compose.running import (
-    OpenRun,
-    Outcome,
-    RunKind,
     new_run,
+    on_same_inputs,
+    open_shown_engine,
     quiet_libraries,
     resumable,
     run_async,
@@ -50,7 +48,7 @@ from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
-from rookery.ui.evaluation import render_evaluation_page
+from rookery.ui.page import render_evaluation_page
 from rookery.weights import read_adapter
 
 __all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate"]

@@ -7,47 +7,272 @@ The files are OpenEvolve's, unmodified. The output folder is the run's folder.
 """
 
 import asyncio
+import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.embedders import open_config_embedder
-from rookery.compose.evolve_inputs import (
-    EvolveRunConfig,
-    Problem,
-    open_executor,
-    read_inputs,
-    run_config,
-)
-from rookery.compose.evolve_log import IterationLines
-from rookery.compose.inputs_record import on_same_inputs
-from rookery.compose.proposers import open_models
+from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     OpenRun,
     Outcome,
     RunKind,
+    digest,
+    join_digests,
+    on_same_inputs,
     resumable,
     run_async,
     tracked,
     write_page,
 )
 from rookery.concurrency import run_in_thread
+from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
-from rookery.loops.evolve.checkpoints import list_checkpoints
+from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
+from rookery.loops.evolve.checkpoints import list_checkpoints, read_checkpoint
 from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_config
 from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.evaluation_task import evaluation_spec
+from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import evolve
+from rookery.loops.evolve.parts import Iteration
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.ports import Executor
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
-from rookery.runs.extension import check_changes, find_changes
-from rookery.runs.run_folder import EVENTS
-from rookery.ui.display import Display
+from rookery.runs.run_folder import EVENTS, check_changes, find_changes
+from rookery.runs.summary import note_elsewhere
+from rookery.ui.display import Bar, Display
 from rookery.ui.evolve import render_evolve_page
 
-__all__ = ["EVOLVE", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
+__all__ = [
+    "EVOLVE",
+    "EvolveRunConfig",
+    "Inputs",
+    "IterationLines",
+    "Problem",
+    "describe",
+    "go_on",
+    "open_executor",
+    "read_inputs",
+    "read_status",
+    "run_config",
+    "run_evolution",
+    "run_evolve",
+    "start",
+]
+
+# What an evolution starts from: its files, read and checked, and where its programs are scored.
+
+
+OUTPUT = "openevolve_output"
+TELL_EVERY_S = 15.0
+"""Between two lines while workers start."""
+
+
+class EvolveRunConfig(Config):
+    """All that an evolve run is made from."""
+
+    program: Path
+    evaluator: Path
+    output: Path
+    config_file: Path | None = None
+    """Where the keys of models are read again: they are not written with the run."""
+    warnings: tuple[str, ...] = ()
+    """Of the config file."""
+    extended_from: int = 0
+    """Iterations of the run when it had last finished and more were asked for."""
+    settings: EvolveConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What to evolve, and where to."""
+
+    program: Path
+    """A file or a folder."""
+    evaluator: Path
+    output: Path | None = None
+    """None: `openevolve_output` beside the program."""
+    config_file: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return (self.output or self.program.absolute().parent / OUTPUT).absolute()
+
+
+def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
+    """What the run is made from, with absolute paths."""
+    file = problem.config_file
+    return EvolveRunConfig(
+        program=problem.program.absolute(),
+        evaluator=problem.evaluator.absolute(),
+        output=problem.folder,
+        config_file=None if file is None else file.absolute(),
+        warnings=loaded.warnings,
+        settings=loaded.config,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Everything that can be refused before a worker starts or a model is asked."""
+
+    programs: Sequence[FirstProgram | ProgramRecord]
+    spec: WorkerSpec
+    warnings: tuple[str, ...]
+    digests: Mapping[str, str]
+    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
+
+
+def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
+    """Read the programs, the checkpoint and the evaluator's folder."""
+    own = settings.rookery
+    paths = (config.program, *map(Path, own.first_programs))
+    firsts = [read_first_program(path, config=settings) for path in paths]
+    if not settings.llm.ensemble:
+        raise ConfigError(
+            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
+            "a model of your own."
+        )
+    programs: list[FirstProgram | ProgramRecord] = [*firsts]
+    if own.checkpoint is not None:
+        programs += read_checkpoint(Path(own.checkpoint)).programs
+    spec = evaluation_spec(
+        settings, evaluator=config.evaluator, first=firsts[0], output=config.output
+    )
+    warnings = [warning for first in firsts for warning in first.warnings]
+    if own.sandbox.backend == "none":
+        warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
+    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
+    evaluator = digest([config.evaluator.read_bytes()])
+    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
+    warnings = [*config.warnings, *warnings]
+    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
+
+
+@asynccontextmanager
+async def open_executor(
+    config: EvolveConfig, spec: WorkerSpec, display: Display
+) -> AsyncIterator[Executor]:
+    """Where evaluations run; one worker at least is ready. The wait for it is told."""
+    display.say(f"starting workers ({config.executor})")
+    loop, began = asyncio.get_running_loop(), time.monotonic()
+    telling = loop.call_later(TELL_EVERY_S, lambda: tell())
+
+    def tell() -> None:
+        nonlocal telling
+        display.say(
+            f"starting workers: {time.monotonic() - began:.0f} s. The evaluator's imports may take "
+            f"{spec.startup_s:g} s (rookery.sandbox.startup_s)"
+        )
+        telling = loop.call_later(TELL_EVERY_S, tell)
+
+    try:
+        async with _open_executor(config, spec) as executor:
+            telling.cancel()
+            yield executor
+    finally:
+        telling.cancel()
+
+
+@asynccontextmanager
+async def _open_executor(config: EvolveConfig, spec: WorkerSpec) -> AsyncIterator[Executor]:
+    if config.executor == "ray":
+        async with open_ray(
+            spec, address=config.rookery.address, num_workers=config.workers
+        ) as executor:
+            yield executor
+    elif config.executor == "modal":
+        async with open_modal(spec, num_workers=config.workers) as executor:
+            yield executor
+    else:
+        async with open_local(spec, num_workers=config.workers) as executor:
+            yield executor
+
+
+# What is said of an evolution in the terminal while it runs: a line per iteration.
+
+
+RUNS = Path("runs")
+"""Where `rookery runs list` looks."""
+MAX_CHARS = 100
+"""Of the sentence of a failure: a line of a log is read at a glance."""
+
+logger = logging.getLogger(__name__)
+
+
+class IterationLines:
+    """A Watcher. The metrics of the evolution itself go to the run too."""
+
+    def __init__(self, display: Display, bar: Bar, run: Run) -> None:
+        self._display = display
+        self._bar = bar
+        self._run = run
+        self._num_tokens = 0
+        self._is_listed = False
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        self._list_run()
+        self._num_tokens += iteration.tokens or 0
+        self._display.say(describe(iteration))
+        if iteration.series:
+            return  # the bar is of the evolution
+        self._run.log_metrics(iteration.num_decided, _metrics(iteration))
+        self._bar.update(
+            name=f"best {iteration.best_score:.4g}",
+            done=iteration.num_decided,
+            total=iteration.num_iterations,
+            tokens=self._num_tokens,
+        )
+
+    def _list_run(self) -> None:
+        """From its first iteration on: what ends before leaves no run."""
+        if not self._is_listed:
+            self._is_listed = True
+            try:
+                note_elsewhere(RUNS, self._run.path)
+            except RunError as error:
+                logger.warning("`rookery runs list` does not list this run: %s", error)
+
+    def on_waiting(self, sentence: str) -> None:
+        logger.info("%s", sentence)  # for the file: a warning would be in the terminal twice
+        self._display.note([sentence])
+
+
+def _metrics(iteration: Iteration) -> dict[str, float]:
+    """What is not known of an iteration is left out."""
+    values = {
+        "evolve/best_score": iteration.best_score,
+        "evolve/score": iteration.score,
+        "evolve/is_failed": float(bool(iteration.failure)),
+        "evolve/num_tokens": iteration.tokens,
+        "time/evaluation_s": iteration.evaluation_s,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def describe(iteration: Iteration) -> str:
+    """`   12  0.73  best 0.73 *  big` or `   13  failed (timeout): It took ...  best 0.73`.
+
+    What a program or a model wrote cannot move the cursor or colour the terminal.
+    """
+    series = f"{iteration.series} " if iteration.series else ""
+    head = f"{series}{iteration.number:>5}"
+    best = f"best {iteration.best_score:.4g}"
+    if iteration.failure:
+        words = " ".join(iteration.message.split())[:MAX_CHARS]
+        reason = "".join(char for char in words if char.isprintable())
+        return f"{head}  failed ({iteration.failure}): {reason}  {best}"
+    score = "-" if iteration.score is None else f"{iteration.score:.4g}"
+    return f"{head}  {score}  {best}{' *' if iteration.is_best else ''}  {iteration.model}"
+
+
 MAY_CHANGE = (
     "extended_from",
     "output",

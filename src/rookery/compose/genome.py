@@ -7,21 +7,20 @@ from typing import Any
 
 import torch
 
-from rookery.compose.inputs import open_shown_engine, read_tasksets
-from rookery.compose.inputs_record import (
+from rookery.compose.running import (
+    ConfigSource,
+    OpenRun,
+    Outcome,
+    RunKind,
     digest,
     digest_adapters,
     digest_models,
     digest_scorers,
     join_digests,
     on_same_inputs,
-)
-from rookery.compose.running import (
-    ConfigSource,
-    OpenRun,
-    Outcome,
-    RunKind,
+    open_shown_engine,
     quiet_libraries,
+    read_tasksets,
     resumable,
     run_async,
     tracked,

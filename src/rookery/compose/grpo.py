@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
-from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo_files import GrpoFiles, is_first_process, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
-from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
-from rookery.compose.grpo_processes import end_processes, help_grpo
-from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import (
-    digest,
-    digest_models,
-    digest_scorers,
-    join_digests,
-    on_same_inputs,
+from rookery.compose.grpo_policy import (
+    MakePolicy,
+    PolicyParts,
+    adapter_policy,
+    end_processes,
+    full_policy,
+    help_grpo,
+    make_reference,
 )
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
+    digest,
+    digest_models,
+    digest_scorers,
+    join_digests,
+    on_same_inputs,
     quiet_libraries,
     resumable,
     run_async,
@@ -32,7 +36,6 @@ from rookery.compose.running import (
     write_page,
 )
 from rookery.compose.sft import base_name
-from rookery.compose.torchrun import is_first_process
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
@@ -43,7 +46,7 @@ from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
-from rookery.loops.grpo.checks import check_inputs
+from rookery.loops.grpo.data import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport

@@ -22,29 +22,31 @@ from typing import Protocol
 
 import torch
 
-from rookery.compose.torchrun import num_processes
+from rookery.compose.grpo_files import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
-from rookery.fleet.bridges.adapter import AdapterBridge
+from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge
 from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary, Logprobs
-from rookery.fleet.bridges.copy import CopyBridge
-from rookery.fleet.bridges.folder import FolderBridge
-from rookery.fleet.bridges.pause import paused
-from rookery.fleet.bridges.reload import reload_from, require_updates
-from rookery.fleet.bridges.restart import require_own_servers, restart_on
-from rookery.fleet.http.address import is_local
+from rookery.fleet.bridges.reload import (
+    reload_from,
+    require_own_servers,
+    require_updates,
+    restart_on,
+)
+from rookery.fleet.bridges.update import paused
+from rookery.fleet.http.client import is_local
 from rookery.fleet.servers.trainer_lock import TrainerLock
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Publisher, Trainer
 from rookery.slots import FixedText, SlottedModel
-from rookery.slots.attaching import attach_model, read_weights, weight_shapes
+from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import write_model_folder
 from rookery.types import ModelRef, ModelWeights, TrainRequest

@@ -12,7 +12,7 @@ from rookery.errors import ConfigError, ModelError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
-from rookery.loops.grpo.checks import check_splits
+from rookery.loops.grpo.data import check_splits
 from rookery.slots import find_device
 from rookery.slots.loading import require_decoder
 from rookery.tasks.splits import SPLITS
@@ -21,7 +21,32 @@ from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter
 from rookery.weights import read_adapter
 
-__all__ = ["GrpoFiles", "read_files", "trainer_place"]
+__all__ = [
+    "GrpoFiles",
+    "is_first_process",
+    "num_local_processes",
+    "num_processes",
+    "read_files",
+    "trainer_place",
+]
+
+# Whether this process is one of several that torchrun started, from what it put into the
+# environment.
+
+
+def is_first_process() -> bool:
+    """The first one owns the run and speaks; the others compute. True without torchrun."""
+    return int(os.environ.get("RANK") or 0) == 0
+
+
+def num_processes() -> int:
+    """On all machines; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def num_local_processes() -> int:
+    """On this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 
-from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_reference import has_reference_model, needs_reference
+from rookery.compose.grpo_files import (
+    GrpoFiles,
+    num_local_processes,
+    num_processes,
+    read_files,
+    trainer_place,
+)
+from rookery.compose.grpo_policy import has_reference_model, needs_reference
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
-from rookery.compose.torchrun import num_local_processes, num_processes
 from rookery.embedded import EngineConfig
-from rookery.embedded.pool import memory_bytes
+from rookery.embedded.prefix import memory_bytes
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas

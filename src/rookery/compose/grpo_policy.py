@@ -6,26 +6,34 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.grpo_bridge import Opened, adapter_publisher, full_publisher
-from rookery.compose.grpo_files import GrpoFiles
-from rookery.compose.grpo_reference import needs_reference
+from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.running import Outcome, quiet_libraries
 from rookery.embedded import EmbeddedEngine
-from rookery.errors import ConfigError, ModelError
+from rookery.errors import ConfigError, ModelError, TrainError
 from rookery.loops.grpo import GrpoConfig
-from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
-from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
-from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
+from rookery.loops.grpo.policy_weights import (
+    POLICY,
+    REFERENCE,
+    AdapterPolicy,
+    BaseModel,
+    FullPolicy,
+    PolicyWeights,
+)
 from rookery.ports import Engine
+from rookery.reports import GrpoReport
 from rookery.runs import Run
-from rookery.slots import SlottedModel
+from rookery.slots import SlottedModel, load_model
 from rookery.train import (
     FullConfig,
     FullTrainer,
     FullWeights,
+    LoraConfig,
     LoraTrainer,
+    initial_adapter,
 )
-from rookery.train.processes import Processes
-from rookery.train.sharded import ShardedTrainer
+from rookery.train.full import ShardedTrainer
+from rookery.train.processes import Processes, join_processes
 from rookery.train.slotted_trainer import SlottedTrainer
 from rookery.types import Adapter
 
@@ -33,9 +41,80 @@ __all__ = [
     "MakePolicy",
     "PolicyParts",
     "adapter_policy",
+    "end_processes",
     "full_policy",
+    "has_reference_model",
+    "help_grpo",
+    "make_reference",
     "make_trainer",
+    "needs_reference",
 ]
+
+# What the KL term of a grpo run is to, made as the config says.
+#
+# | `reference` | an adapter is trained | all weights are trained |
+# |---|---|---|
+# | none | the start | another copy of the start |
+# | the engine's model | the model without an adapter | another copy of it |
+# | another model | a copy of that model | a copy of that model |
+# | an adapter | the adapter | another copy of the engine's model, with the adapter |
+
+
+def needs_reference(config: GrpoConfig) -> bool:
+    return "reference_logprobs" in config.loss.needs
+
+
+def has_reference_model(config: GrpoConfig, files: GrpoFiles) -> bool:
+    """Whether the reference is a model in memory besides the one that is trained."""
+    if config.full is not None:
+        return needs_reference(config)
+    return isinstance(files.reference, Path) and not _is_base(files.reference, files)
+
+
+def make_reference(
+    config: GrpoConfig, files: GrpoFiles, model: SlottedModel
+) -> Adapter | LoraTrainer | None:
+    """An adapter of `model`, which is trained, or the trainee REFERENCE over another model. None:
+    the loss needs none, or it is the adapter that training begins with. Loads a model: slow."""
+    if not has_reference_model(config, files):
+        return _adapter(files, model)
+    given = files.reference
+    folder = files.start if given is None else files.folder.path
+    other = _load(given if isinstance(given, Path) else folder, like=model)
+    trainer = LoraTrainer(other, config=config.trainer)
+    trainer.add(REFERENCE, given if isinstance(given, Adapter) else _unchanged(other))
+    return trainer
+
+
+def _adapter(files: GrpoFiles, model: SlottedModel) -> Adapter | None:
+    if isinstance(files.reference, Path):
+        return _unchanged(model)
+    if files.reference is not None:
+        model.bank.check(files.reference, max_rank=max(files.reference.rank, 1))
+    return files.reference
+
+
+def _load(folder: Path, *, like: SlottedModel) -> SlottedModel:
+    dtype = str(like.dtype).removeprefix("torch.")
+    model = load_model(folder, device=like.device.type, dtype=dtype)
+    if model.shape.vocab_size != like.shape.vocab_size:
+        raise ModelError(
+            f"reference is {folder}, with a vocabulary of {model.shape.vocab_size} tokens, and the "
+            f"model that is trained has {like.shape.vocab_size}: take a model with the same "
+            "tokenizer."
+        )
+    return model
+
+
+def _unchanged(model: SlottedModel) -> Adapter:
+    """An adapter that changes no bit of the model, and takes no memory for masters."""
+    lora = LoraConfig(rank=1, targets=(next(iter(model.linears)),))
+    return initial_adapter(model, lora, name=REFERENCE, base="", seed=0)
+
+
+def _is_base(folder: Path, files: GrpoFiles) -> bool:
+    return folder.resolve() == files.folder.path.resolve()
+
 
 MakePolicy = Callable[[Run], PolicyWeights]
 """The weights of a run, when all that can be refused has been."""
@@ -125,3 +204,28 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
                 f"{start} is another model than the engine's: {name} is {own or 'missing'} there "
                 f"and {shape} in the engine. Give init_from a model of the same shape."
             )
+
+
+# The other processes of a grpo run under torchrun: they compute gradients and nothing else.
+#
+# torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml
+
+
+def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
+    """Do the part of this process until the first one has ended; the outcome of that one."""
+    quiet_libraries()
+    files = read_files(config)
+    device, dtype = trainer_place(config)
+    model = load_model(files.start, device=device, dtype=dtype, names=files.folder.names)
+    processes = join_processes(model.device.type)
+    outcome = make_trainer(config, files.start, model=model, processes=processes).help()
+    if not isinstance(outcome, Outcome):
+        raise TrainError(f"The first process told {type(outcome).__name__} at its end.")
+    processes.leave()
+    return outcome
+
+
+def end_processes(processes: Processes, outcome: Outcome[GrpoReport]) -> None:
+    """Called by the first process when all is done."""
+    processes.tell(outcome)
+    processes.leave()

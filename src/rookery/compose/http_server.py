@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rookery.errors import ConfigError
-from rookery.fleet.http.descriptors import connection_limit
+from rookery.fleet.http.client import connection_limit
 
 __all__ = ["answering", "listen_all"]
 

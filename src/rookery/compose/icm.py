@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
+    digest,
+    digest_models,
+    on_same_inputs,
     quiet_libraries,
     resumable,
     run_async,

@@ -9,16 +9,66 @@ Without an engine nothing here needs torch.
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+from pydantic import Field
+
+from rookery.compose.running import open_shown_engine, quiet_libraries
+from rookery.config import Config, parse_config
+from rookery.engines import EngineChoice, model_folder, require_adapters
 from rookery.errors import ConfigError
 from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
-from rookery.fleet.http.external_text import ExternalTextModel, open_text_model
-from rookery.loops.evolve.config import EvolveConfig, ModelConfig
-from rookery.loops.evolve.config.llm import DEFAULT_API_BASE
+from rookery.fleet.http.external import (
+    ExternalEmbedder,
+    ExternalTextModel,
+    open_embedder,
+    open_text_model,
+)
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig, RookeryConfig
+from rookery.loops.evolve.config.sections import DEFAULT_API_BASE
 from rookery.ports import TextModel
+from rookery.rollout.asking import EngineTextModel
+from rookery.tasks.template import load_template
 from rookery.ui.display import Display
+from rookery.weights import read_adapter
 
-__all__ = ["open_models"]
+__all__ = [
+    "open_config_embedder",
+    "open_engine_models",
+    "open_models",
+]
+
+# The models of an engine of ours as text models: the base, and each adapter. Needs torch.
+
+
+class _Parts(Config):
+    """What `rookery` says of the engine."""
+
+    engine: EngineChoice
+    adapters: dict[str, Path] = Field(default_factory=dict)
+    tokenizer: str = ""
+
+
+@asynccontextmanager
+async def open_engine_models(
+    config: RookeryConfig, display: Display
+) -> AsyncIterator[Mapping[str, TextModel]]:
+    """`base` and every adapter, by name, while the engine is open."""
+    quiet_libraries()
+    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
+    parts = parse_config(_Parts, document, origin="the section rookery")
+    adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
+    require_adapters(parts.engine, {f"The rank of {n}": a.rank for n, a in adapters.items()})
+    template = load_template(model_folder(parts.engine, tokenizer=parts.tokenizer))
+    async with open_shown_engine(parts.engine, display) as engine:
+        refs = {"base": engine.base}
+        for name, adapter in adapters.items():
+            refs[name] = await engine.load(adapter)
+        yield {
+            name: EngineTextModel(engine, model=ref, template=template)
+            for name, ref in refs.items()
+        }
+
 
 REASONING = ("o1", "o3", "o4-", "gpt-5", "gpt-oss-120b", "gpt-oss-20b")
 """How the names of models begin that take max_completion_tokens, as OpenEvolve lists them."""
@@ -40,7 +90,7 @@ async def open_models(
             if name not in own:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
         if names := [name for name in by_name if name in own]:
-            from rookery.compose.engine_models import open_engine_models
+            from rookery.compose.proposers import open_engine_models
 
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
             models |= {name: opened[name] for name in names}
@@ -96,3 +146,64 @@ def _key_hint(key: str) -> str:
         return "Export OPENAI_API_KEY=..., or write llm.api_key: ${VARIABLE}."
     names = [name for name, value in os.environ.items() if value == key]
     return f"The key is that of {names[0]}." if names else "The key is that of llm.api_key."
+
+
+# The embedding model of an evolution, open for a block, or none where its config names none.
+#
+#     async with open_config_embedder(config, environment=os.environ) as embedder:
+#         await embedder.embed("x = 1")
+#
+# Servers and keys are found as OpenEvolve finds them.
+
+
+OPENAI_KEYS = ("OPENAI_EMBEDDING_API_KEY", "OPENAI_API_KEY")
+KNOWN = {
+    "gemini-embedding-001": (
+        "https://generativelanguage.googleapis.com/v1beta/openai/",
+        ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+    ),
+    "text-embedding-3-large": (DEFAULT_API_BASE, OPENAI_KEYS),
+    "text-embedding-3-small": (DEFAULT_API_BASE, OPENAI_KEYS),
+}
+"""Models whose server needs no name: its URL, and the variables that may hold its key."""
+LIMITS = ExternalClientConfig(request_s=30.0, busy_s=30.0)
+"""An embedding takes well under a second; one that fails is counted, and the run goes on."""
+
+
+@asynccontextmanager
+async def open_config_embedder(
+    config: EvolveConfig, *, environment: Mapping[str, str]
+) -> AsyncIterator[ExternalEmbedder | None]:
+    """A key that the server refuses is a ConfigError; a server that is down is left for later."""
+    if not config.database.is_compared:
+        yield None
+        return
+    model = config.database.embedding_model or ""
+    url, names = _server(config, model)
+    used = next((name for name in names if environment.get(name)), names[0])
+    key = environment.get(used, "")
+    if not key and url == KNOWN.get(model, ("",))[0]:
+        raise ConfigError(f"{url} needs a key for {model}: export {names[0]}=...")
+    settings = ExternalConfig(
+        url=url,
+        model=model,
+        api_key_env="",
+        requests_per_minute=None,
+        max_in_flight=config.rookery.in_flight,
+        client=LIMITS,
+    )
+    async with open_embedder(settings, api_key=key, key_hint=f"Export {used}=...") as embedder:
+        await embedder.check()
+        yield embedder
+
+
+def _server(config: EvolveConfig, model: str) -> tuple[str, tuple[str, ...]]:
+    if config.database.embedding_api_base:
+        return config.database.embedding_api_base, OPENAI_KEYS
+    if model in KNOWN:
+        return KNOWN[model]
+    raise ConfigError(
+        f"database.embedding_model is {model!r}, and no server is named for it: write "
+        "database.embedding_api_base, or export OPENAI_EMBEDDING_BASE_URL=http://HOST/v1. Without "
+        f"one these are known: {', '.join(KNOWN)}."
+    )

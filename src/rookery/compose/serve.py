@@ -2,34 +2,319 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from rookery.compose.backends import open_backend
-from rookery.compose.environment import engine_of_environment, megatron_of_environment
 from rookery.compose.http_server import answering, listen_all
-from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
+from rookery.compose.sft import base_name
 from rookery.config import Config
-from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice, local_model
+from rookery.embedded import EngineConfig, resolve_model, run_engine
+from rookery.embedded.folders import ModelFolder
+from rookery.engines import AnyEngineConfig, EngineChoice, local_model, open_engine
 from rookery.errors import ConfigError, RunError
-from rookery.fleet.garbage import collected_rarely
+from rookery.fleet import FleetConfig
+from rookery.fleet.fleet import collected_rarely
+from rookery.megatron import (
+    LoraStart,
+    MegatronEngine,
+    MegatronServer,
+    MegatronTrainer,
+    open_megatron,
+)
+from rookery.model_names import is_named
+from rookery.ports import Adapters, Engine
 from rookery.runs import Run
 from rookery.service.app import make_app
-from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys, default_key_file, list_keys
 from rookery.service.service import open_service
-from rookery.train import TrainerConfig
-from rookery.ui.service import render_service_page
+from rookery.service.work import Backend
+from rookery.slots import SlottedModel, find_device, load_model
+from rookery.tasks.template import Template, load_template
+from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
+from rookery.train.losses import make_loss
+from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
+from rookery.ui.page import render_service_page
+from rookery.weights import read_adapter, write_adapter
+from rookery.weights.merged_model import write_merged
 
-__all__ = ["ServeConfig", "serve", "serving"]
+__all__ = [
+    "FolderAdapters",
+    "ServeConfig",
+    "TemplateCodec",
+    "engine_of_environment",
+    "lora_config",
+    "megatron_of_environment",
+    "merge_into",
+    "open_backend",
+    "open_megatron_backend",
+    "serve",
+    "serving",
+    "tokenizer_of",
+]
+
+# What environment variables say about the service's parts: USE_VLLM and USE_MEGATRON.
+
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def engine_of_environment(
+    configured: AnyEngineConfig, environment: Mapping[str, str], *, port: int
+) -> AnyEngineConfig:
+    """The vLLM server of USE_VLLM, VLLM_BASE_URL or VLLM_HOST and VLLM_PORT; without them what is
+    configured. `port` is the service's own."""
+    if not _is_set(environment, "USE_VLLM"):
+        return configured
+    host = environment.get("VLLM_HOST") or "localhost"
+    host = "127.0.0.1" if host == "0.0.0.0" else host
+    vllm_port = environment.get("VLLM_PORT") or "8000"
+    url = environment.get("VLLM_BASE_URL") or f"http://{host}:{vllm_port}"
+    if url.rstrip("/") in {f"http://{name}:{port}" for name in _THIS_MACHINE}:
+        raise ConfigError(
+            f"The vLLM server and this service would both be at {url}: set `port` of the service "
+            "to another, or VLLM_PORT and the --port of vLLM."
+        )
+    return FleetConfig(urls=(url,))
+
+
+def megatron_of_environment(configured: str | None, environment: Mapping[str, str]) -> str | None:
+    """The server of USE_MEGATRON and MEGATRON_SERVER_URL; without them what is configured."""
+    if not _is_set(environment, "USE_MEGATRON"):
+        return configured
+    return environment.get("MEGATRON_SERVER_URL") or "http://localhost:5000"
+
+
+def _is_set(environment: Mapping[str, str], name: str) -> bool:
+    value = environment.get(name, "").strip().lower()
+    if value not in _TRUE | _FALSE:
+        raise ConfigError(f"{name} is {value!r}; write true or false.")
+    return value in _TRUE
+
+
+# Models for the service: an engine and a trainer over one copy of the weights, as a Backend.
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+UNEMBED = ("lm_head",)
+
+
+@asynccontextmanager
+async def open_backend(
+    model: str, *, engine: AnyEngineConfig, trainer: TrainerConfig, alpha: float
+) -> AsyncIterator[Backend]:
+    """The engine and the trainer of one model, open for the block."""
+    folder = await asyncio.to_thread(resolve_model, model)
+    template = await asyncio.to_thread(load_template, folder.path, chat=False)
+    weights = await _load(folder, engine)
+    async with _open_engine(weights, folder, engine, template) as opened:
+        lora = LoraTrainer(weights, config=trainer)
+        yield Backend(
+            engine=opened,
+            trainer=lora,
+            trainees=LoraTrainees(lora, weights, base=base_name(folder.name), alpha=alpha),
+            folders=FolderAdapters(opened),
+            codec=TemplateCodec(template),
+            tokenizer=tokenizer_of(model, folder),
+            merge=partial(merge_into, folder.path),
+        )
+
+
+class LoraTrainees:
+    """The trainees of a LoraTrainer, for callers without tensors."""
+
+    def __init__(
+        self, trainer: LoraTrainer, model: SlottedModel, *, base: str, alpha: float
+    ) -> None:
+        self._trainer = trainer
+        self._model = model
+        self._base = base
+        self._alpha = alpha
+
+    async def create(self, trainee: str, start: LoraShape | Path) -> None:
+        await asyncio.to_thread(self._create, trainee, start)
+
+    async def remove(self, trainee: str) -> None:
+        if trainee in self._trainer.trainees:
+            self._trainer.remove(trainee)
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        await self._trainer.export(trainee, folder)
+
+    async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
+        await asyncio.to_thread(make_loss, loss, options)
+
+    def _create(self, trainee: str, start: LoraShape | Path) -> None:
+        if isinstance(start, Path):
+            adapter = read_adapter(start, name=trainee)
+        else:
+            adapter = initial_adapter(
+                self._model,
+                lora_config(start, self._model.linears, alpha=self._alpha),
+                name=trainee,
+                base=self._base,
+                seed=start.seed,
+            )
+        if trainee in self._trainer.trainees:
+            self._trainer.remove(trainee)
+        self._trainer.add(trainee, replace(adapter, base=self._base))
+
+
+def lora_config(shape: LoraShape, linears: Iterable[str], *, alpha: float) -> LoraConfig:
+    """Of the layers that the client chose, those that the model has."""
+    chosen = {ATTENTION: shape.train_attn, MLP: shape.train_mlp, UNEMBED: shape.train_unembed}
+    ends = {name.rpartition(".")[2] for name in linears}
+    names = [name for group, is_chosen in chosen.items() if is_chosen for name in group]
+    targets = tuple(name for name in names if name in ends)
+    return LoraConfig(rank=shape.rank, alpha=alpha, targets=targets)
+
+
+class FolderAdapters:
+    """PEFT folders into an engine."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+
+    async def load(self, folder: Path, *, name: str) -> ModelRef:
+        adapter = await asyncio.to_thread(read_adapter, folder, name=name)
+        return await self._adapters.load(adapter)
+
+    async def unload(self, ref: ModelRef) -> None:
+        await self._adapters.unload(ref)
+
+
+class TemplateCodec:
+    """Text and chats by a model's own tokenizer and chat template."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def encode(self, text: str) -> TokenIds:
+        return self._template.encode(Task(id="prompt", prompt=text, reference=None))
+
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
+        return self._template.encode_chat(messages, tools=tools)
+
+    def decode(self, tokens: TokenIds) -> str:
+        return self._template.decode(tokens)
+
+
+async def _load(folder: ModelFolder, config: AnyEngineConfig) -> SlottedModel:
+    """The weights that are trained on, and drawn from where the engine is in this process."""
+    dtype, device = "auto", "auto"
+    if isinstance(config, EngineConfig):
+        dtype, device = config.dtype, config.device
+    return await asyncio.to_thread(
+        load_model, folder.path, device=find_device(device), dtype=dtype, names=folder.names
+    )
+
+
+@asynccontextmanager
+async def _open_engine(
+    weights: SlottedModel, folder: ModelFolder, config: AnyEngineConfig, template: Template
+) -> AsyncIterator[Engine]:
+    if not isinstance(config, EngineConfig):
+        async with open_engine(config) as fleet:
+            yield fleet
+        return
+    async with run_engine(
+        weights,
+        config=config,
+        detokenize=lambda tokens: template.decode(tuple(tokens)),
+        name=folder.name,
+    ) as shared:
+        yield shared
+
+
+def merge_into(model: Path, adapter: Path, target: Path) -> None:
+    """A model folder with a PEFT folder merged into it."""
+    write_merged(model, read_adapter(adapter), target)
+
+
+def tokenizer_of(model: str, folder: ModelFolder) -> str:
+    """A model's id where it has one; else its folder, for clients on this machine."""
+    is_id = "/" in model and not Path(model).expanduser().exists()
+    return model if is_id else str(folder.path.resolve())
+
+
+# A model on a Megatron server for the service: it trains, and samples unless vLLM does.
+
+
+@asynccontextmanager
+async def open_megatron_backend(
+    model: str, *, url: str, engine: AnyEngineConfig, alpha: float
+) -> AsyncIterator[Backend]:
+    """The server must run this model; its tokenizer is read here."""
+    folder = await asyncio.to_thread(resolve_model, model)
+    template = await asyncio.to_thread(load_template, folder.path, chat=False)
+    async with AsyncExitStack() as stack:
+        key = os.environ.get("MEGATRON_SERVER_KEY", "")
+        server = await stack.enter_async_context(open_megatron(url, key=key))
+        _check_model(server, folder.name)
+        opened: Engine = MegatronEngine(server)
+        if not isinstance(engine, EngineConfig):
+            opened = await stack.enter_async_context(open_engine(engine))
+        trainer = MegatronTrainer(server)
+        yield Backend(
+            engine=opened,
+            trainer=trainer,
+            trainees=MegatronTrainees(trainer, server, base=base_name(folder.name), alpha=alpha),
+            folders=FolderAdapters(opened),
+            codec=TemplateCodec(template),
+            tokenizer=tokenizer_of(model, folder),
+            merge=partial(merge_into, folder.path),
+        )
+
+
+def _check_model(server: MegatronServer, model: str) -> None:
+    if not is_named(model, frozenset(server.info.names)):
+        raise ConfigError(
+            f"The Megatron server at {server.url} runs {server.info.base}, and models names "
+            f"{model}: start it with --model {model}, or map the names to its model."
+        )
+
+
+class MegatronTrainees:
+    """The trainees of a Megatron server, for callers without tensors."""
+
+    def __init__(
+        self, trainer: MegatronTrainer, server: MegatronServer, *, base: str, alpha: float
+    ) -> None:
+        self._trainer = trainer
+        self._linears = server.info.linear_layers
+        self._base = base
+        self._alpha = alpha
+
+    async def create(self, trainee: str, start: LoraShape | Path) -> None:
+        if isinstance(start, Path):
+            adapter = await asyncio.to_thread(read_adapter, start, name=trainee)
+            await self._trainer.create(trainee, replace(adapter, base=self._base))
+            return
+        lora = lora_config(start, self._linears, alpha=self._alpha)
+        await self._trainer.create(trainee, LoraStart(lora=lora, base=self._base, seed=start.seed))
+
+    async def remove(self, trainee: str) -> None:
+        await self._trainer.remove(trainee)
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        adapter = await self._trainer.adapter(trainee)
+        await asyncio.to_thread(write_adapter, adapter, folder)
+
+    async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
+        await asyncio.to_thread(make_loss, loss, options)
+
 
 STOP_S = 10.0
 """After Ctrl-C: answers, the running pass and a snapshot have about a third of it each. What is not

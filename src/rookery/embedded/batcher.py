@@ -15,10 +15,17 @@ from itertools import accumulate
 import torch
 
 from rookery.embedded.decode import DecodeBatch
-from rookery.embedded.penalties import penalise
 from rookery.embedded.prefill import Prefill, Prompt
-from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
-from rookery.embedded.stop_search import StopSearch, TextDeltas
+from rookery.embedded.sampling import (
+    Draw,
+    StopSearch,
+    TextDeltas,
+    draw,
+    logprobs_of,
+    penalise,
+    top_logprobs,
+    uniform,
+)
 from rookery.errors import EngineError
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.types import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rookery.embedded.pool import zero_pages
+from rookery.embedded.prefix import zero_pages
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.slots.attention import KEY_BLOCK, Heads, attend_alike, attend_heads
 

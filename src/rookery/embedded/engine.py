@@ -31,9 +31,7 @@ from rookery.config import Config
 from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
-from rookery.embedded.pause import Pause
-from rookery.embedded.pool import is_short_memory, memory_bytes
-from rookery.embedded.stats import EngineStats
+from rookery.embedded.prefix import is_short_memory, memory_bytes
 from rookery.errors import EngineDownError, EngineError, RookeryError
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
@@ -47,7 +45,65 @@ from rookery.types import (
     ScoreRequest,
 )
 
-__all__ = ["EmbeddedEngine", "EngineConfig"]
+__all__ = [
+    "EmbeddedEngine",
+    "EngineConfig",
+    "EngineStats",
+    "Pause",
+]
+
+# What an engine has computed, and what it holds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Tokens since the start, and what is held now."""
+
+    requested_tokens: int
+    """Prompt tokens as asked for."""
+    prompt_tokens: int
+    """Prompt tokens computed: every shared prefix counts once per model."""
+    trunk_tokens: int
+    """Prompt tokens computed below the first adapted layer: once for all models."""
+    decoded_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values are held now, once per model and once below them."""
+    num_in_flight: int
+    """Requests that are being computed now, or wait for it."""
+
+
+# A pause of all calls: nothing is in flight, and what comes waits for the end.
+#
+# async with pause.calls():      # who changes what answers are computed with
+# await pause.over()             # every call, before it begins
+
+
+class Pause:
+    """Belongs to one event loop. Pauses follow one another."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._turn = asyncio.Lock()
+        # Cleared by `calls`, which sets it again whatever happens; `over` waits for it.
+        self._is_over = asyncio.Event()
+        self._is_over.set()
+
+    async def over(self) -> None:
+        """Return when calls may begin."""
+        while not self._is_over.is_set():  # the next pause may begin before a waiter runs
+            await self._is_over.wait()
+
+    @asynccontextmanager
+    async def calls(self) -> AsyncIterator[None]:
+        """Wait for the end of what is in flight; nothing begins inside the block."""
+        async with self._turn:
+            self._is_over.clear()
+            try:
+                await self._calls.idle.wait()
+                yield
+            finally:
+                self._is_over.set()
+
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rookery.embedded.pool import TokenPool
-from rookery.embedded.prefix import Node, PrefixTree
+from rookery.embedded.prefix import Node, PrefixTree, TokenPool
 from rookery.embedded.tree_attention import TreeAttend
 from rookery.slots import Segment, SlotRows, SlottedModel
 

@@ -13,8 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from rookery.embedded.pool import TokenPool
-from rookery.embedded.prefix import Node
+from rookery.embedded.prefix import Node, TokenPool
 from rookery.slots.attention import (
     KEY_BLOCK,
     Heads,

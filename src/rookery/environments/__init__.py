@@ -8,10 +8,8 @@ game_sampler.py   groups of games to train on
 game_evaluator.py models measured by games
 """
 
-from rookery.environments.chat import Chat
-from rookery.environments.conversation import Conversation
+from rookery.environments.chat import Chat, Conversation
 from rookery.environments.game import Game, GameConfig
-from rookery.environments.game_evaluator import GameEvaluator
-from rookery.environments.game_sampler import GameSampler
+from rookery.environments.game_sampler import GameEvaluator, GameSampler
 
 __all__ = ["Chat", "Conversation", "Game", "GameConfig", "GameEvaluator", "GameSampler"]

@@ -19,12 +19,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rookery.errors import signal_name
 from rookery.executors.folder import hold_folder
 from rookery.executors.frames import Frame, receive_frame
 from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
 from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec, count_cores
-from rookery.signal_names import signal_name
 from rookery.types import Job, Json, WorkerInfo
 
 __all__ = ["open_local"]

@@ -20,11 +20,9 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.concurrency import task_group
-from rookery.errors import ExecutorError, boundary
+from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary
 from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
-from rookery.executors.ray_cluster import connect_ray
-from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
-from rookery.executors.worker_host import WorkerHost
+from rookery.executors.worker import WorkerGone, WorkerHost, WorkerRefused, check_version
 from rookery.executors.worker_task import (
     CLOSE_S,
     Answer,
@@ -34,7 +32,62 @@ from rookery.executors.worker_task import (
 )
 from rookery.types import Job, WorkerInfo
 
-__all__ = ["RayHost", "open_ray"]
+__all__ = [
+    "RayHost",
+    "connect_ray",
+    "open_ray",
+]
+
+# The connection to a Ray cluster, for whoever places work there.
+#
+# async with connect_ray("auto", error=FleetError) as ray:
+#     ...
+
+
+INSTALL = "pip install 'rookery[ray]'"
+REACH_S = 10.0
+
+
+@asynccontextmanager
+async def connect_ray(
+    address: str, *, error: type[RookeryError], **options: object
+) -> AsyncIterator[Any]:
+    """The module `ray`, connected to the cluster at `address`; "local" starts one.
+
+    A connection that this process has already is used and kept. Options are those of `ray.init`.
+    """
+    try:
+        import ray
+    except ImportError as missing:
+        raise ConfigError(f"Work on a cluster needs Ray: {INSTALL}.") from missing
+    was_connected = ray.is_initialized()
+    if not was_connected:
+        with boundary(error, f"Connecting to the Ray cluster at {address}"):
+            await _check_reachable(address)
+            await asyncio.to_thread(ray.init, address, **options)
+    try:
+        yield ray
+    finally:
+        if not was_connected:
+            # A cluster of our own dies with the thread that started it: it must not be met again.
+            await asyncio.to_thread(ray.shutdown)
+
+
+async def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes, in a thread that cannot be ended."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # "auto" and "local"
+        return
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as cause:  # a timeout is one
+        raise ConnectionError(
+            f"nothing answers there within {REACH_S:g} s. Start one with `ray start --head`, or "
+            "name no address to start one on this machine"
+        ) from cause
+    writer.close()
+
 
 NODES_POLL_S = 2.0
 """How soon a new node is used."""

@@ -13,9 +13,8 @@ from rookery.errors import RookeryError
 from rookery.fleet.adapters.fit import read_shapes
 from rookery.fleet.adapters.residency import Residency
 from rookery.fleet.adapters.staging import open_staging
-from rookery.fleet.http.address import is_local
 from rookery.fleet.http.capabilities import Capabilities
-from rookery.fleet.http.client import Client, ClientConfig, open_session
+from rookery.fleet.http.client import Client, ClientConfig, is_local, open_session
 from rookery.fleet.http.probe import is_far, probe, read_again, read_metrics
 from rookery.fleet.http.wire import Fields, encode_body, read_choices, read_completion, read_reading
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef

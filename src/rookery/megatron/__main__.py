@@ -18,11 +18,10 @@ import torch
 import uvicorn
 
 from rookery.embedded import resolve_model
-from rookery.embedded.opening import driven
+from rookery.embedded.folders import driven
 from rookery.errors import ConfigError, RookeryError
-from rookery.megatron.engine import RanksEngine, RanksTrainer, follow
+from rookery.megatron.engine import Ranks, RanksEngine, RanksTrainer, follow, join_ranks
 from rookery.megatron.model import load_parallel_model
-from rookery.megatron.ranks import Ranks, join_ranks
 from rookery.megatron.server import Hosted, make_app
 from rookery.model_names import model_names
 from rookery.tasks.template import load_template

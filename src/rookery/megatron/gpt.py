@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from rookery.errors import ModelError
-from rookery.megatron.ranks import Ranks
+from rookery.megatron.engine import Ranks
 from rookery.slots.attention import Attend, Heads
 
 __all__ = ["CurrentPass", "make_gpt"]

@@ -24,8 +24,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rookery.errors import ModelError, boundary
+from rookery.megatron.engine import Ranks
 from rookery.megatron.gpt import CurrentPass, make_gpt
-from rookery.megatron.ranks import Ranks
 from rookery.model_names import model_names
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.slots.attention import Attend

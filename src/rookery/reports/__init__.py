@@ -1,6 +1,5 @@
 """One typed report per loop: what loops write, what the page and the terminal read."""
 
-from rookery.reports.evaluation import EvaluationReport, ModelRow, parse_evaluation_report
 from rookery.reports.evolve import EvolveReport, parse_evolve_report
 from rookery.reports.genome import (
     CandidateRecord,
@@ -34,13 +33,18 @@ from rookery.reports.icm import (
 from rookery.reports.record import (
     AnswerRecord,
     Estimate,
+    EvaluationReport,
     Measured,
+    ModelRow,
+    QueueStatus,
     Record,
+    ServiceStatus,
     TaskRecord,
+    TenantStatus,
     Text,
     describe_task,
+    parse_evaluation_report,
 )
-from rookery.reports.service import QueueStatus, ServiceStatus, TenantStatus
 
 __all__ = [
     "AgreementRecord",

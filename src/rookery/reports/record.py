@@ -7,9 +7,10 @@ known here are left out: an older page can show a newer report.
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rookery.errors import RunError
 from rookery.types import Json, Task
@@ -17,11 +18,17 @@ from rookery.types import Json, Task
 __all__ = [
     "AnswerRecord",
     "Estimate",
+    "EvaluationReport",
     "Measured",
+    "ModelRow",
+    "QueueStatus",
     "Record",
+    "ServiceStatus",
     "TaskRecord",
+    "TenantStatus",
     "Text",
     "describe_task",
+    "parse_evaluation_report",
     "parse_record",
 ]
 
@@ -108,3 +115,87 @@ def parse_record(report: type[Report], document: Mapping[str, Json], *, kind: st
             f"The report cannot be shown: {where} is {first['input']!r:.80}, and "
             f"{first['msg'].lower()}. Give the report.json of {kind} run as it was written."
         ) from None
+
+
+# The report of an evaluation: what `report.json` of an eval run holds.
+
+
+class ModelRow(Estimate):
+    """One model on the tasks: its mean with the interval, and how much it is above the base."""
+
+    name: Text = ""
+    version: Text = ""
+    num_scored: int = 0
+    num_failed: int = 0
+    first_error: Text = ""
+    gain: Estimate | None = None
+    """Over the base model, paired by task; None for the base model itself."""
+
+
+class EvaluationReport(Record):
+    """A model and its adapters on one taskset."""
+
+    kind: Literal["eval"] = "eval"
+    run: Text = ""
+    model: Text = ""
+    taskset: Text = ""
+    num_tasks: int = 0
+    num_questions: int = 0
+    """Tasks of one question are not independent. 0: not recorded."""
+    num_skipped_rows: int = 0
+    warnings: tuple[Text, ...] = ()
+    models: tuple[ModelRow, ...] = ()
+    tasks: tuple[TaskRecord, ...] = ()
+    """The first ones, with the answers of all models; the run's events have all."""
+    seconds: Measured = None
+    tokens: dict[Text, int] = Field(default_factory=dict)
+    """What was computed, as far as the engine tells."""
+
+
+def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(EvaluationReport, document, kind="an eval")
+
+
+# The service as it is now: its queues, its tenants and how fast it is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """One of the two queues."""
+
+    name: str
+    num_waiting: int
+    tokens_waiting: int
+    tokens_per_s: float
+    """While there is work; 0 before the first."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """Until the last one is done; None when the speed is not known."""
+        return self.tokens_waiting / self.tokens_per_s if self.tokens_per_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStatus:
+    """What one tenant has, and what was computed for it since the service started."""
+
+    name: str
+    num_pending: int
+    """Requests that wait or run."""
+    num_models: int
+    """In training."""
+    num_checkpoints: int
+    tokens: dict[str, int]
+    """By kind: trained, sampled, prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """All of it."""
+
+    models: tuple[str, ...]
+    queues: tuple[QueueStatus, ...]
+    tenants: tuple[TenantStatus, ...]
+    journal_bytes: int
+    """Since the last snapshot."""

@@ -7,10 +7,15 @@ log.py        the rollouts of a run, found again
 text_model.py engines behind a chat template, and ensembles, as text models
 """
 
-from rookery.rollout.evaluator import Progress, TasksetEvaluator, mean_by_source
+from rookery.rollout.asking import EngineTextModel, EnsembleTextModel, Member
+from rookery.rollout.evaluator import (
+    Progress,
+    RolloutLog,
+    TasksetEvaluator,
+    mean_by_source,
+    set_scores_aside,
+)
 from rookery.rollout.group_sampler import GroupSampler
-from rookery.rollout.log import RolloutLog, set_scores_aside
-from rookery.rollout.text_model import EngineTextModel, EnsembleTextModel, Member
 
 __all__ = [
     "EngineTextModel",

@@ -6,20 +6,22 @@ with Run.create(Path("runs"), kind="genome", name="poet", config=document) as ru
 list_runs(Path("runs"))
 """
 
-from rookery.runs.attempts import Attempt, AttemptLog, AttemptState, read_attempts
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.event_log import FORMER, EventLog
-from rookery.runs.events import Event, EventView, NewEvent
+from rookery.runs.event_log import FORMER, Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.lock import Owner, is_locked, read_owner
 from rookery.runs.metrics import MetricsRow, read_metrics
 from rookery.runs.run import EXTENDED, SET_ASIDE, Run
 from rookery.runs.run_view import FINISHED, Outcome, RunView, Status
 from rookery.runs.summary import (
+    Attempt,
+    AttemptLog,
+    AttemptState,
     RunDetails,
     RunSummary,
     export_events,
     list_runs,
+    read_attempts,
     show,
     summarize,
 )

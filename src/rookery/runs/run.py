@@ -27,12 +27,17 @@ from typing import Any, get_args
 
 from rookery.errors import RunError
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.disk import disk_boundary, sweep, sync_folder, sync_tree, write_file
-from rookery.runs.document import encode
-from rookery.runs.event_log import EventLog
-from rookery.runs.events import Event, EventView, NewEvent
-from rookery.runs.extension import Changes, check_changes, find_changes
-from rookery.runs.folder_exchange import recover_folders, replace_folder
+from rookery.runs.disk import (
+    disk_boundary,
+    encode,
+    recover_folders,
+    replace_folder,
+    sweep,
+    sync_folder,
+    sync_tree,
+    write_file,
+)
+from rookery.runs.event_log import Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Journal
 from rookery.runs.lock import RunLock
 from rookery.runs.metrics import MetricsFile
@@ -45,9 +50,12 @@ from rookery.runs.run_folder import (
     METRICS,
     OLD,
     SCRATCH,
+    Changes,
+    check_changes,
     check_free_name,
     check_name,
     claim_folder,
+    find_changes,
     require_run,
     taken,
 )

@@ -13,9 +13,8 @@ from typing import Any, Literal, Self
 
 from rookery.errors import RunError
 from rookery.runs.blobs import BlobView
-from rookery.runs.disk import disk_boundary
-from rookery.runs.document import decode
-from rookery.runs.events import Event, EventView
+from rookery.runs.disk import decode, disk_boundary
+from rookery.runs.event_log import Event, EventView
 from rookery.runs.lock import is_locked, require_free
 from rookery.runs.metrics import MetricsRow, read_metrics
 from rookery.runs.run_folder import CONFIG, LOCK, METRICS, check_name

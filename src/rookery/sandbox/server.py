@@ -21,15 +21,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from rookery.errors import SandboxError
+from rookery.errors import SandboxError, signal_name
 from rookery.sandbox.backends import Jail
-from rookery.sandbox.cgroup import Cgroup, make_cgroup
+from rookery.sandbox.box import Cgroup, make_cgroup
 from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
 from rookery.sandbox.inside.isolation import OWN_PROCESSES
 from rookery.sandbox.outcome import MAX_LINES, Failure, FailureKind, Outcome, make_outcome
-from rookery.sandbox.pipes import PipeReader
-from rookery.sandbox.process_tree import Usage, data_bytes, descendants, measure, measure_pss
-from rookery.signal_names import signal_name
+from rookery.sandbox.process_tree import (
+    PipeReader,
+    Usage,
+    data_bytes,
+    descendants,
+    measure,
+    measure_pss,
+)
 
 __all__ = ["ForkServer", "Program"]
 

@@ -20,8 +20,7 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.search import es as strategy
 from rookery.search.candidate import CMAES, ChildPlan, EsStep, Recipe
-from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
-from rookery.search.es import Es, EsConfig, SeedWeight
+from rookery.search.es import Cmaes, CmaesConfig, Es, EsConfig, SeedWeight, average_start
 from rookery.search.fitness import Fitness
 from rookery.seeding import stream_seed
 from rookery.types import Json

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rookery.errors import ConfigError
 from rookery.search.candidate import RANDOM_SUM, ChildPlan
-from rookery.search.parents import convex_weights
+from rookery.search.children import convex_weights
 from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = ["pair_plans", "random_plans", "random_weights"]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import ConfigError
-from rookery.search.selection.elites import elites
+from rookery.search.selection import elites
 
 __all__ = ["Islands", "IslandsConfig", "Migration", "is_due", "migrate", "migrations", "settle"]
 

@@ -4,6 +4,7 @@ app = make_app(service, keys=Keys(path))
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from importlib.metadata import version
 from typing import Any
@@ -15,10 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import RookeryError
-from rookery.reports import ServiceStatus
+from rookery.reports import QueueStatus, ServiceStatus, TenantStatus
 from rookery.service.keys import Keys
 from rookery.service.metrics import Metrics
-from rookery.service.refusals import Refusal, missing, status_of
 from rookery.service.routes import (
     checkpoints,
     futures,
@@ -30,13 +30,56 @@ from rookery.service.routes import (
     training,
     vllm,
 )
-from rookery.service.routes.gaps import fill_gap
 from rookery.service.routes.gate import Gate
+from rookery.service.routes.sessions import fill_gap
 from rookery.service.service import Service
-from rookery.service.status import read_status
 from rookery.service.wire.body import too_large
+from rookery.service.work import Refusal, missing, status_of
 
-__all__ = ["make_app"]
+__all__ = [
+    "make_app",
+    "read_status",
+]
+
+# What the operator sees of a running service.
+
+
+def read_status(service: Service) -> ServiceStatus:
+    """As it is now. Costs grow with what tenants have."""
+    desk, training, drawing = service.desk, service.training, service.drawing
+    live = Counter(model.tenant for model in desk.state.models.values() if model.is_live)
+    saved = Counter(checkpoint.tenant for checkpoint in desk.state.checkpoints.values())
+    tokens = desk.metrics.tokens_by_tenant()
+    names = sorted({*live, *saved, *tokens, *(s.tenant for s in desk.state.sessions.values())})
+    return ServiceStatus(
+        models=tuple(desk.backends),
+        queues=(
+            QueueStatus(
+                name="training",
+                num_waiting=training.num_waiting,
+                tokens_waiting=training.tokens_waiting,
+                tokens_per_s=training.throughput.per_s,
+            ),
+            QueueStatus(
+                name="sampling",
+                num_waiting=drawing.turns.num_waiting,
+                tokens_waiting=drawing.turns.tokens_waiting,
+                tokens_per_s=drawing.throughput.per_s,
+            ),
+        ),
+        tenants=tuple(
+            TenantStatus(
+                name=name,
+                num_pending=desk.pending.count(name),
+                num_models=live[name],
+                num_checkpoints=saved[name],
+                tokens=tokens.get(name, {}),
+            )
+            for name in names
+        ),
+        journal_bytes=desk.wal.num_bytes,
+    )
+
 
 RETRY_AFTER_S = "1"
 INDEX = {

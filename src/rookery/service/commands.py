@@ -22,7 +22,6 @@ from rookery.service.records import (
     Session,
     StoredSequence,
 )
-from rookery.service.refusals import bad, missing
 from rookery.service.state import State
 from rookery.service.wire.requests import (
     CopyWeights,
@@ -32,7 +31,7 @@ from rookery.service.wire.requests import (
     GetInfo,
     JoinSamplingSession,
 )
-from rookery.service.work import Command
+from rookery.service.work import Command, bad, missing
 from rookery.types import LoraShape
 
 __all__ = [

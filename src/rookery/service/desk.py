@@ -1,22 +1,127 @@
 """What the loops of the service share: the state, the futures, the write-ahead log, the models."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
+from rookery.service.fair_queue import Turns
 from rookery.service.futures import Futures
 from rookery.service.metrics import Metrics
-from rookery.service.pending import Pending
-from rookery.service.refusals import bad
 from rookery.service.state import State
-from rookery.service.turns import Turns
 from rookery.service.wal import Wal
-from rookery.service.work import Command
+from rookery.service.work import SAMPLING, Backend, Command, bad
 
-__all__ = ["Desk"]
+__all__ = [
+    "Desk",
+    "Pending",
+]
+
+# Accepted works that are not done, counted per tenant, and how often each began to be computed.
+#
+# A work that began in a process that ended before it was done is computed alone the next time, and
+# not again when the process ends then too: `attempts` are what the journal has of this.
+
+
+ATTEMPTS, SAMPLE_ATTEMPTS = 2, 3
+"""Of a work, the last of them alone. Samples are many at a time, and long: alone only if the
+process ended twice with them."""
+
+
+class Pending:
+    """By id, in order of their acceptance."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, Command] = {}
+        self._seqs: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self.num_bytes = 0
+        """Of all their bodies."""
+        self.attempts: Counter[str] = Counter()
+        """By id: how often they began and did not end, the attempt that is running now too."""
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def __iter__(self) -> Iterator[Command]:
+        return iter(list(self._works.values()))
+
+    def __contains__(self, work_id: str) -> bool:
+        return work_id in self._works
+
+    def __getitem__(self, work_id: str) -> Command:
+        return self._works[work_id]
+
+    def get(self, work_id: str) -> Command | None:
+        return self._works.get(work_id)
+
+    def count(self, tenant: str) -> int:
+        return self._counts[tenant]
+
+    def num_bytes_of(self, tenant: str) -> int:
+        """Of a tenant's bodies."""
+        return self._bytes[tenant]
+
+    @property
+    def num_tenants(self) -> int:
+        """Who wait."""
+        return len(self._counts)
+
+    def add(self, work: Command) -> None:
+        self._works[work.id] = work
+        self._counts[work.tenant] += 1
+        self._bytes[work.tenant] += len(work.body)
+        self.num_bytes += len(work.body)
+
+    def begin(self, work_ids: Iterable[str]) -> None:
+        """They are computed from now on."""
+        self.attempts.update(work_ids)
+
+    def end(self, work_ids: Iterable[str]) -> None:
+        """They ended in this process, however: that does not count."""
+        for work_id in work_ids:
+            self.attempts[work_id] -= 1
+            if self.attempts[work_id] <= 0:  # it may be done
+                del self.attempts[work_id]
+
+    def is_suspect(self, work: Command) -> bool:
+        """Whether it is computed alone: the process ended with it, and perhaps because of it."""
+        return self.attempts[work.id] >= _most(work) - 1
+
+    def is_given_up(self, work: Command) -> bool:
+        """Whether it is not computed again: the process ended with it alone."""
+        return self.attempts[work.id] >= _most(work)
+
+    def set_durable(self, work_id: str, seq: int) -> None:
+        """Note the journal's number of a work, which stays in the journal while it is pending."""
+        if work_id in self._works:
+            self._seqs[work_id] = seq
+
+    def seq(self, work_id: str) -> int | None:
+        """Its number in the journal; None when it is done, or not durable."""
+        return self._seqs.get(work_id)
+
+    def remove(self, work_id: str) -> bool:
+        """It is done; False when it was before."""
+        work = self._works.pop(work_id, None)
+        self._seqs.pop(work_id, None)
+        self.attempts.pop(work_id, None)
+        if work is None:
+            return False
+        self._counts[work.tenant] -= 1
+        self._bytes[work.tenant] -= len(work.body)
+        if not self._counts[work.tenant]:
+            del self._counts[work.tenant], self._bytes[work.tenant]
+        self.num_bytes -= len(work.body)
+        return True
+
+
+def _most(work: Command) -> int:
+    return SAMPLE_ATTEMPTS if work.kind in SAMPLING else ATTEMPTS
+
 
 ALL = 1 << 30
 """So wide is the turn of a work that is computed alone."""

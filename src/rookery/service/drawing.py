@@ -1,25 +1,34 @@
 """Samples and prompt scores from an engine, whoever asks: the SDK, plain HTTP or OpenAI clients."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from rookery.concurrency import task_group, together
+from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
+from rookery.ports import AdapterFolders
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
-from rookery.service.records import SamplingSession
-from rookery.service.refusals import bad
-from rookery.service.residency import Residency
-from rookery.service.throughput import Throughput
+from rookery.service.fair_queue import Turns
+from rookery.service.metrics import Throughput
+from rookery.service.records import Rows, SamplingSession, encode
 from rookery.service.trainer_calls import ADAPTER
-from rookery.service.turns import Turns
-from rookery.service.wire.records import ScoreBody
-from rookery.service.wire.samples import PromptScores
+from rookery.service.wire.records import ScoreBody, score_document
+from rookery.service.wire.requests import Sample
+from rookery.service.wire.samples import (
+    PromptScores,
+    encode_samples,
+    prompt_tokens,
+    sampling_params,
+    target_tokens,
+)
 from rookery.service.wire.tensors import Array
-from rookery.service.work import Command
+from rookery.service.work import GIVEN_UP, Command, Result, bad, failed
 from rookery.types import (
     Completion,
     CompletionDelta,
@@ -31,7 +40,70 @@ from rookery.types import (
     TokenIds,
 )
 
-__all__ = ["Draw", "Drawing"]
+__all__ = [
+    "Draw",
+    "Drawing",
+    "Residency",
+    "Samples",
+    "read_draw",
+]
+
+# Sampler weights in an engine: loaded when first asked for, the idle ones unloaded, and loaded
+# again by themselves when they are asked for later.
+#
+#     async with residency.use(digest) as ref: await engine.sample(...)
+
+
+@dataclass(slots=True)
+class _Resident:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is loaded or unloaded."""
+    ref: ModelRef | None = None
+    num_users: int = 0
+
+
+class Residency:
+    """Which blobs are loaded, in order of their last use."""
+
+    def __init__(
+        self, folders: AdapterFolders, *, folder_of: Callable[[str], Path], limit: int
+    ) -> None:
+        self._folders = folders
+        self._folder_of = folder_of
+        self._limit = limit
+        self._residents: dict[str, _Resident] = {}
+        self.num_loads = 0
+
+    @asynccontextmanager
+    async def use(self, blob: str) -> AsyncIterator[ModelRef]:
+        """The model of a blob, which stays loaded inside the block."""
+        resident = self._residents.pop(blob, None) or _Resident()
+        self._residents[blob] = resident  # at the end: used last
+        resident.num_users += 1
+        try:
+            async with resident.lock:
+                if resident.ref is None:
+                    folder = self._folder_of(blob)
+                    resident.ref = await self._folders.load(folder, name=f"sampler-{blob[:16]}")
+                    self.num_loads += 1
+            await self._unload_idle()
+            yield resident.ref
+        finally:
+            resident.num_users -= 1
+
+    async def _unload_idle(self) -> None:
+        """Down to the limit; more than the limit stay while they are all in use. Whoever asks for
+        one meanwhile waits for the lock, and loads it again; several calls may unload the same."""
+        num_over = len(self._residents) - self._limit
+        idle = [(blob, one) for blob, one in self._residents.items() if one.num_users == 0]
+        for blob, resident in idle[: max(num_over, 0)]:
+            async with resident.lock:
+                if resident.num_users == 0 and resident.ref is not None:
+                    ref, resident.ref = resident.ref, None
+                    await self._folders.unload(ref)
+            if resident.num_users == 0 and self._residents.get(blob) is resident:
+                del self._residents[blob]
+
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -233,3 +305,140 @@ class Drawing:
         for start in range(0, len(requests), step):
             answers += await call(requests[start : start + step])
         return answers
+
+
+# Accepted samples and scores -> the engine -> results, each in a task of its own that waits for
+# its turn.
+
+
+ANSWER_MIB = 256
+"""The most that one answer may have: the journal takes no entry of more than 500 MB, and what it
+cannot take ends the service."""
+
+
+class Samples:
+    """The samples that wait or are drawn. The task group ends them with the service."""
+
+    def __init__(self, desk: Desk, drawing: Drawing) -> None:
+        self._desk = desk
+        self._drawing = drawing
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, work: Command, group: asyncio.TaskGroup) -> None:
+        task = group.create_task(self._answer(work), name=work.id)
+        self._tasks[work.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(work.id, None))
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks.values())
+
+    async def cancel(self, work: Command) -> None:
+        """Give a sample up: its result says so, unless it has one."""
+        if self._desk.futures.is_storing(work.id):
+            return
+        if (task := self._tasks.get(work.id)) is not None:
+            task.cancel()
+        await self._finish(work, failed("The sample was cancelled by its client.", "user"))
+
+    def describe(self, work: Command) -> tuple[str, str]:
+        """Its queue state and a sentence."""
+        place = self._drawing.turns.place(work.id)
+        if place is None:
+            return "active", "It is being drawn."
+        sentence = f"Place {place.ahead + 1} of {self._drawing.turns.num_waiting} for samples"
+        if per_s := self._drawing.throughput.per_s:
+            sentence += f", about {place.tokens_ahead / per_s:.0f} s"
+        return "paused_capacity" if place.ahead else "active", f"{sentence}."
+
+    async def _answer(self, work: Command) -> None:
+        try:
+            with boundary(ServiceError, "Drawing the sample failed"):
+                if self._desk.pending.is_given_up(work):
+                    raise ServiceError(GIVEN_UP)
+                result = await (self._score(work) if work.kind == "score" else self._draw(work))
+        except (EngineDownError, FleetDownError) as error:
+            result = failed(self._desk.sentence(error), "server")
+        except RookeryError as error:
+            result = failed(self._desk.sentence(error), "user")
+        if len(result.payload) > ANSWER_MIB * 2**20:
+            result = failed(
+                f"The answer has {len(result.payload) / 2**20:.0f} MiB, of at most {ANSWER_MIB}: "
+                "ask for fewer samples or tokens in one request, or for less about each.",
+                "user",
+            )
+        await self._finish(work, result)
+
+    async def _draw(self, work: Command) -> Result:
+        draw = read_draw(self._desk, self._drawing, work)
+        completions, scores = await self._drawing.draw(draw)
+        payload = await asyncio.to_thread(
+            encode_samples,
+            completions,
+            scores,
+            top_k=draw.params.top_logprobs,
+            has_text=draw.has_text,
+        )
+        return Result(payload, form="proto")
+
+    async def _score(self, work: Command) -> Result:
+        sampler = self._desk.state.sampler(work.tenant, work.owner)
+        body = ScoreBody.model_validate_json(work.body)
+        score = await self._drawing.score(work, sampler, body)
+        rows = Rows(score.top_logprobs, list)
+        document = {**score_document(score), "top_logprobs": rows}
+        return Result(await asyncio.to_thread(encode, document))
+
+    async def _finish(self, work: Command, result: Result) -> None:
+        """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
+        until the journal has its result: a snapshot has the one or the other."""
+        futures = self._desk.futures
+        if futures.is_storing(work.id) or work.id not in self._desk.pending:
+            return
+        if (future := futures.known(work.id)) is not None:
+            future.storing = result
+        header = {
+            "entry": "answer",
+            "id": work.id,
+            "form": result.form,
+            "is_failure": result.is_failure,
+        }
+        stored = self._desk.wal.append(header, result.payload)
+        # Also when whoever waits here is cancelled.
+        stored.add_done_callback(lambda done: self._stored(work, result, done))
+        await asyncio.shield(stored)
+
+    def _stored(self, work: Command, result: Result, done: "asyncio.Future[list[int]]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._desk.pending.remove(work.id)
+            self._desk.futures.finish(work.id, result)
+
+
+def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
+    """What an accepted sample asks for; a refusal when it can never be drawn.
+
+    Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
+    restart.
+    """
+    request = Sample.model_validate_json(work.body)
+    prompt = prompt_tokens(request.prompt)
+    sampler = desk.state.sampler(work.tenant, work.owner)
+    options = request.sampling_params
+    max_tokens = drawing.max_tokens(
+        sampler.base_model, asked=options.max_tokens, num_prompt=len(prompt)
+    )
+    has_scores = request.prompt_logprobs or request.topk_prompt_logprobs
+    seed = stream_seed(0, work.id) if options.seed is None else options.seed & (2**63 - 1)
+    return Draw(
+        id=work.id,
+        tenant=work.tenant,
+        base_model=sampler.base_model,
+        blob=sampler.blob,
+        prompt=prompt,
+        params=sampling_params(request, seed=seed, max_tokens=max_tokens),
+        scored=(request.prompt_logprobs_last_n or len(prompt)) if has_scores else 0,
+        top_k=request.topk_prompt_logprobs,
+        targets=target_tokens(request, num_prompt=len(prompt)),
+        alternatives=request.prompt_alt_tokens_k,
+        has_text=request.return_text,
+    )

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from rookery.service.refusals import bad, missing
-from rookery.service.rows import Rows
-from rookery.service.work import Result
+from rookery.service.records import Rows
+from rookery.service.work import Result, bad, missing
 
 __all__ = ["Future", "Futures"]
 

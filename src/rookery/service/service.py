@@ -24,24 +24,21 @@ from pydantic import BaseModel
 
 from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
-from rookery.service.backend import Backend
 from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
 from rookery.service.desk import Desk
-from rookery.service.drawing import Drawing
+from rookery.service.drawing import Drawing, Samples
+from rookery.service.fair_queue import Turns
 from rookery.service.futures import Future
-from rookery.service.limits import Admission
+from rookery.service.keys import Admission
 from rookery.service.metrics import Metrics
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
-from rookery.service.refusals import bad
-from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
-from rookery.service.turns import Turns
 from rookery.service.wal import Wal
 from rookery.service.wire.body import as_json
 from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
-from rookery.service.work import SAMPLING, Command, failed, finished
+from rookery.service.work import SAMPLING, Backend, Command, bad, failed, finished
 from rookery.types import LoraShape
 
 __all__ = ["Service", "new_id", "open_service"]

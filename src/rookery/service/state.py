@@ -13,12 +13,13 @@ from rookery.service.records import (
     CustomLoss,
     Model,
     RegisteredAdapter,
+    Rows,
     SamplingSession,
     Session,
     StoredSequence,
+    read_records,
 )
-from rookery.service.refusals import Refusal, bad, missing
-from rookery.service.rows import Rows, read_records
+from rookery.service.work import Refusal, bad, missing
 from rookery.types import LoraShape
 
 __all__ = ["State"]

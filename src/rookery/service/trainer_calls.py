@@ -4,20 +4,20 @@ import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError, ServiceError, boundary
-from rookery.service.backend import Backend
+from rookery.service.config import encrypt_folder
 from rookery.service.desk import Desk
-from rookery.service.exports import encrypt_folder
+from rookery.service.futures import Futures
 from rookery.service.outcomes import Outcome, PassRecord
-from rookery.service.provenance import drawn_logprobs
 from rookery.service.records import Model
-from rookery.service.refusals import Refusal
-from rookery.service.wire.json_slices import load_json
+from rookery.service.wire.body import load_json
 from rookery.service.wire.losses import LOSSES, output_arrays, output_metrics, train_request
 from rookery.service.wire.records import RecordCall, output_document
 from rookery.service.wire.requests import (
@@ -28,17 +28,66 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
+from rookery.service.wire.schema import SampleResponse
 from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import (
+    DatumArrays,
+    TargetSpan,
     TrainCall,
     encode_outputs,
     read_train_json,
     read_train_proto,
 )
-from rookery.service.work import GIVEN_UP, Command, Result, finished
+from rookery.service.work import GIVEN_UP, Backend, Command, Refusal, Result, finished
 from rookery.types import OptimStep, TrainOutput, TrainRequest
 
-__all__ = ["ADAPTER", "STATE", "TrainerCalls", "read_call"]
+__all__ = [
+    "ADAPTER",
+    "STATE",
+    "TrainerCalls",
+    "drawn_logprobs",
+    "read_call",
+]
+
+# With which log-probabilities targets were drawn: data may carry spans that name the samples.
+#
+# span of 3 targets -> sequence SAMPLER:7:0, from its token 2 on -> the result of request 7
+
+
+def drawn_logprobs(futures: Futures, tenant: str, data: Sequence[DatumArrays]) -> tuple[Array, ...]:
+    """Of each datum one per target, NaN where it was not drawn here, or its result is not kept any
+    more; empty without spans. A result is read once, however many spans name it."""
+    result = cache(partial(_result_logprobs, futures, tenant))
+    answers = []
+    for datum in data:
+        rows: list[Array] = [np.zeros(0, dtype="<f4")]
+        for span in datum.target_spans:
+            owner, _, number = span.sequence_id.rpartition(":")
+            rows.append(_of_span(span, result(owner).get(number)))
+        answers.append(np.concatenate(rows))
+    return tuple(answers)
+
+
+def _result_logprobs(futures: Futures, tenant: str, request: str) -> dict[str, Array]:
+    """The log-probabilities of each sequence of `SAMPLER:7`, by its number."""
+    owner, _, seq = request.rpartition(":")
+    future = futures.of_key(f"{owner}#{seq}", tenant=tenant)
+    if future is None or future.result is None or future.result.form != "proto":
+        return {}
+    sequences = SampleResponse.FromString(future.result.payload).sequences
+    return {
+        str(place): np.frombuffer(sequence.logprobs, dtype="<f4")
+        for place, sequence in enumerate(sequences)
+    }
+
+
+def _of_span(span: TargetSpan, logprobs: Array | None) -> Array:
+    row: Array = np.full(span.length, np.nan, dtype="<f4")
+    if logprobs is not None:
+        known = logprobs[span.offset : span.offset + span.length]
+        row[: len(known)] = known
+    return row
+
 
 Read = TypeVar("Read")
 STATE, ADAPTER = "state", "adapter"

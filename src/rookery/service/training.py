@@ -13,21 +13,133 @@ One loop serves all models. A request that fails has a result that says so, and 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Generic, TypeVar
 
 from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.desk import Desk
 from rookery.service.fair_queue import FairQueue
-from rookery.service.ordering import Lane
+from rookery.service.metrics import Throughput
 from rookery.service.outcomes import Outcome, PassRecord, finish_pass
-from rookery.service.passes import stages
 from rookery.service.records import Model
-from rookery.service.throughput import Throughput
 from rookery.service.trainer_calls import TrainerCalls
 from rookery.service.work import Command
 
-__all__ = ["TrainingLoop"]
+__all__ = [
+    "Lane",
+    "TrainingLoop",
+    "stages",
+]
+
+# Requests of one model in the order of their numbers, however they arrive.
+#
+#     lane = Lane(next_seq=1)
+#     lane.add(2, "b")        # -> []          2 waits for 1
+#     lane.add(1, "a")        # -> ["a", "b"]
+#
+# The SDK sends the chunks of one call side by side, the first of them last.
+
+
+Item = TypeVar("Item")
+
+
+class Lane(Generic[Item]):
+    """The numbers of one model that have not been released yet."""
+
+    def __init__(self, *, next_seq: int) -> None:
+        self.next_seq = next_seq
+        """The number that is released next."""
+        self._waiting: dict[int, Item] = {}
+
+    def add(self, seq: int, item: Item) -> list[Item]:
+        """Take an item in; the items that can go now, in order."""
+        self._waiting[seq] = item
+        return self._release()
+
+    def skip(self, through: int) -> tuple[list[Item], list[Item]]:
+        """Wait for no number up to this one any more: the items that waited up to it, and those
+        that can go now, in order."""
+        lost = [self._waiting.pop(seq) for seq in sorted(self._waiting) if seq <= through]
+        self.next_seq = max(self.next_seq, through + 1)
+        return lost, self._release()
+
+    def _release(self) -> list[Item]:
+        released = []
+        while self.next_seq in self._waiting:
+            released.append(self._waiting.pop(self.next_seq))
+            self.next_seq += 1
+        return released
+
+    @property
+    def free_seq(self) -> int:
+        """The number for an item that came without one: behind all others."""
+        return max(self._waiting, default=self.next_seq - 1) + 1
+
+    @property
+    def waiting(self) -> list[Item]:
+        """The items that wait for an earlier number."""
+        return list(self._waiting.values())
+
+    def clear(self) -> list[Item]:
+        """Give up what still waits, and return it."""
+        waiting, self._waiting = self.waiting, {}
+        return waiting
+
+
+# Which works are computed together: stages of one kind, each model's works in their order.
+#
+#     ada:  fb fb step        stage 1   forward_backward   ada ada bob
+#     bob:  fb step           stage 2   optim_step         ada bob cyd
+#     cyd:  step
+#
+# Gradients of all models come before steps, so that as many models as possible share a call. A work
+# that may have ended the service before is alone.
+
+
+_TOGETHER = ("forward_backward", "forward")
+"""All that a model has at its head go into one call."""
+
+
+def stages(
+    works: Sequence[Command], *, is_alone: Callable[[Command], bool] = lambda _: False
+) -> Iterator[list[Command]]:
+    """Calls in order: each has works of one kind and one base model."""
+    lines: dict[str, deque[Command]] = {}
+    for work in works:
+        lines.setdefault(work.owner, deque()).append(work)
+    while lines:
+        kind, base_model = min(
+            ((line[0].kind, line[0].base_model) for line in lines.values()), key=_rank
+        )
+        heads = [line for line in lines.values() if _call(line[0]) == (kind, base_model)]
+        heads.sort(key=lambda line: not is_alone(line[0]))
+        if kind not in (*_TOGETHER, "optim_step") or is_alone(heads[0][0]):
+            heads = heads[:1]
+        stage: list[Command] = []
+        for line in heads:
+            stage.append(line.popleft())
+            while (
+                kind in _TOGETHER
+                and line
+                and _call(line[0]) == (kind, base_model)
+                and not any(map(is_alone, (stage[0], line[0])))
+            ):
+                stage.append(line.popleft())
+        yield stage
+        lines = {owner: line for owner, line in lines.items() if line}
+
+
+def _call(work: Command) -> tuple[str, str]:
+    return work.kind, work.base_model
+
+
+def _rank(call: tuple[str, str]) -> tuple[int, str]:
+    """Making and loading first, then gradients, steps last."""
+    order = {"forward_backward": 1, "forward": 2, "optim_step": 3}
+    return order.get(call[0], 0), call[1]
+
 
 FIRST_PASS_TOKENS = 1024
 """Of the first pass, before it is known how many are computed in a second."""

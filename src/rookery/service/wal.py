@@ -22,7 +22,7 @@ from typing import Any
 from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
 from rookery.runs import Entry, Run
-from rookery.service.rows import encode
+from rookery.service.records import encode
 from rookery.service.work import Command
 
 __all__ = ["Restart", "Wal", "read_entry"]

@@ -1,11 +1,88 @@
 """One accepted request on its way: what was asked, by whom, what it costs; and its result."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["GIVEN_UP", "SAMPLING", "Category", "Command", "Form", "Result", "failed", "finished"]
+from rookery.errors import EngineDownError, FleetDownError, RunError, ServiceError
+from rookery.ports import AdapterFolders, Codec, Engine, Trainees, Trainer
+
+__all__ = [
+    "GIVEN_UP",
+    "SAMPLING",
+    "Backend",
+    "Category",
+    "Command",
+    "Form",
+    "Refusal",
+    "Result",
+    "bad",
+    "failed",
+    "finished",
+    "missing",
+    "status_of",
+]
+
+# What the service asks of the engine and the trainer of one base model; it holds no tensors.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One base model: sampling, training, and its tokenizer."""
+
+    engine: Engine
+    trainer: Trainer
+    trainees: Trainees
+    folders: AdapterFolders
+    codec: Codec
+    tokenizer: str
+    """What clients load the tokenizer from: a Hugging Face id or a folder."""
+    merge: Callable[[Path, Path], object]
+    """(PEFT folder, new folder): writes the base model with the adapter in its weights. Waits for
+    the disk."""
+
+
+# Requests that are refused, with the HTTP status that the clients understand.
+#
+# | status | when                                       | the `tinker` SDK                   |
+# |--------|--------------------------------------------|------------------------------------|
+# | 400    | it can never be done as it is written      | raises at once                     |
+# | 401    | no key, or an unknown one                  | raises at once                     |
+# | 404    | no such thing, or another tenant's         | raises at once                     |
+# | 410    | it existed and is over                     | ends its heartbeat                 |
+# | 413    | too large                                  | raises at once                     |
+# | 422    | a field is missing or of a wrong type      | raises at once                     |
+# | 429    | too many now                               | waits and sends it again           |
+#
+# Never 409 and never 5xx for a wrong request: the SDK repeats those silently for five minutes.
+
+
+class Refusal(ServiceError):
+    """A request that is refused."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def status_of(error: Exception) -> int:
+    """What an error of ours is answered with."""
+    if isinstance(error, Refusal):
+        return error.status
+    return 503 if isinstance(error, EngineDownError | FleetDownError | RunError) else 400
+
+
+def bad(sentence: str) -> Refusal:
+    """It can never be done as it is written."""
+    return Refusal(400, sentence)
+
+
+def missing(what: str, name: str) -> Refusal:
+    """There is no such thing, or it belongs to another tenant: both look alike."""
+    return Refusal(404, f"There is no {what} {name!r:.200}.")
+
 
 Form = Literal["json", "proto"]
 SAMPLING = ("sample", "score")

@@ -4,11 +4,10 @@ Tokens are packed: one long row, no padding. Each packed row names its slot or n
 """
 
 from rookery.slots.attention import Attend, CausalAttend
-from rookery.slots.bank import SlotBank
 from rookery.slots.fixed_text import FixedText
 from rookery.slots.linear import SlottedLinear
 from rookery.slots.loading import find_device, load_model
-from rookery.slots.model import ModelShape, SlottedModel
+from rookery.slots.model import ModelShape, SlotBank, SlottedModel
 from rookery.slots.rows import Segment, SlotRows
 
 __all__ = [

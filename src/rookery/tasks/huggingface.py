@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rookery.errors import TaskError, boundary
-from rookery.tasks.csv_file import read_csv
-from rookery.tasks.json_file import read_json
-from rookery.tasks.jsonl import read_jsonl
+from rookery.tasks.files import read_csv, read_json, read_jsonl
 from rookery.tasks.rows import Row
 
 __all__ = ["LOCAL_FORMATS", "read_dataset"]

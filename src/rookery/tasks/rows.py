@@ -21,7 +21,7 @@ import jinja2
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.tasks.prompt_template import compile_prompt_template, render_prompt_template
+from rookery.tasks.template import compile_prompt_template, render_prompt_template
 from rookery.types import Json, Message, Task
 
 __all__ = ["FieldsConfig", "Row", "RowReader", "require_plain"]

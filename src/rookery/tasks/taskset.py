@@ -21,10 +21,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config, override, parse_config, read_document
 from rookery.errors import ConfigError, TaskError
+from rookery.tasks.files import near_name, read_jsonl
 from rookery.tasks.generators import GENERATORS, generate
 from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
-from rookery.tasks.jsonl import near_name, read_jsonl
-from rookery.tasks.prompt_template import check_prompt_template
 from rookery.tasks.python_function import function_from_folder
 from rookery.tasks.reading import BadRows, BadRowsPolicy, ReadTask, SkippedRows, read_tasks
 from rookery.tasks.rows import FieldsConfig, Row
@@ -45,6 +44,7 @@ from rookery.tasks.splits import (
     split_key,
     split_of,
 )
+from rookery.tasks.template import check_prompt_template
 from rookery.types import SamplingParams, Task
 
 __all__ = [

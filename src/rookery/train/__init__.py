@@ -28,10 +28,10 @@ order.py      which rows each step takes
 sft.py        supervised fine-tuning from tasks to adapter
 """
 
+from rookery.train.checkpoints import AdapterPublisher, ModelPublisher
 from rookery.train.full import FullConfig, FullTrainer, FullWeights
-from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.lora_trainee import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
-from rookery.train.publisher import AdapterPublisher, ModelPublisher
 from rookery.train.slotted_trainer import TrainerConfig
 
 __all__ = [

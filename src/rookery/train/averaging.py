@@ -15,7 +15,7 @@ Answers of 2 and 6 tokens, all of weight 1, in one call; at most 10 tokens are d
     constant   1/20 and 1/20   every token counts alike, and as much in a step of short answers
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
 from typing import Literal
@@ -23,7 +23,11 @@ from typing import Literal
 from rookery.errors import TrainError
 from rookery.types import Datum
 
-__all__ = ["Average", "averaged"]
+__all__ = [
+    "Average",
+    "averaged",
+    "merged_metrics",
+]
 
 Average = Literal["sequence", "token", "call", "constant"]
 """`sequence`: over the tokens of each sequence, then over sequences. `token`: over all tokens of a
@@ -74,3 +78,29 @@ def _divided(datum: Datum, divisor: float) -> Datum:
     if not divisor:
         return datum
     return replace(datum, weights=tuple(weight / divisor for weight in datum.weights))
+
+
+# The metrics of several calls of one step as those of one call over all their data.
+
+
+_WEIGHT = "train/weight_sum"
+
+
+def merged_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums and counts add up, maxima are the largest, all else is a mean by weight.
+
+    Losses 2 and 4 of weights 3 and 1: 2.5. What some calls do not report is of those that do.
+    """
+    merged = {}
+    for key in {key: None for report in reports for key in report}:
+        having = [report for report in reports if key in report]
+        values = [report[key] for report in having]
+        if key.endswith("_sum") or key.startswith("train/num_"):
+            merged[key] = sum(values)
+        elif key.endswith("_max"):
+            merged[key] = max(values)
+        else:
+            weights = [report[_WEIGHT] for report in having]
+            pairs = zip(weights, values, strict=True)
+            merged[key] = sum(weight * value for weight, value in pairs) / sum(weights)
+    return merged

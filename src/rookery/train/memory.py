@@ -23,8 +23,7 @@ from rookery.errors import TrainError, boundary
 from rookery.slots.loading import make_empty_model
 from rookery.slots.model import ModelShape, SlottedModel, first_adapted_layer
 from rookery.train.full import FullConfig, FullTrainer
-from rookery.train.lora import LoraConfig, target_layers
-from rookery.train.lora_trainee import LoraTrainee
+from rookery.train.lora_trainee import LoraConfig, LoraTrainee, target_layers
 from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.packing import PackedPass, pack
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig

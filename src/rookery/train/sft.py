@@ -25,11 +25,16 @@ from rookery.ports import Trainer
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.template import Template
-from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.lora_trainee import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
-from rookery.train.order import order_batches, order_rows
 from rookery.train.packing import check_data, input_tokens
-from rookery.train.schedule import AdamWConfig, ScheduleConfig, learning_rate_at
+from rookery.train.schedule import (
+    AdamWConfig,
+    ScheduleConfig,
+    learning_rate_at,
+    order_batches,
+    order_rows,
+)
 from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 

@@ -25,9 +25,8 @@ from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.packing import PackedPass
-from rookery.train.part import join_parts
 from rookery.train.processes import ALONE, Call, Method, Processes
-from rookery.train.running_request import RunningRequest
+from rookery.train.running_request import RunningRequest, join_parts
 from rookery.train.trainee import Trainee
 from rookery.types import (
     ModelRef,

@@ -12,9 +12,6 @@ from rookery.types.jobs import (
     WorkerInfo,
     WorkerLost,
 )
-from rookery.types.kept import (
-    KeptTokens,
-)
 from rookery.types.models import (
     Adapter,
     Json,
@@ -35,6 +32,7 @@ from rookery.types.sampling import (
     Completion,
     CompletionDelta,
     FinishReason,
+    KeptTokens,
     Penalties,
     SampleRequest,
     SamplingParams,

@@ -17,11 +17,16 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from rookery.reports import GenomeReport, ReportRow
+from rookery.reports import EvaluationReport, GenomeReport, ReportRow, ServiceStatus
 from rookery.ui import wording
 from rookery.ui.headline import make_headline
 
-__all__ = ["render_genome_page", "render_template"]
+__all__ = [
+    "render_evaluation_page",
+    "render_genome_page",
+    "render_service_page",
+    "render_template",
+]
 
 LISTED_GENERATIONS = 200
 """Rows of the folded tables; beyond that a table is not read, and report.json has them all."""
@@ -147,3 +152,24 @@ def _read(name: str) -> str:
     """A file beside this one; line ends as a browser counts them, or the hashes would differ."""
     text = files("rookery.ui").joinpath(name).read_text(encoding="utf-8")
     return text.replace("\r\n", "\n")
+
+
+# The page of an evaluation: how good each model is, and every answer to read.
+#
+# path.write_text(render_evaluation_page(report), encoding="utf-8")
+
+
+def render_evaluation_page(report: EvaluationReport) -> str:
+    """The page of a report; tasks that some model got wrong come first."""
+    ordered = sorted(
+        report.tasks, key=lambda task: min((a.reward or 0.0 for a in task.answers), default=0.0)
+    )
+    return render_template("evaluation.html.jinja", scripts=(), report=report, tasks=ordered)
+
+
+# The status page of a service, which loads itself anew every few seconds.
+
+
+def render_service_page(status: ServiceStatus) -> str:
+    """The page; without scripts."""
+    return render_template("service.html.jinja", scripts=(), status=status)

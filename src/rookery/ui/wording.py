@@ -10,15 +10,19 @@ A number that is missing is a hyphen, never a zero.
 
 from collections.abc import Sequence
 
-from rookery.reports import Estimate, TasksetRecord
+from rookery.reports import Estimate, ReportRow, TasksetRecord
+from rookery.ui import wording
 
 __all__ = [
+    "GENOME_COLUMNS",
+    "GRPO_COLUMNS",
     "MISSING",
     "count",
     "duration",
     "gain",
     "interval",
     "plural",
+    "report_rows",
     "report_tasks",
     "score",
     "signed",
@@ -94,3 +98,32 @@ def duration(seconds: float | None) -> str:
 def _rounded(value: float) -> float:
     """To three decimals; adding zero turns -0.0 into 0.0, so that no "-0.000" is shown."""
     return round(value, 3) + 0.0
+
+
+# The comparison on the report tasks as plain strings, for a terminal table.
+#
+#     for cells in report_rows(report.rows):
+#         table.add_row(*cells)       # under the names in GENOME_COLUMNS or GRPO_COLUMNS
+#
+# The page shows the same strings in the same order.
+
+
+GENOME_COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
+GRPO_COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "failed")
+
+
+def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
+    """One tuple per row, one string per column; empty when nothing is reported yet.
+
+    `("evolved", "0.910", "0.880 to 0.940", "+0.200 (+0.150 to +0.250)", "0")`
+    """
+    return [
+        (
+            row.name,
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+            wording.count(row.num_failed),
+        )
+        for row in rows
+    ]

@@ -4,7 +4,6 @@ Folders and versions are named here; an operator is imported from its own module
 `from rookery.weights.merge import merge`.
 """
 
-from rookery.weights.folder import read_adapter, write_adapter
-from rookery.weights.version import adapter_version, make_adapter
+from rookery.weights.folder import adapter_version, make_adapter, read_adapter, write_adapter
 
 __all__ = ["adapter_version", "make_adapter", "read_adapter", "write_adapter"]

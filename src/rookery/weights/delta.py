@@ -9,7 +9,7 @@ O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
 import torch
 
 from rookery.seeding import bulk_stream
-from rookery.weights.draws import normal
+from rookery.weights.init import normal
 
 __all__ = [
     "inner_products",

@@ -18,7 +18,7 @@ import torch
 from rookery.errors import AdapterError
 from rookery.model_names import loadable_model
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.version import make_adapter
+from rookery.weights.folder import make_adapter
 
 __all__ = [
     "LayerShape",

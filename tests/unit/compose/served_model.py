@@ -7,7 +7,7 @@ from typing import Any
 
 from service.tenants import Served, serve
 
-from rookery.compose.backends import open_backend
+from rookery.compose.serve import open_backend
 from rookery.embedded import EngineConfig
 from rookery.train import TrainerConfig
 

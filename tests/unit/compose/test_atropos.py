@@ -18,10 +18,10 @@ from forked import forked, run_code
 from tiny import write_tiny_model
 
 from rookery.compose.atropos_options import AtroposOptions, translate
-from rookery.compose.gateway import GatewayConfig, serving_gateway
 from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo_plan import plan_grpo
-from rookery.compose.resuming import resume
+from rookery.compose.running import resume
 from rookery.environments.atropos import client as client_module
 from rookery.environments.atropos import registry
 from rookery.environments.atropos.client import open_client
@@ -160,7 +160,7 @@ KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_plan import plan_grpo
-from rookery.compose.resuming import resume
+from rookery.compose.running import resume
 from rookery.runs import Run
 from rookery.runs.journal import Journal
 

@@ -13,15 +13,15 @@ import pytest
 from environments.groups import make_document
 from forked import forked, run_code
 
-from rookery.compose.gateway import GatewayConfig, serving_gateway
+from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.runs.journal import Journal
 
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 import aiohttp
-from rookery.compose.gateway import GatewayConfig, serving_gateway
-from rookery.environments.atropos.answers import Answers
+from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
+from rookery.environments.atropos.client import Answers
 
 def killed(self, *_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,10 +11,9 @@ from aiohttp import web
 from scripted import Scripted, serve_scripted
 
 import rookery
-from rookery.compose import evolve_inputs
-from rookery.compose.embedders import open_config_embedder
-from rookery.compose.evolve_log import describe
-from rookery.compose.proposers import open_models
+from rookery.compose import evolve
+from rookery.compose.evolve import describe
+from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import resumable
 from rookery.errors import (
     ConfigError,
@@ -25,13 +24,12 @@ from rookery.errors import (
     RookeryError,
     RunError,
 )
-from rookery.fleet.http.external_embedding import ExternalEmbedder
-from rookery.fleet.http.external_text import ExternalTextModel
+from rookery.fleet.http.external import ExternalEmbedder, ExternalTextModel
 from rookery.loops.evolve.config import EvolveConfig, read_config
 from rookery.loops.evolve.config.reading import with_keys
 from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import read_first_program
-from rookery.loops.evolve.watcher import Iteration
+from rookery.loops.evolve.parts import Iteration
 from rookery.runs import Run
 from rookery.ui.display import Display
 
@@ -197,14 +195,14 @@ async def test_a_server_that_wants_a_key_is_refused_with_what_to_do() -> None:
 async def test_a_slow_evaluator_has_a_limit_and_the_wait_is_told(
     problem: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evolve_inputs, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(evolve, "TELL_EVERY_S", 0.05)
     await asyncio.to_thread((problem / "evaluator.py").write_text, "import time; time.sleep(60)")
     own = {"workers": 1, "sandbox": {"backend": "none", "startup_s": 0.3}}
     config = read_config({"rookery": own}, environment={}).config
     first = read_first_program(problem / "program.py", config=config)
     spec = evaluation_spec(config, evaluator=problem / "evaluator.py", first=first)
     with pytest.raises(ExecutorError, match=r"not imported within `startup_s` \(0\.3 s\)"):
-        async with evolve_inputs.open_executor(config, spec, Display()):
+        async with evolve.open_executor(config, spec, Display()):
             pass
     assert "may take 0.3 s (rookery.sandbox.startup_s)" in capsys.readouterr().err
 

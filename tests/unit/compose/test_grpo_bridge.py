@@ -23,8 +23,7 @@ from rookery.fleet.bridges.alias import share_base
 from rookery.fleet.servers.trainer_lock import is_trained
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
-from rookery.slots.attaching import read_weights
-from rookery.slots.loading import load_model
+from rookery.slots.loading import load_model, read_weights
 from rookery.train import LoraTrainer, TrainerConfig
 
 TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]

@@ -18,9 +18,13 @@ from service.tenants import Client, Served, crashed_copy, serve, train_body
 from tiny import tiny_adapter, write_tiny_model
 
 import vllm_backend
-from rookery.compose.environment import engine_of_environment, megatron_of_environment
-from rookery.compose.megatron import open_megatron_backend
-from rookery.compose.serve import ServeConfig, serving
+from rookery.compose.serve import (
+    ServeConfig,
+    engine_of_environment,
+    megatron_of_environment,
+    open_megatron_backend,
+    serving,
+)
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import FleetConfig

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.embedded.pool import TokenPool, small_zero_pages, zero_pages
+from rookery.embedded.prefix import TokenPool, small_zero_pages, zero_pages
 
 
 def make_pool(capacity: int) -> TokenPool:

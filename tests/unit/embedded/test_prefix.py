@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rookery.embedded.pool import TokenPool
-from rookery.embedded.prefix import Node, PrefixTree
+from rookery.embedded.prefix import Node, PrefixTree, TokenPool
 
 Prefix = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.embedded.penalties import penalise
-from rookery.embedded.sampling import draw, logprobs_of, top_logprobs, uniform
+from rookery.embedded.sampling import draw, logprobs_of, penalise, top_logprobs, uniform
 from rookery.types import KeptTokens, Penalties, SamplingParams
 
 NUM_DRAWS = 4000

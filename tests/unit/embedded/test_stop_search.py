@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.embedded.stop_search import StopSearch, TextDeltas
+from rookery.embedded.sampling import StopSearch, TextDeltas
 
 PIECES = [
     *(b" a", b"b", b"ab", b"\n", b"\n\n", b"<", b"END", b">"),

@@ -17,25 +17,29 @@ from fleet.stub import until
 from pydantic import ValidationError
 from service.tenants import WordCodec
 
-from rookery.environments.atropos import draw_book
+from rookery.environments.atropos import engine_side
 from rookery.environments.atropos import feed as feed_module
 from rookery.environments.atropos import programs as programs_module
 from rookery.environments.atropos.client import GatewayClient
-from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
-from rookery.environments.atropos.draw_book import DrawBook, Drawn
-from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import DrawBook, Drawn, EngineSide, ServingEngine
 from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
-from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import Programs, check_commands, running
 from rookery.environments.atropos.registry import (
     SILENT_S,
+    EnvironmentCommand,
     Registration,
     Registry,
     TrainerRegistration,
 )
-from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
+from rookery.environments.atropos.scored_group import (
+    ScoredGroup,
+    check_group,
+    complete_groups,
+    drawn_sequences,
+    pick_batch,
+)
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
 from rookery.service.atropos import make_atropos_app
@@ -335,7 +339,7 @@ def test_equal_tokens_that_were_drawn_in_several_ways_are_told_apart() -> None:
 
 
 def test_equal_tokens_are_remembered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_book, "MAX_KEPT_BYTES", 8 * 4)
+    monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8 * 4)
     book, kept = DrawBook(), KeptTokens.of([(7,)])
     for step in range(100):
         drawn = Drawn(step=step, temperature=1.0, is_cut=True, kept=kept)
@@ -358,7 +362,7 @@ def test_answers_of_a_sequence_have_one_temperature() -> None:
 def test_what_tokens_were_drawn_from_is_forgotten_before_memory_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draw_book, "MAX_KEPT_BYTES", 8)
+    monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8)
     book = DrawBook()
     for token in (5, 6, 7):
         kept = KeptTokens.of([(token,)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from environments.groups import make_group
 
-from rookery.environments.atropos import answers
+from rookery.environments.atropos import client
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.runs import Run
@@ -149,7 +149,7 @@ async def test_after_the_machine_went_down_all_count_as_told(
 ) -> None:
     """The number of the newest may not have reached the disk."""
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr(answers, "_BOOT", boot)
+    monkeypatch.setattr(client, "_BOOT", boot)
     boot.write_text("first\n")
     with new_run(tmp_path) as run:
         await kept_and_stopped(await open_gateway(run))
@@ -170,7 +170,7 @@ async def test_after_the_machine_went_down_all_count_as_told(
 async def test_contents_are_forgotten_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_UNTOLD", 2)
+    monkeypatch.setattr(client, "MAX_UNTOLD", 2)
     with new_run(tmp_path) as run:
         gateway = await open_gateway(run)
         groups = [make_group(scores=[0.0, float(score)]) for score in range(3)]

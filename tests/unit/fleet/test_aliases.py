@@ -10,10 +10,10 @@ from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rookery.errors import FleetError
-from rookery.fleet.bridges.aliases import alias_weights
+from rookery.fleet.bridges.alias import alias_weights
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
 from rookery.slots import CausalAttend, SlottedModel, load_model
-from rookery.slots.attaching import attach_model, weight_shapes
+from rookery.slots.loading import attach_model, weight_shapes
 
 QKV = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 LLAMA = {**QKV, "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -21,9 +21,9 @@ from fleet.stub import logprobs_after, serve
 
 from rookery.errors import FleetError
 from rookery.fleet import open_fleet
+from rookery.fleet.bridges.adapter import CopyBridge
 from rookery.fleet.bridges.alias import SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
-from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.routing.paused import VERSION
 from rookery.types import ModelRef, ModelWeights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.fleet.http.descriptors import WANTED, connection_limit
+from rookery.fleet.http.client import WANTED, connection_limit
 
 HERE = Path(__file__).parent
 CROWD = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.fleet.routing.exclusion import CallExclusion
+from rookery.fleet.routing.paused import CallExclusion
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(0, 3), st.booleans())))

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from rookery.errors import ConfigError, FleetError
 from rookery.fleet.http.api import ExternalConfig
-from rookery.fleet.http.external_embedding import ExternalEmbedder, open_embedder
+from rookery.fleet.http.external import ExternalEmbedder, open_embedder
 from rookery.ports import Embedder
 
 

@@ -13,8 +13,7 @@ from aiohttp import web
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
 from rookery.fleet import ServerLost, ServerRefusal
-from rookery.fleet.http.external import ExternalConfig
-from rookery.fleet.http.external_text import ExternalTextModel, open_text_model
+from rookery.fleet.http.external import ExternalConfig, ExternalTextModel, open_text_model
 from rookery.ports import TextModel
 from rookery.types import Message, TextRequest, TokenUsage
 

@@ -14,7 +14,7 @@ from fleet.stub import Stub, greedy, logprobs_after, serve, until
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.http.address import is_local
+from rookery.fleet.http.client import is_local
 from rookery.ports import Adapters, Publisher, Sampler
 from rookery.types import (
     Adapter,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rookery.fleet.garbage import OBJECTS, collected_rarely
+from rookery.fleet.fleet import OBJECTS, collected_rarely
 
 
 @pytest.fixture(autouse=True)

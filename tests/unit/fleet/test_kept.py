@@ -8,8 +8,7 @@ import pytest
 
 from rookery.errors import FleetError
 from rookery.fleet.http.capabilities import Capabilities
-from rookery.fleet.http.kept import read_kept
-from rookery.fleet.http.wire import read_completions, sample_fields
+from rookery.fleet.http.wire import read_completions, read_kept, sample_fields
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 
 BASE = ModelRef(name="base", version="tiny")

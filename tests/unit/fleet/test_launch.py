@@ -22,7 +22,7 @@ from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError, RookeryError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.servers import launch as launching
-from rookery.fleet.servers.launch import LaunchProgress, open_servers
+from rookery.fleet.servers.launch import LaunchProgress, open_servers, reserve_port
 from rookery.fleet.servers.registry import (
     ServerRecord,
     ServerRegistry,
@@ -37,7 +37,6 @@ from rookery.fleet.servers.settings import (
     first_spare_gpu,
     num_replicas,
 )
-from rookery.fleet.servers.tcp_port import reserve_port
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18500)

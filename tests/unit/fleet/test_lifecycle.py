@@ -10,7 +10,7 @@ from fleet.stub import Stub, serve, until
 
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.adapters.served import ServedAdapters
+from rookery.fleet.adapters.residency import ServedAdapters
 from rookery.fleet.routing.load import Call
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 

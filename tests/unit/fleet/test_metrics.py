@@ -1,6 +1,6 @@
 """Reading a server's Prometheus page."""
 
-from rookery.fleet.http.metrics import parse_metrics
+from rookery.fleet.http.probe import parse_metrics
 
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

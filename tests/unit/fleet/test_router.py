@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.fleet.http.wire import Fields
-from rookery.fleet.routing.affinity import HOME_S
-from rookery.fleet.routing.batches import Entry, Spread, make_batches
-from rookery.fleet.routing.load import PREFIX_TOKENS, Call, ReplicaLoad, prefix_hashes
-from rookery.fleet.routing.router import PATIENCE_S, SPILL_S, Router
+from rookery.fleet.routing.load import (
+    PREFIX_TOKENS,
+    Call,
+    Entry,
+    ReplicaLoad,
+    Spread,
+    make_batches,
+    prefix_hashes,
+)
+from rookery.fleet.routing.router import HOME_S, PATIENCE_S, SPILL_S, Router
 from rookery.types import ModelRef, TokenIds
 
 BASE = ModelRef(name="base", version="m")
@@ -387,7 +393,7 @@ def test_an_affinity_moves_when_its_home_is_lost() -> None:
 
 
 def test_homes_are_forgotten_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.routing.affinity.MAX_HOMES", 5)
+    monkeypatch.setattr("rookery.fleet.routing.router.MAX_HOMES", 5)
     replica = ReplicaLoad(name="s", window=1000, max_loras=1)
     router = Router([replica])
     for i in range(20):

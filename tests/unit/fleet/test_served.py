@@ -7,8 +7,7 @@ from fleet.adapters import make_small
 
 from rookery.errors import FleetError
 from rookery.fleet.adapters.owner import Owner
-from rookery.fleet.adapters.residency import Residency
-from rookery.fleet.adapters.served import ServedAdapters
+from rookery.fleet.adapters.residency import Residency, ServedAdapters
 from rookery.fleet.http.client import Client, ClientConfig, open_session
 from rookery.types import ModelRef
 

@@ -15,10 +15,9 @@ from fleet.adapters import K, Q, make_small, write_model
 from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
-from rookery.fleet.adapters.buffers import BufferFile, Spares
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import Staging, _layout, open_staging
+from rookery.fleet.adapters.staging import BufferFile, Spares, Staging, _layout, open_staging
 from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
@@ -113,7 +112,7 @@ def test_files_without_unnamed_ones_get_a_name_and_lose_it(
         return opened(path, flags, mode)
 
     opened = os.open
-    monkeypatch.setattr("rookery.fleet.adapters.buffers.os.open", refuse)
+    monkeypatch.setattr("rookery.fleet.adapters.staging.os.open", refuse)
     file = BufferFile(tmp_path, 4096)
     file.memory.fill_(7)
     file.name(tmp_path / "a.bin")

@@ -32,9 +32,9 @@ from rookery.loops.genome import (
     search_evaluator,
 )
 from rookery.loops.genome.founders import FileInit, read_founders
+from rookery.loops.genome.stages.context import measure_sums
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.loops.genome.stages.random import RandomStage, run_random
-from rookery.loops.genome.stages.sums import measure_sums
 from rookery.loops.genome.stages.surrogate import MISSED
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
@@ -55,7 +55,7 @@ from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter, write_adapter
 from rookery.weights.merge import merge
-from rookery.weights.perturb import spread, unrounded
+from rookery.weights.mutate import spread, unrounded
 
 
 class Here:

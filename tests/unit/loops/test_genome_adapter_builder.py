@@ -14,8 +14,7 @@ from rookery.search.candidate import ChildPlan, EsStep
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
 from rookery.weights.merge import LinearConfig, TiesConfig
-from rookery.weights.mutate import GaussianConfig
-from rookery.weights.perturb import accumulate
+from rookery.weights.mutate import GaussianConfig, accumulate
 
 PLAN = ChildPlan(
     id="g001-c00",

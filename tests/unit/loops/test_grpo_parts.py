@@ -17,19 +17,19 @@ from rookery.embedded import EngineConfig
 from rookery.environments.atropos.feed import FedBatch, FedGroup
 from rookery.errors import TaskError, TrainError
 from rookery.loops.grpo import GrpoConfig
-from rookery.loops.grpo.advantages import ADVANTAGES, is_equal
 from rookery.loops.grpo.batch import (
+    ADVANTAGES,
     Batch,
     BatchCounts,
     DrawnGroup,
     DrawnRollout,
     decode_batch,
     encode_batch,
+    is_equal,
 )
-from rookery.loops.grpo.batch_drawer import Policy
+from rookery.loops.grpo.batch_drawer import Policy, TaskOrder
 from rookery.loops.grpo.data import make_data, mean_gap
-from rookery.loops.grpo.fed_source import FedSource
-from rookery.loops.grpo.task_order import TaskOrder
+from rookery.loops.grpo.group_source import FedSource
 from rookery.runs import Run
 from rookery.seeding import stream
 from rookery.types import KeptTokens, ModelRef, Task, TokenSequence

@@ -13,8 +13,7 @@ from rookery.embedded import EngineConfig
 from rookery.errors import EngineError, TrainError
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, train_policy
 from rookery.loops.grpo.checkpoints import read_start
-from rookery.loops.grpo.policy_weights import POLICY
-from rookery.loops.grpo.trainee_policy import TraineePolicy
+from rookery.loops.grpo.policy_weights import POLICY, TraineePolicy
 from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.service.client import ServiceClient, ServiceClientConfig, open_client

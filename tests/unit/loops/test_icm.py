@@ -22,7 +22,7 @@ from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.reports import parse_icm_report
 from rookery.runs import Run
-from rookery.search.orders import TreeOrder
+from rookery.search.labelling import TreeOrder
 from rookery.testing import BASE
 from rookery.types import Datum, ModelRef, Score, ScoreRequest, TokenIds
 

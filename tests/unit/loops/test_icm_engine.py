@@ -17,8 +17,7 @@ from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
 from rookery.runs import Run
-from rookery.search.orders import TreeOrder
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import PrefixCache, TreeOrder
 from rookery.slots import SlottedModel
 from rookery.weights import write_adapter
 

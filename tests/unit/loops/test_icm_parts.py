@@ -13,14 +13,12 @@ from pydantic import ValidationError
 
 from rookery.errors import TaskError
 from rookery.loops.icm.baselines import invert, most_likely
-from rookery.loops.icm.constraints import build_constraints
 from rookery.loops.icm.exports import ExportsConfig, LabelRecord, make_pairs
 from rookery.loops.icm.items import DataConfig, Item, batch_items, read_gold, read_items
-from rookery.loops.icm.objective import ObjectiveConfig, assess, predict
+from rookery.loops.icm.objective import ObjectiveConfig, assess, build_constraints, predict
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.search.constraints import Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED
-from rookery.search.orders import TreeOrder
+from rookery.search.labelling import UNLABELLED, TreeOrder
 
 
 def item(name: str, group: str = "", **fields: Any) -> Item:
@@ -202,7 +200,7 @@ def test_pieces_that_do_not_join_are_refused() -> None:
 def constraints(configs: list[dict[str, Any]], items: list[Item], **keys: Any) -> Constraints:
     from pydantic import TypeAdapter
 
-    from rookery.loops.icm.constraints import ConstraintConfig
+    from rookery.loops.icm.objective import ConstraintConfig
 
     adapter: TypeAdapter[Any] = TypeAdapter(tuple[ConstraintConfig, ...])
     return build_constraints(

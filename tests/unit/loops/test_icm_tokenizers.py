@@ -14,9 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from rookery.errors import TaskError
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.orders import TreeOrder
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import UNLABELLED, Labels, PrefixCache, TreeOrder
 from rookery.types import TokenIds
 
 LABELS = ("True", "False")

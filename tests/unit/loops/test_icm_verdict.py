@@ -11,8 +11,7 @@ import pytest
 from marks import long
 
 from rookery.loops.icm.baselines import BaselinesConfig
-from rookery.loops.icm.batch import Batch
-from rookery.loops.icm.chain import Chain, Problem
+from rookery.loops.icm.chain import Batch, Chain, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore

@@ -13,10 +13,8 @@ from typing import Any
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
-from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
-from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
-from rookery.loops.grpo.policy_weights import PolicyWeights
+from rookery.loops.grpo.policy_weights import AdapterPolicy, BaseModel, FullPolicy, PolicyWeights
 from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator

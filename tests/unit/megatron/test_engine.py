@@ -12,10 +12,9 @@ import pytest
 from tiny import tiny_adapter
 from tiny_training import make_batch, step, train
 
-from rookery.embedded.opening import driven
+from rookery.embedded.folders import driven
 from rookery.errors import TrainError
-from rookery.megatron.engine import RanksEngine, RanksTrainer
-from rookery.megatron.ranks import Ranks
+from rookery.megatron.engine import Ranks, RanksEngine, RanksTrainer
 from rookery.slots import load_model
 from rookery.train import TrainerConfig
 from rookery.train.processes import Call

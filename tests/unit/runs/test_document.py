@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
-from rookery.runs.document import canonical, decode, encode
+from rookery.runs.disk import canonical, decode, encode
 
 scalars = (
     st.none()

@@ -7,7 +7,7 @@ import pytest
 
 from rookery.errors import RunError
 from rookery.runs import Run
-from rookery.runs.extension import find_changes
+from rookery.runs.run_folder import find_changes
 
 CONFIG = {"steps": 100, "seed": 1, "stages": [{"type": "ga", "generations": 3}], "engine": {"a": 1}}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import RunError
-from rookery.runs import Run, folder_exchange
+from rookery.runs import Run, disk
 
 
 def make(root: Path) -> Run:
@@ -38,7 +38,7 @@ def test_a_folder_is_never_absent(tmp_path: Path) -> None:
         probe, other = tmp_path / "probe", tmp_path / "other"
         probe.mkdir()
         other.mkdir()
-        if not folder_exchange.exchange(probe, other):
+        if not disk.exchange(probe, other):
             pytest.skip("the file system cannot exchange folders")
         has_ended = threading.Event()
         missing: list[int] = []
@@ -65,7 +65,7 @@ def test_a_folder_is_never_absent(tmp_path: Path) -> None:
 @pytest.fixture(params=["exchange", "two renames"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "two renames":
-        monkeypatch.setattr(folder_exchange, "exchange", lambda *_: False)
+        monkeypatch.setattr(disk, "exchange", lambda *_: False)
     return str(request.param)
 
 
@@ -101,8 +101,8 @@ def test_a_kill_between_two_renames_is_mended(
 
     run = make(tmp_path)
     run.write_folder("logs/best", fill("old"))
-    monkeypatch.setattr(folder_exchange, "exchange", lambda *_: False)
-    monkeypatch.setattr(folder_exchange, "sync_folder", lambda path: None)
+    monkeypatch.setattr(disk, "exchange", lambda *_: False)
+    monkeypatch.setattr(disk, "sync_folder", lambda path: None)
     monkeypatch.setattr(os, "rename", counted)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     try:
@@ -118,5 +118,5 @@ def test_a_kill_between_two_renames_is_mended(
 
 def test_what_the_system_refuses_is_told(tmp_path: Path) -> None:
     with pytest.raises(OSError) as failed:
-        folder_exchange.exchange(tmp_path / "none", tmp_path)
+        disk.exchange(tmp_path / "none", tmp_path)
     assert failed.value.errno == errno.ENOENT

@@ -14,7 +14,7 @@ import pytest
 import rookery
 from rookery.errors import RunError
 from rookery.runs import EventLog, NewEvent, Run
-from rookery.runs.group_commit import GroupCommit
+from rookery.runs.journal import GroupCommit
 
 
 class Gate:

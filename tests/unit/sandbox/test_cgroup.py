@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandbox.cgroup import Cgroup, make_cgroup
+from rookery.sandbox.box import Cgroup, make_cgroup
 
 
 def test_version_1_has_a_folder_per_controller(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from rookery.sandbox.pipes import PipeReader
+from rookery.sandbox.process_tree import PipeReader
 
 
 async def test_a_flood_of_lines_is_kept_but_not_followed() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rookery.errors import ConfigError
-from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
+from rookery.search.es import Cmaes, CmaesConfig, average_start
 from rookery.search.fitness import FAILED, Fitness
 
 TARGET = (0.81, 1.41, 0.57)

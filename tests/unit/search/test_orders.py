@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.search.orders import IdOrder, TreeOrder
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import IdOrder, PrefixCache, TreeOrder
 
 
 def groups_of(num_items: int, size: int) -> list[tuple[int, ...]]:

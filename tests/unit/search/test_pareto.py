@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.search.archive import crowded_scores, crowding, dominates, fronts, nsga2
 from rookery.search.fitness import FAILED, Fitness
-from rookery.search.pareto import crowded_scores, crowding, dominates, fronts, nsga2
 from rookery.seeding import stream
 
 points = st.lists(

@@ -18,15 +18,19 @@ from rookery.search.children import (
     CrossoverConfig,
     MutationConfig,
     SigmaConfig,
+    WeightRule,
+    convex_weights,
+    parent_weights,
     plan_children,
 )
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.founders import pair_plans, random_plans
-from rookery.search.parents import WeightRule, convex_weights, parent_weights
 from rookery.search.population import (
     Mark,
     Population,
     PopulationConfig,
+    SurvivalConfig,
+    SwarmConfig,
     ask,
     found,
     immigrate,
@@ -35,7 +39,6 @@ from rookery.search.population import (
     tell,
 )
 from rookery.search.selection import RouletteConfig, TruncationConfig
-from rookery.search.succession import SurvivalConfig, SwarmConfig
 from rookery.seeding import stream
 
 Places = dict[str, np.ndarray]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.errors import ConfigError, TaskError
+from rookery.search.annealing import Waves
 from rookery.search.racing import Dropped, Race, RaceConfig, start, tell
 from rookery.search.sequential import STAKES
-from rookery.search.waves import Waves
 from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rookery.search.annealing import Waves
 from rookery.search.fitness import fitness_of, rank_key
 from rookery.search.racing import Race, RaceConfig, start, tell
-from rookery.search.waves import Waves
 from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rookery.search.ranks import tied_ranks
+from rookery.search.fitness import tied_ranks
 from rookery.search.selection import (
     RULES,
     RankConfig,

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import FAILED, Fitness
-from rookery.search.selection import RankConfig, RouletteConfig, SelectionConfig, TournamentConfig
-from rookery.search.succession import (
+from rookery.search.population import (
     SurvivalConfig,
     SwarmConfig,
     SwarmState,
@@ -17,6 +16,7 @@ from rookery.search.succession import (
     step_length,
     survivors,
 )
+from rookery.search.selection import RankConfig, RouletteConfig, SelectionConfig, TournamentConfig
 from rookery.seeding import stream
 
 AT = SwarmState(generation=1, best="b", worst="w")

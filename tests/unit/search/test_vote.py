@@ -1,6 +1,6 @@
 """The vote: most frequent, ties to the better voter, no answer no vote."""
 
-from rookery.search.vote import vote
+from rookery.search.merit import vote
 
 
 def test_the_most_frequent_answer_wins() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from rookery.runs import Run
 from rookery.service.app import make_app
-from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys, add_key
 from rookery.service.service import Service, open_service
@@ -23,6 +22,7 @@ from rookery.service.wire.schema import (
     ForwardBackwardRequest,
     SampleResponse,
 )
+from rookery.service.work import Backend
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (
     Adapter,

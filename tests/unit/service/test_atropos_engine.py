@@ -11,10 +11,9 @@ import pytest
 from fastapi import FastAPI
 from service.tenants import WordCodec
 
-from rookery.environments.atropos.draw_book import DrawBook
-from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import DrawBook, EngineSide, ServingEngine
 from rookery.service.atropos.engine import make_router
-from rookery.service.refusals import Refusal
+from rookery.service.work import Refusal
 from rookery.testing import FakeSampler
 from rookery.types import Completion, ModelRef, SampleRequest, TokenIds
 

@@ -17,7 +17,7 @@ from rookery.service.client.connection import (
     _Away,
     open_connection,
 )
-from rookery.service.client.samplers import Samplers
+from rookery.service.client.engine import Samplers
 from rookery.testing import BASE
 from rookery.types import LoraShape
 

@@ -4,10 +4,8 @@ import asyncio
 import random
 import time
 
-from rookery.service.fair_queue import FairQueue
-from rookery.service.ordering import Lane
-from rookery.service.passes import stages
-from rookery.service.turns import Turns
+from rookery.service.fair_queue import FairQueue, Turns
+from rookery.service.training import Lane, stages
 from rookery.service.work import Command
 
 

@@ -23,7 +23,7 @@ from service.tenants import (
 
 from rookery.errors import RunError
 from rookery.runs import journal
-from rookery.service import sampling
+from rookery.service import drawing
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.records import Checkpoint
 from rookery.service.state import State
@@ -124,7 +124,7 @@ async def test_an_answer_too_large_for_the_journal_is_a_failure_of_its_own(
 ) -> None:
     """The service would end, and draw it again after every start."""
     monkeypatch.setattr(journal, "ENTRY_BYTES", 3000)
-    monkeypatch.setattr(sampling, "ANSWER_MIB", 2000 / 2**20)
+    monkeypatch.setattr(drawing, "ANSWER_MIB", 2000 / 2**20)
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         sampler = {

@@ -17,8 +17,8 @@ from service.tenants import Client, serve
 from rookery.service.routes.gate import Gate
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.openai import CompletionRequest
-from rookery.service.wire import json_slices
-from rookery.service.wire.json_slices import load_json
+from rookery.service.wire import body
+from rookery.service.wire.body import load_json
 
 ENDS = [1, -2.5, 1e300, "a]b[", 'x\\"é', True, None, [], {}, list(range(20)), float("inf")]
 
@@ -47,7 +47,7 @@ def outcome(load: Any, text: bytes) -> str:
 
 
 def test_slices_give_what_json_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_slices, "LARGE_BYTES", 8)
+    monkeypatch.setattr(body, "LARGE_BYTES", 8)
     draw = random.Random(0)
     for number in range(3000):
         text = json.dumps(document(draw), ensure_ascii=False, indent=number % 2 or None).encode()

@@ -18,13 +18,13 @@ from service.tenants import Client, FakeEngine, FakeFolders, Served, fake_backen
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 
-from rookery.compose.backends import TemplateCodec
+from rookery.compose.serve import TemplateCodec
 from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.routes.tools import CallReader, Tool
-from rookery.service.turns import Turns
+from rookery.service.fair_queue import Turns
+from rookery.service.routes.openai_stream import CallReader, Tool
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
 from rookery.types import Completion, CompletionDelta, SampleRequest

@@ -8,7 +8,7 @@ import pytest
 from service.tenants import Client, Served, serve, train_body
 
 from rookery.service.futures import Future, Futures
-from rookery.service.provenance import drawn_logprobs
+from rookery.service.trainer_calls import drawn_logprobs
 from rookery.service.wire.schema import ForwardBackwardRequest, SampleResponse
 from rookery.service.wire.training import DatumArrays, TargetSpan
 from rookery.service.work import Result

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.service.residency import Residency
+from rookery.service.drawing import Residency
 from rookery.types import ModelRef
 
 

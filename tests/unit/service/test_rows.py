@@ -5,8 +5,7 @@ import time
 from dataclasses import asdict
 
 from rookery.service.futures import Future, Futures
-from rookery.service.records import Model, Session, StoredSequence
-from rookery.service.rows import encode
+from rookery.service.records import Model, Session, StoredSequence, encode
 from rookery.service.state import State
 from rookery.service.work import Result
 from rookery.types import LoraShape

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from service.tenants import crashed_copy, fake_backend, serve, train_body
 
-from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
 from rookery.service.records import Model
+from rookery.service.work import Backend
 from rookery.testing import FakeTrainer
 from rookery.types import TrainOutput, TrainRequest
 

@@ -7,7 +7,6 @@ import pytest
 import zstandard
 
 from rookery.service.records import CustomLoss
-from rookery.service.refusals import Refusal
 from rookery.service.wire.body import inflate
 from rookery.service.wire.losses import output_arrays, output_metrics, train_request
 from rookery.service.wire.samples import PromptScores, encode_samples, samples_as_json
@@ -20,6 +19,7 @@ from rookery.service.wire.training import (
     outputs_as_json,
     read_train_proto,
 )
+from rookery.service.work import Refusal
 from rookery.testing import BASE
 from rookery.types import Completion, TrainOutput
 

@@ -16,7 +16,7 @@ from rookery.errors import RookeryError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.train import TrainerConfig
 from rookery.train.losses import make_loss
-from rookery.train.losses.graph import LossGraph
+from rookery.train.losses.custom import LossGraph
 from rookery.types import Datum, TrainRequest
 
 Function = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

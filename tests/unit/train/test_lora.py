@@ -10,7 +10,7 @@ from rookery.config import parse_config
 from rookery.errors import ConfigError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.train import LoraConfig, initial_adapter
-from rookery.train.lora import target_layers
+from rookery.train.lora_trainee import target_layers
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ from drawn_batch import (
 )
 
 from rookery.errors import ConfigError, TrainError
-from rookery.train.averaging import Average, averaged
+from rookery.train.averaging import Average, averaged, merged_metrics
 from rookery.train.losses import LOSSES, PolicyLoss, make_loss
-from rookery.train.losses.grpo import Grpo
 from rookery.train.losses.policy import Objective, Terms
-from rookery.train.metrics import merged_metrics
+from rookery.train.losses.variants import Grpo
 from rookery.types import Datum
 
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "ppo")

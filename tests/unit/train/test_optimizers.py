@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rookery.errors import TrainError
-from rookery.train.optimizers import OptimizerKind
+from rookery.train.schedule import OptimizerKind
 from rookery.train.trainee import Trainee
 from rookery.types import OptimStep
 

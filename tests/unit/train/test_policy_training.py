@@ -10,9 +10,8 @@ from tiny_training import make_batch, make_trainer, train
 
 from rookery.slots import SlottedModel, load_model
 from rookery.train import TrainerConfig
-from rookery.train.averaging import averaged
+from rookery.train.averaging import averaged, merged_metrics
 from rookery.train.losses import PolicyLoss, make_loss
-from rookery.train.metrics import merged_metrics
 from rookery.types import Datum, TrainRequest
 
 POLICY = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "ppo", "reinforce")

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from rookery.errors import TrainError
 from rookery.slots import load_model
 from rookery.train import FullConfig
+from rookery.train.full import ShardedTrainer
 from rookery.train.processes import ALONE, Processes
-from rookery.train.sharded import ShardedTrainer
 from rookery.types import Datum
 
 

@@ -18,8 +18,7 @@ from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import TaskError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template, load_template
-from rookery.train.order import order_batches, order_rows
-from rookery.train.schedule import learning_rate_at
+from rookery.train.schedule import learning_rate_at, order_batches, order_rows
 from rookery.train.sft import SftConfig, SftStep, sft, sft_data
 from rookery.types import Adapter, Datum, Json, ModelRef, SampleRequest, SamplingParams, Task
 

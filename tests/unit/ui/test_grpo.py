@@ -6,7 +6,7 @@ from ui.test_page import HOSTILE, Page, words
 
 from rookery.reports import parse_grpo_report
 from rookery.ui.grpo import grpo_sentence, render_grpo_page
-from rookery.ui.table import GRPO_COLUMNS, report_rows
+from rookery.ui.wording import GRPO_COLUMNS, report_rows
 
 
 def made_report(**keys: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ui.made import made_report, made_row
 
 from rookery.reports import parse_genome_report
 from rookery.ui.page import _inline, render_genome_page
-from rookery.ui.table import report_rows
+from rookery.ui.wording import report_rows
 
 
 def render_page(document: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from ui.made import made_report, made_row
 
 from rookery.reports import parse_genome_report
-from rookery.ui.table import GENOME_COLUMNS, GRPO_COLUMNS, report_rows
+from rookery.ui.wording import GENOME_COLUMNS, GRPO_COLUMNS, report_rows
 
 
 def test_rows_are_plain_strings_in_report_order() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rookery.seeding import bulk_stream
-from rookery.weights.draws import bernoulli_positions
+from rookery.weights.init import bernoulli_positions
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.003, 0.1, 0.9, 1.0])

@@ -25,9 +25,8 @@ from rookery.weights.merge import (
 )
 from rookery.weights.merge import children as children_module
 from rookery.weights.merge.blend import Blend, Drop, Engine, Floats, Integers, Trim
-from rookery.weights.merge.compiled import compile_engine, load_engine
-from rookery.weights.merge.rows import Rows
-from rookery.weights.merge.tensors import Tensors, as_tensors
+from rookery.weights.merge.compiled import Tensors, as_tensors, compile_engine, load_engine
+from rookery.weights.merge.cross import Rows
 from rookery.weights.stack import stack
 
 

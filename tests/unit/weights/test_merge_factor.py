@@ -17,7 +17,7 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
-from rookery.weights.merge.blocks import BLOCK
+from rookery.weights.merge.cross import BLOCK
 from rookery.weights.stack import LayerShape, Layout, empty_stack, stack
 
 WIDE = {"p": (700, 70), "q": (64, 9000)}

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from weights.made import best_of_rank, dense, made
 
 from rookery.errors import AdapterError
-from rookery.search.parents import WeightRule, may_be_negative, parent_weights
+from rookery.search.children import WeightRule, may_be_negative, parent_weights
 from rookery.seeding import stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter

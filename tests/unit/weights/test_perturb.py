@@ -6,7 +6,7 @@ from weights.made import made
 
 from rookery.errors import AdapterError
 from rookery.types import Adapter
-from rookery.weights.perturb import accumulate, perturb
+from rookery.weights.mutate import accumulate, perturb
 
 
 def noise(seed: int, like: Adapter) -> dict[str, torch.Tensor]:

@@ -13,9 +13,12 @@ programs.py       environments that are started, watched and stopped
 config.py         what a run is told about all of it
 """
 
-from rookery.environments.atropos.config import AtroposConfig, EnvironmentCommand
 from rookery.environments.atropos.gateway import Gateway
-from rookery.environments.atropos.registry import TrainerRegistration
+from rookery.environments.atropos.registry import (
+    AtroposConfig,
+    EnvironmentCommand,
+    TrainerRegistration,
+)
 from rookery.environments.atropos.scored_group import ScoredGroup
 
 __all__ = [

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rookery.environments.atropos.client import GatewayClient
-from rookery.environments.atropos.draw_book import Drawn
-from rookery.environments.atropos.engine_side import EngineSide
+from rookery.environments.atropos.engine_side import Drawn, EngineSide
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.group_queue import QueuedGroup
 from rookery.environments.atropos.programs import Programs

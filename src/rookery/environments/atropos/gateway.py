@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rookery.environments.atropos.draw_book import DrawBook, Drawn
+from rookery.environments.atropos.engine_side import DrawBook, Drawn
 from rookery.environments.atropos.group_queue import GroupQueue, IsGone, stays
 from rookery.environments.atropos.registry import (
     Environment,

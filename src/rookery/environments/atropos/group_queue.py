@@ -20,11 +20,10 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from rookery.environments.atropos.answers import Answers
-from rookery.environments.atropos.draw_book import Drawn
-from rookery.environments.atropos.packing import complete_groups, pick_batch
+from rookery.environments.atropos.client import Answers
+from rookery.environments.atropos.engine_side import Drawn
 from rookery.environments.atropos.registry import Registry
-from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.environments.atropos.scored_group import ScoredGroup, complete_groups, pick_batch
 from rookery.errors import TaskError
 from rookery.runs import Run
 from rookery.runs.journal import Journal

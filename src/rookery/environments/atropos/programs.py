@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rookery.environments.atropos.config import EnvironmentCommand
+from rookery.environments.atropos.registry import EnvironmentCommand
 from rookery.errors import ConfigError
 from rookery.fleet.vllm_plugin import guard
 

@@ -4,21 +4,125 @@ With `slot` a server takes it from memory into an idle slot of its own (see `vll
 `adapter` it reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
 """
 
+import json
+from typing import TYPE_CHECKING, Any
+
+from rookery.concurrency import run_in_thread
+from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.update import BaseUpdate
+from rookery.fleet.fleet import Fleet
+from rookery.fleet.routing.replica import Replica
+from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
+from rookery.types import ModelRef, ModelWeights
+
+if TYPE_CHECKING:
+    import torch
 import asyncio
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rookery.concurrency import task_group
 from rookery.errors import FleetError, RookeryError
-from rookery.fleet.adapters.served import require_adapter
-from rookery.fleet.bridges.canary import Canary, Logprobs
-from rookery.fleet.fleet import Fleet
+from rookery.fleet.adapters.residency import require_adapter
+from rookery.fleet.bridges.update import Give
 from rookery.fleet.http.client import ServerLost
-from rookery.fleet.routing.replica import Replica
-from rookery.types import ModelRef, Weights
+from rookery.types import Weights
 
-__all__ = ["AdapterBridge"]
+__all__ = [
+    "AdapterBridge",
+    "CopyBridge",
+    "FolderBridge",
+    "WriteFolder",
+]
+
+# The `copy` bridge: the trainer's weights go to the servers of this machine through memory.
+#
+# vLLM loads them as it loads a model folder, so that every layout is served: weights spread over
+# several workers, quantised ones, experts.
+
+
+class CopyBridge:
+    """Gives whole models to servers that have the worker extension."""
+
+    def __init__(self, fleet: Fleet, *, canary: Canary) -> None:
+        self._fleet = fleet
+        self._update = BaseUpdate(fleet, canary)
+        self._file: SharedFile | None = None
+
+    async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
+        """Serve these weights in place of the base model; `logprobs` computes with them."""
+        ref = ModelRef(name=weights.name, version=weights.version)
+        async with self._fleet.updating(), self._update.lock:
+            # Not before: a server that is started again meanwhile is given what is there.
+            manifest = await run_in_thread(self._write, weights)
+
+            async def give(replica: Replica) -> None:
+                await replica.client.call_workers("rookery_load", manifest=manifest)
+                await replica.client.reset_prefix_cache()
+
+            await self._update.publish(give, logprobs, ref, again=give)
+        return self._fleet.base
+
+    def _write(self, weights: ModelWeights) -> str:
+        """The manifest of a file that holds them. The file is kept for the next ones, and for a
+        server that is started again."""
+        tensors: dict[str, torch.Tensor] = dict(weights.tensors)
+        manifest: dict[str, Any] = lay_out(tensors)
+        if self._file is None or self._file.memory.numel() != manifest["bytes"]:
+            self._file = SharedFile(num_bytes=manifest["bytes"])
+        for name, tensor in tensors.items():
+            view(self._file.memory, manifest["tensors"][name]).copy_(tensor)
+        return json.dumps(manifest | {"path": self._file.path})
+
+
+# Whole models by way of a folder: `reload` and `restart` differ in what a server does with it.
+
+
+WriteFolder = Callable[[Path, Mapping[str, "torch.Tensor"]], None]
+"""Writes a new folder that vLLM can be started on."""
+
+
+class FolderBridge:
+    """Gives whole models to servers that see a folder of this machine."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        canary: Canary,
+        write: WriteFolder,
+        folder: Path,
+        give_from: Callable[[Path], Give],
+    ) -> None:
+        """`folder` has room for two models: the newest stays for servers that are started again."""
+        self._fleet = fleet
+        self._update = BaseUpdate(fleet, canary)
+        self._write = write
+        self._folder = folder
+        self._give_from = give_from
+        self._newest: Path | None = None
+
+    async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
+        """Serve these weights in place of the base model; `logprobs` computes with them."""
+        folder = self._folder / f"served-{weights.version}"
+        if folder != self._newest:
+            await run_in_thread(self._write_new, folder, weights)
+        ref = ModelRef(name=weights.name, version=weights.version)
+        give = self._give_from(folder)
+        async with self._fleet.updating(), self._update.lock:
+            await self._update.publish(give, logprobs, ref, again=give)
+        before, self._newest = self._newest, folder
+        if before is not None and before != folder:
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+        return self._fleet.base
+
+    def _write_new(self, folder: Path, weights: ModelWeights) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self._write(folder, weights.tensors)
 
 
 logger = logging.getLogger(__name__)

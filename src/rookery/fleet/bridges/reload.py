@@ -26,7 +26,7 @@ from rookery.fleet.adapters.staging import memory_folder
 from rookery.fleet.bridges.canary import SMALLEST_VOCABULARY, Canary
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
-from rookery.fleet.http.address import is_local
+from rookery.fleet.http.client import is_local
 from rookery.fleet.routing.replica import Replica
 
 if TYPE_CHECKING:
@@ -35,12 +35,38 @@ if TYPE_CHECKING:
 __all__ = [
     "Model",
     "reload_from",
+    "require_own_servers",
     "require_seen_folder",
     "require_torch",
     "require_updates",
+    "restart_on",
     "sees_folder",
     "update_weights",
 ]
+
+# The `restart` bridge: servers of our own are started again on a folder. The slowest one, which
+# needs nothing of a server.
+
+
+def require_own_servers(fleet: Fleet) -> None:
+    """FleetError unless this process has started all servers."""
+    if any(replica.local is None for replica in fleet.pool.replicas):
+        raise FleetError(
+            "restart is for servers that are started here, and the fleet has some by URL: write "
+            "bridge: reload, or a launch section."
+        )
+
+
+def restart_on(folder: Path) -> Give:
+    """Have a server serve the model in a folder, under the name it had."""
+
+    async def give(replica: Replica) -> None:
+        assert replica.local is not None, "require_own_servers was called"
+        await replica.local.serve_model(str(folder), name=replica.capabilities.model)
+        await replica.reattach()
+
+    return give
+
 
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""

@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 from safetensors import safe_open
 
 from rookery.errors import FleetError, boundary
-from rookery.fleet.bridges.pause import PAUSE_ROUTE, paused
-from rookery.fleet.bridges.update import Give
+from rookery.fleet.bridges.update import PAUSE_ROUTE, Give, paused
 from rookery.fleet.routing.replica import Replica
 
 if TYPE_CHECKING:

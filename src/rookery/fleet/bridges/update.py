@@ -12,9 +12,12 @@ shown that it has them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from rookery.concurrency import run_to_end, together
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.fleet import Fleet
@@ -23,7 +26,51 @@ from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef
 
-__all__ = ["BaseUpdate", "Give", "first_wrong"]
+__all__ = [
+    "PAUSE",
+    "PAUSE_ROUTE",
+    "BaseUpdate",
+    "Give",
+    "first_wrong",
+    "paused",
+    "resume",
+    "resume_all",
+]
+
+# Servers that compute nothing while their weights change.
+#
+# async with paused(replicas):
+#     model.set_weights(weights)                       # memory that the servers compute with
+
+
+PAUSE_ROUTE = "/pause"
+PAUSE = f"{PAUSE_ROUTE}?mode=keep"
+"""vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
+
+
+@asynccontextmanager
+async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
+    """None of these computes inside the block, and what one has cached is forgotten: requests of
+    others may be in flight while weights are written."""
+    try:
+        await together(replica.client.post(PAUSE, b"") for replica in replicas)
+        yield
+    except BaseException:  # whatever it was: what waits at the servers goes on
+        await run_to_end(resume_all(replicas))
+        raise
+    for answer in await run_to_end(resume_all(replicas)):
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+async def resume(replica: Replica) -> None:
+    await replica.client.post("/resume", b"")
+
+
+async def resume_all(replicas: Sequence[Replica]) -> list[Any]:
+    """One that cannot be told does not keep the others; an answer or an error of each."""
+    return await asyncio.gather(*map(resume, replicas), return_exceptions=True)
+
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
+from rookery.concurrency import together
 from rookery.config import Config, check_url
 from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
 from rookery.fleet.http.client import (
@@ -35,12 +36,44 @@ from rookery.fleet.http.client import (
     ServerRefusal,
     open_session,
 )
-from rookery.types import TokenUsage
+from rookery.types import TokenIds, TokenUsage
 
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
 
-__all__ = ["Api", "ExternalConfig", "open_api", "read_usage"]
+__all__ = [
+    "Api",
+    "ExternalConfig",
+    "open_api",
+    "read_usage",
+    "tokenize",
+]
+
+# Texts as token ids, by a server's own tokenizer.
+#
+# [tokens] = await tokenize(client, ["Once upon a time"])
+
+
+NUM_CALLS = 32
+"""Texts on their way at the same time: `/tokenize` takes one a call, and most of it is waiting."""
+
+
+async def tokenize(client: Client, prompts: Sequence[str | Sequence[int]]) -> list[TokenIds]:
+    """Each prompt's tokens, in order; those that are token ids already stay as they are."""
+    places = asyncio.Semaphore(NUM_CALLS)  # filled by every text, drained by its answer
+
+    async def ask(text: str) -> TokenIds:
+        async with places:
+            answer = await client.post_json("/tokenize", {"prompt": text})
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
+            raise FleetError(f"{client.url}/tokenize answered no tokens: give token ids instead.")
+        return tuple(tokens)
+
+    texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
+    known = dict(zip(texts, await together(map(ask, texts)), strict=True))
+    return [known[p] if isinstance(p, str) else tuple(p) for p in prompts]
+
 
 MINUTE_S = 60.0
 NO_KEY = frozenset({401, 403})

@@ -18,20 +18,23 @@ import asyncio
 import errno
 import json
 import logging
+import os
+import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 from pydantic import Field
 from yarl import URL
 
-from rookery.config import Config
+from rookery.config import Config, check_url
 from rookery.errors import AdapterError, FleetError
-from rookery.fleet.http.descriptors import connection_limit
 from rookery.fleet.vllm_plugin.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.vllm_plugin.token_route import PATH as TOKEN_ROUTE
 
@@ -41,9 +44,75 @@ __all__ = [
     "ServerBusy",
     "ServerLost",
     "ServerRefusal",
+    "check_urls",
+    "connection_limit",
+    "is_local",
     "max_calls",
     "open_session",
 ]
+
+# Where a server is, by its URL.
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine, so that the server sees our files."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# The addresses of servers, as they are written in a config.
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def check_urls(urls: Sequence[str]) -> None:
+    """ValueError unless each is the URL of another server."""
+    seen: dict[tuple[str, str, int, str], str] = {}
+    for url in urls:
+        place = _place(url)
+        if place in seen:
+            raise ValueError(
+                f"urls names one server twice, as {seen[place]} and {url}: write it once; "
+                "max_in_flight says how much it gets at a time."
+            )
+        seen[place] = url
+
+
+def _place(url: str) -> tuple[str, str, int, str]:
+    """Scheme, host, port and path: equal for two spellings of one server."""
+    parts = check_url(url, named="urls has")
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return parts.scheme, host, parts.port or _PORTS[parts.scheme], path
+
+
+# How many connections this process may have: each takes a file descriptor.
+#
+# connection_limit()      # 488 under `ulimit -n 1024` with 48 files open
+
+
+WANTED = 32_768
+"""Descriptors that are enough for 10,000 requests in flight and everything else. Shells start
+programs with 1,024 and let them raise it."""
+
+
+def connection_limit() -> int:
+    """Half of the free descriptors, after asking for `WANTED` of them.
+
+    The other half is for files, processes, other clients, and servers in this same process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    total = WANTED if soft == resource.RLIM_INFINITY else soft
+    return max(1, (total - len(os.listdir("/dev/fd"))) // 2)
+
 
 # Else a program without logging prints a bare word at every retry.
 logging.getLogger("stamina").addHandler(logging.NullHandler())

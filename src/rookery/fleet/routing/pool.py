@@ -26,7 +26,7 @@ from functools import partial
 
 from rookery.concurrency import together
 from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
-from rookery.fleet.adapters.served import ServedAdapters
+from rookery.fleet.adapters.residency import ServedAdapters
 from rookery.fleet.http.client import ServerLost
 from rookery.fleet.http.wire import Choice
 from rookery.fleet.routing.load import Call, ReplicaLoad

@@ -5,8 +5,7 @@ it took another.
 """
 
 from rookery.fleet.http.client import Client, ServerLost
-from rookery.fleet.http.metrics import ServerMetrics
-from rookery.fleet.http.probe import read_metrics
+from rookery.fleet.http.probe import ServerMetrics, read_metrics
 from rookery.fleet.servers.launch import LocalServer
 
 __all__ = ["Proof", "started"]

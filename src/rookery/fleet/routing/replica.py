@@ -14,12 +14,10 @@ from typing import Any
 
 from rookery.errors import AdapterError, FleetError, RookeryError
 from rookery.fleet.adapters.fit import base_names
-from rookery.fleet.adapters.residency import Residency, list_names
-from rookery.fleet.adapters.served import ServedAdapters
+from rookery.fleet.adapters.residency import Residency, ServedAdapters, list_names
 from rookery.fleet.adapters.staging import Staging
-from rookery.fleet.http.address import is_local
 from rookery.fleet.http.capabilities import Capabilities, Route
-from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.http.client import Client, ServerLost, ServerRefusal, is_local
 from rookery.fleet.http.probe import (
     Fingerprint,
     gap_between,
@@ -33,10 +31,10 @@ from rookery.fleet.http.probe import (
 )
 from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens, read_choices
 from rookery.fleet.routing.breaker import Breaker
-from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.paused import (
     VERSION,
+    CallExclusion,
     load_first_weights,
     name_first_weights,
     read_mark,

@@ -25,7 +25,7 @@ from typing import Any
 
 from rookery.config import parse_config
 from rookery.errors import FleetError, RookeryError, boundary
-from rookery.executors.ray_cluster import connect_ray
+from rookery.executors.ray import connect_ray
 from rookery.fleet.servers.launch import open_servers
 from rookery.fleet.servers.settings import LaunchConfig, check_launch, gpus_each
 from rookery.fleet.servers.upkeep import keep_alive

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rookery.cache import cache_folder
 from rookery.errors import FleetError, boundary
 from rookery.fleet.vllm_plugin.guard import kill_group, process_start, signal_group
+from rookery.model_names import cache_folder
 
 __all__ = [
     "FoundRegistry",

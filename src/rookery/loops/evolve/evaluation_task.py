@@ -23,8 +23,8 @@ from rookery.executors import WorkerSpec, pack_folder
 from rookery.executors.folder import IGNORED
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.source_files import split_files
-from rookery.runs.document import decode
+from rookery.loops.evolve.program import split_files
+from rookery.runs.disk import decode
 from rookery.sandbox import (
     EvaluatorConfig,
     Outcome,

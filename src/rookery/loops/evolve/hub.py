@@ -30,12 +30,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rookery.concurrency import task_group
-from rookery.loops.evolve.budget import find_exhausted, find_hours_over
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
-from rookery.loops.evolve.order import Order, SteadyOrder
+from rookery.loops.evolve.order import Order, Pace, SteadyOrder, find_exhausted, find_hours_over
 from rookery.loops.evolve.outputs import Due, Outputs
-from rookery.loops.evolve.pace import Pace
-from rookery.loops.evolve.parts import Parts
+from rookery.loops.evolve.parts import Iteration, Parts
 from rookery.loops.evolve.program_evaluator import Lease
 from rookery.loops.evolve.proposer import Child
 from rookery.loops.evolve.search_state import SearchState, program_id
@@ -48,10 +46,9 @@ from rookery.loops.evolve.stages import (
     read_stages,
     to_data,
 )
-from rookery.loops.evolve.watcher import Iteration
 from rookery.runs import Attempt, AttemptLog, AttemptState, Event
+from rookery.search.programs.database import Ask, Tell, Window
 from rookery.search.programs.program import Member
-from rookery.search.programs.window import Ask, Tell, Window
 
 __all__ = ["Hub"]
 

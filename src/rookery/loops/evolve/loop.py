@@ -28,12 +28,11 @@ from rookery.loops.evolve.first_programs import (
 )
 from rookery.loops.evolve.hub import Hub
 from rookery.loops.evolve.outputs import Outputs, open_outputs
-from rookery.loops.evolve.parts import Providers, list_arms, open_parts
+from rookery.loops.evolve.parts import UNWATCHED, Providers, Watcher, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.program_store import log_to_file
 from rookery.loops.evolve.report import FinishedSearch, make_report
-from rookery.loops.evolve.run_log import log_to_file
 from rookery.loops.evolve.search_state import open_state
-from rookery.loops.evolve.watcher import UNWATCHED, Watcher
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.reports import EvolveReport
 from rookery.runs import Run

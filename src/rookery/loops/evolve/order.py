@@ -6,14 +6,26 @@ Steps as those of a `Window`, which is the order for results that do not depend 
 workers. Attempts that a run decided before are told first, in the order in which it did.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from rookery.loops.evolve.config import BudgetConfig
+from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Stages
-from rookery.search.programs.window import Ask, Tell
+from rookery.search.programs.database import Ask, Tell
 
-__all__ = ["Order", "SteadyOrder"]
+__all__ = [
+    "Order",
+    "Pace",
+    "SteadyOrder",
+    "find_exhausted",
+    "find_hours_over",
+    "price",
+]
 
 
 class Order(Protocol):
@@ -75,3 +87,111 @@ class SteadyOrder:
 
     def stop(self) -> None:
         self._num_attempts = min(self._num_attempts, self._next - 1)
+
+
+# How many children may wait for an evaluation before no further model call is begun.
+#
+#     pace = Pace(num_workers=8)
+#     pace.model.add(5.0)
+#     pace.evaluation.add(0.1)
+#     pace.backlog == 400
+#
+# A call that begins now is answered after the time of a call. Children that are evaluated by then
+# do not delay its own, so as many may wait: answers that come all at once then do not stop the
+# model. Where evaluations take long few may wait, as parents would be chosen long before their
+# children count.
+
+
+PER_WORKER = 2
+"""Children that may always wait: no worker waits for the model."""
+MEMORY = 0.9
+"""How much of a mean is left after a new time."""
+
+
+@dataclass(slots=True)
+class MeanSeconds:
+    """A mean in which old times fade; None before the first."""
+
+    value: float | None = None
+
+    def add(self, seconds: float) -> None:
+        known = seconds if self.value is None else self.value
+        self.value = MEMORY * known + (1 - MEMORY) * seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add what the block takes, if it ends well."""
+        start = time.monotonic()
+        yield
+        self.add(time.monotonic() - start)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """What model calls and evaluations have taken lately."""
+
+    num_workers: int
+    model: MeanSeconds = field(default_factory=MeanSeconds)
+    evaluation: MeanSeconds = field(default_factory=MeanSeconds)
+
+    @property
+    def backlog(self) -> int:
+        """Children that may wait."""
+        each = PER_WORKER
+        if self.model.value is not None and self.evaluation.value:
+            each = max(each, int(self.model.value / self.evaluation.value))
+        return each * self.num_workers
+
+
+# What a run may spend: tokens, money, hours. It ends before it would spend more.
+
+
+ROUNDING = 1e-9
+"""Sums of prices are off by less."""
+_MILLION = 1e6
+
+
+def price(spending: Spending, budget: BudgetConfig) -> float | None:
+    """US dollars by the prices of the config; None without prices or without counts of tokens."""
+    if spending.num_unreported:
+        return None
+    return _price(spending.prompt_tokens, spending.completion_tokens, budget)
+
+
+def find_hours_over(budget: BudgetConfig, *, elapsed_s: float) -> str:
+    """Why the run has to end; empty while it may go on."""
+    if budget.max_hours is None or elapsed_s < budget.max_hours * 3600:
+        return ""
+    return f"The budget of {budget.max_hours:g} hours is over."
+
+
+def find_exhausted(
+    budget: BudgetConfig, spending: Spending, *, num_told: int, num_open: int
+) -> str:
+    """Why no further attempt may begin beside those in flight; empty while one may.
+
+    Attempts in flight count as much as the dearest one before them. What the first one costs is
+    not known: it begins alone.
+    """
+    if budget.max_tokens is None and budget.max_usd is None:
+        return ""
+    if spending.num_unreported:
+        return "A model does not report its tokens, so that the budget cannot be kept."
+    if num_open and not num_told:
+        return "What an iteration costs is not known yet."
+    num_begun = num_open + 1
+    prompt = spending.prompt_tokens + num_begun * spending.dearest_prompt_tokens
+    answer = spending.completion_tokens + num_begun * spending.dearest_completion_tokens
+    max_tokens, max_usd, usd = budget.max_tokens, budget.max_usd, _price(prompt, answer, budget)
+    if max_tokens is not None and prompt + answer > max_tokens:
+        return f"The budget of {max_tokens} tokens allows no further iteration."
+    if max_usd is not None and usd is not None and usd > max_usd * (1 + ROUNDING):
+        return f"The budget of {max_usd:g} US dollars allows no further iteration."
+    return ""
+
+
+def _price(prompt_tokens: int, completion_tokens: int, budget: BudgetConfig) -> float | None:
+    prompt, answer = budget.usd_per_million_prompt_tokens, budget.usd_per_million_answer_tokens
+    if prompt is None or answer is None:
+        return None
+    return (prompt_tokens * prompt + completion_tokens * answer) / _MILLION

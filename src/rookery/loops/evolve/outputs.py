@@ -26,8 +26,7 @@ from rookery.loops.evolve.checkpoints import (
     list_checkpoints,
 )
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.language import suffix_of
+from rookery.loops.evolve.first_program import FirstProgram, suffix_of
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Prompt

@@ -10,25 +10,167 @@
 | it was cancelled            | the executor is closing: ExecutorError, the run can resume    |
 """
 
+import json
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rookery.concurrency import run_in_thread
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest, say_not_isolated
-from rookery.loops.evolve.judges import Judgement, Judges
+from rookery.loops.evolve.program import Metrics, is_number
 from rookery.loops.evolve.program_store import ProgramStore, has_large, keep_artifacts
-from rookery.loops.evolve.proposer import Child
+from rookery.loops.evolve.prompts import Prompts
+from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, seed_of
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.ports import Executor
-from rookery.sandbox import Metric, Outcome, decode_outcome
+from rookery.sandbox import Artifact, Metric, Outcome, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
 from rookery.seeding import stream_seed
 from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
 
-__all__ = ["Lease", "ProgramEvaluator"]
+__all__ = [
+    "Feedback",
+    "Judge",
+    "Judgement",
+    "Judges",
+    "Lease",
+    "ProgramEvaluator",
+    "merge_feedback",
+    "read_feedback",
+]
+
+# What models say of a program's quality (`evaluator.use_llm_feedback`), as further metrics.
+#
+# feedback = read_feedback(['{"readability": 0.8, "reasoning": "short"}'], weights=[1.0])
+# merge_feedback({"combined_score": 0.5}, feedback, weight=0.1)
+# {"combined_score": 0.59, "llm_readability": 0.08, "llm_average": 0.08}
+
+
+_FENCED = re.compile(r"```json\n(.*?)\n```", re.DOTALL)
+_SHARE = 0.3
+"""Of the judges in combined_score. OpenEvolve's number, whatever `llm_feedback_weight` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Scores by name, averaged over judges by their weights, and what else they said."""
+
+    scores: dict[str, float]
+    artifacts: dict[str, str]
+
+
+def read_feedback(answers: Sequence[str], *, weights: Sequence[float]) -> Feedback | None:
+    """The judges' scores; None if an answer is no JSON object or has no score."""
+    scores: dict[str, float] = {}
+    artifacts: dict[str, str] = {}
+    for answer, weight in zip(answers, weights, strict=True):
+        said = _read_object(answer)
+        numbers = {name: float(value) for name, value in said.items() if is_number(value)}
+        if not numbers:
+            return None
+        for name, value in numbers.items():
+            scores[name] = scores.get(name, 0.0) + value * weight / sum(weights)
+        others = {name: value for name, value in said.items() if name not in numbers}
+        artifacts |= {name: _text(value) for name, value in others.items()}
+    return Feedback(scores=scores, artifacts=artifacts)
+
+
+def merge_feedback(metrics: Metrics, feedback: Feedback, *, weight: float) -> dict[str, Any]:
+    """The evaluator's metrics with `llm_<name>`, `llm_average`, and combined_score mixed anew."""
+    merged = dict(metrics)
+    merged |= {f"llm_{name}": value * weight for name, value in feedback.scores.items()}
+    average = sum(feedback.scores.values()) / len(feedback.scores)
+    merged["llm_average"] = average * weight
+    if is_number(metrics.get("combined_score")):
+        merged["combined_score"] = metrics["combined_score"] * (1 - _SHARE) + average * _SHARE
+    return merged
+
+
+def _read_object(answer: str) -> dict[str, Any]:
+    fenced = _FENCED.search(answer)
+    text = fenced[1] if fenced else answer[answer.find("{") : answer.rfind("}") + 1]
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# Models that judge programs (`evaluator.use_llm_feedback`): their scores become metrics.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """One model and how much it counts."""
+
+    endpoint: Endpoint
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What all judges said, and what that cost; usage is None when one does not report it."""
+
+    feedback: Feedback
+    usage: TokenUsage | None
+
+
+class Judges:
+    """Asks every judge about every program."""
+
+    def __init__(
+        self, judges: tuple[Judge, ...], *, prompts: Prompts, weight: float, seed: int
+    ) -> None:
+        self._judges = judges
+        self._prompts = prompts
+        self._weight = weight
+        self._seed = seed
+
+    async def judge(self, code: str, *, attempt: int) -> Judgement | AttemptFailure:
+        """A program that could not be judged is a failure: its score would not compare."""
+        prompt = self._prompts.build_feedback(code)
+        seed = seed_of(self._seed, "judge", attempt)
+        try:
+            replies = await together(
+                judge.endpoint.reply(
+                    judge.endpoint.request(system=prompt.system, user=prompt.user, seed=seed)
+                )
+                for judge in self._judges
+            )
+        except ModelFailed as error:
+            return AttemptFailure(kind="judge", message=str(error))
+        weights = [judge.weight for judge in self._judges]
+        feedback = read_feedback([reply.text for reply in replies], weights=weights)
+        if feedback is None:
+            message = "A judge's answer is no JSON object with a score in it."
+            return AttemptFailure(kind="judge", message=message)
+        usages = [reply.usage for reply in replies]
+        known = [usage for usage in usages if usage is not None]
+        usage = TokenUsage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in known),
+            completion_tokens=sum(usage.completion_tokens for usage in known),
+        )
+        return Judgement(feedback=feedback, usage=usage if len(known) == len(usages) else None)
+
+    def merge(
+        self,
+        metrics: Mapping[str, Metric],
+        artifacts: Mapping[str, Artifact],
+        judgement: Judgement,
+    ) -> tuple[dict[str, Metric], dict[str, Artifact]]:
+        """The evaluator's metrics and artifacts with those of the judges."""
+        feedback = judgement.feedback
+        merged = merge_feedback(metrics, feedback, weight=self._weight)
+        return merged, {**artifacts, **feedback.artifacts}
+
 
 MAX_LOST = 2
 """Workers that one program may end before it is taken for the cause."""

@@ -8,18 +8,383 @@ What is drawn (wording, diverse programs) is drawn for (seed, attempt): an attem
 again after a crash asks the same.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any
 
-from rookery.loops.evolve.artifacts import show_artifacts
-from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.fitness import find_fitness
-from rookery.loops.evolve.history import History, format_fitness
-from rookery.loops.evolve.program import Metrics, ProgramRecord
-from rookery.loops.evolve.templates import load_templates
+from rookery.errors import ConfigError
+from rookery.loops.evolve.config import EvolveConfig, PromptConfig
+from rookery.loops.evolve.program import Metrics, ProgramRecord, find_fitness
 from rookery.seeding import stream
 
-__all__ = ["Prompt", "Prompts", "ShownPrograms"]
+__all__ = [
+    "History",
+    "Prompt",
+    "Prompts",
+    "ShownPrograms",
+    "Templates",
+    "format_fitness",
+    "hide_secrets",
+    "load_templates",
+    "show_artifacts",
+]
+
+# Prompt templates: the shipped ones, and a user's folder of the same file names over them.
+#
+#     templates = load_templates(config.prompt)
+#     templates.fill("previous_attempt", attempt_number=3, changes=..., performance=...,
+# outcome=...)
+#     templates.fragment("code_too_long", threshold=500)
+#
+# Templates are `*.txt` with `{field}`s, fragments are the texts of `fragments.json`. A field that
+# nobody fills is found when the templates are loaded, before any model is asked.
+
+
+DEFAULTS = Path(__file__).parent / "prompt_templates"
+
+_USER = frozenset(
+    {
+        "metrics",
+        "fitness_score",
+        "feature_coords",
+        "feature_dimensions",
+        "improvement_areas",
+        "evolution_history",
+        "current_program",
+        "language",
+        "artifacts",
+    }
+)
+_SHOWN = frozenset({"program_number", "score", "language", "program_snippet"})
+
+FIELDS = {
+    "diff_user": _USER,
+    "full_rewrite_user": _USER,
+    "evaluation": _USER,
+    "evolution_history": frozenset({"previous_attempts", "top_programs", "inspirations_section"}),
+    "previous_attempt": frozenset({"attempt_number", "changes", "performance", "outcome"}),
+    "top_program": _SHOWN | {"key_features"},
+    "inspirations_section": frozenset({"inspiration_programs"}),
+    "inspiration_program": _SHOWN | {"program_type", "unique_features"},
+    "system_message_with_changes_description": frozenset(
+        {"system_message", "system_message_changes_description"}
+    ),
+    "user_message_with_changes_description": frozenset({"user_message", "changes_description"}),
+}
+"""The fields of each template. Other templates are texts in which braces mean nothing."""
+
+FRAGMENT_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "fitness_improved": {"prev": 0.0, "current": 0.0},
+    "fitness_declined": {"prev": 0.0, "current": 0.0},
+    "fitness_stable": {"current": 0.0},
+    "exploring_region": {"features": ""},
+    "code_too_long": {"threshold": 0},
+    "inspiration_changes_prefix": {"changes": ""},
+    "inspiration_metrics_excellent": {"metric_name": "", "value": 0.0},
+    "inspiration_metrics_alternative": {"metric_name": ""},
+    "inspiration_no_features_postfix": {"program_type": ""},
+}
+"""The fields of fragments, each with a value to try it with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Templates:
+    """Texts by name, checked."""
+
+    texts: Mapping[str, str]
+    fragments: Mapping[str, str]
+
+    def fill(self, name: str, **values: object) -> str:
+        """The template with its fields filled."""
+        return self.texts[name].format(**values)
+
+    def fragment(self, name: str, **values: object) -> str:
+        """The fragment with its fields filled."""
+        return self.fragments[name].format(**values)
+
+    def text_or_template(self, text: str) -> str:
+        """A message of the config: the text itself, or the template that it names."""
+        return self.texts.get(text, text)
+
+
+def load_templates(config: PromptConfig) -> Templates:
+    """The defaults with the user's folder over them."""
+    texts, fragments = _read_folder(DEFAULTS)
+    if config.template_dir is not None:
+        own_texts, own_fragments = _read_folder(config.template_dir)
+        drawn = config.template_variations if config.use_template_stochasticity else {}
+        for name, text in own_texts.items():
+            _check_template(config.template_dir / f"{name}.txt", text, extra=drawn)
+        for name in own_fragments.keys() & fragments.keys():  # others are used nowhere
+            _check_fragment(config.template_dir / "fragments.json", name, own_fragments[name])
+        texts |= own_texts
+        fragments |= own_fragments
+    return Templates(texts=texts, fragments=fragments)
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    try:
+        texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.txt")}
+        path = folder / "fragments.json"
+        fragments = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The templates in {folder} cannot be read: {error}") from error
+    if not isinstance(fragments, dict) or not all(isinstance(t, str) for t in fragments.values()):
+        raise ConfigError(
+            f'{folder / "fragments.json"} should be an object of texts: {{"a": "b"}}.'
+        )
+    return texts, fragments
+
+
+def _check_template(path: Path, text: str, *, extra: Iterable[str]) -> None:
+    allowed = FIELDS.get(path.stem)
+    if allowed is None:
+        return
+    allowed = allowed | set(extra)
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Write {{{{ and }}}} for braces.") from None
+    unknown = [
+        field for field in fields if field.partition(".")[0].partition("[")[0] not in allowed
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{path} has the field {{{unknown[0]}}}; allowed are {', '.join(sorted(allowed))}. "
+            "Write {{ and }} for braces."
+        )
+
+
+def _check_fragment(path: Path, name: str, text: str) -> None:
+    try:
+        text.format(**FRAGMENT_FIELDS.get(name, {}))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        allowed = ", ".join(FRAGMENT_FIELDS.get(name, {})) or "none"
+        raise ConfigError(f"{path}: {name} has the field {error}; allowed: {allowed}.") from None
+
+
+# Earlier programs in a prompt: attempts with their outcome, top, diverse and inspiring ones.
+
+
+NUM_ATTEMPTS = 3
+"""Attempts that a prompt tells of; OpenEvolve's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Renders programs with the templates; draws nothing itself."""
+
+    config: PromptConfig
+    templates: Templates
+    language: str
+    feature_dimensions: Sequence[str] = ()
+
+    def render(
+        self,
+        *,
+        previous: Sequence[ProgramRecord],
+        top: Sequence[ProgramRecord],
+        diverse: Sequence[ProgramRecord],
+        inspirations: Sequence[ProgramRecord],
+    ) -> str:
+        """The section of the prompt. No program is shown twice as top, diverse and inspiring."""
+        shown = {program.id for program in (*top, *diverse)}
+        others = [program for program in inspirations if program.id not in shown]
+        return self.templates.fill(
+            "evolution_history",
+            previous_attempts=self._attempts(previous),
+            top_programs=(self._top(top) + self._diverse(diverse)).strip(),
+            inspirations_section=self._inspirations(others),
+        )
+
+    def _attempts(self, previous: Sequence[ProgramRecord]) -> str:
+        latest = list(enumerate(previous, start=1))[-NUM_ATTEMPTS:]
+        texts = (
+            self.templates.fill(
+                "previous_attempt",
+                attempt_number=number,
+                changes=program.changes_description or program.changes or self._unknown_changes(),
+                performance=_list_metrics(program.metrics),
+                outcome=self._outcome(program),
+            )
+            for number, program in reversed(latest)
+        )
+        return "\n\n".join(texts).strip()
+
+    def _unknown_changes(self) -> str:
+        return self.templates.fragment("attempt_unknown_changes")
+
+    def _outcome(self, program: ProgramRecord) -> str:
+        """Beside its parent; metrics that only one of them has are not compared."""
+        steps = [
+            value - program.parent_metrics[name]
+            for name, value in program.metrics.items()
+            if _is_numeric(value) and _is_numeric(program.parent_metrics.get(name))
+        ]
+        if steps and all(step > 0 for step in steps):
+            return self.templates.fragment("attempt_all_metrics_improved")
+        if steps and all(step < 0 for step in steps):
+            return self.templates.fragment("attempt_all_metrics_regressed")
+        return self.templates.fragment("attempt_mixed_metrics")
+
+    def _top(self, programs: Sequence[ProgramRecord]) -> str:
+        prefix = self.templates.fragment("top_program_metrics_prefix")
+        texts = []
+        for number, program in enumerate(programs, start=1):
+            features = [f"{prefix} {n} ({_show(v)})" for n, v in program.metrics.items()]
+            texts.append(self._program(str(number), program, ", ".join(features)))
+        return "".join(texts)
+
+    def _diverse(self, programs: Sequence[ProgramRecord]) -> str:
+        if not programs:
+            return ""
+        prefix = self.templates.fragment("diverse_program_metrics_prefix")
+        texts = [f"\n\n## {self.templates.fragment('diverse_programs_title')}\n\n"]
+        for number, program in enumerate(programs, start=1):
+            features = [f"{prefix} {name}" for name in list(program.metrics)[:2]]
+            texts.append(self._program(f"D{number}", program, ", ".join(features)))
+        return "".join(texts)
+
+    def _program(self, number: str, program: ProgramRecord, features: str) -> str:
+        text = self.templates.fill(
+            "top_program",
+            program_number=number,
+            score=self._score(program),
+            language=self._shown_language(),
+            program_snippet=self._snippet(program),
+            key_features=features,
+        )
+        return text + "\n\n"
+
+    def _inspirations(self, programs: Sequence[ProgramRecord]) -> str:
+        if not programs:
+            return ""
+        texts = (
+            self.templates.fill(
+                "inspiration_program",
+                program_number=number,
+                score=self._score(program),
+                program_type=self._type(program),
+                language=self._shown_language(),
+                program_snippet=self._snippet(program),
+                unique_features=self._features(program),
+            )
+            for number, program in enumerate(programs, start=1)
+        )
+        return self.templates.fill(
+            "inspirations_section", inspiration_programs="\n\n".join(texts).strip()
+        )
+
+    def _type(self, program: ProgramRecord) -> str:
+        for flag in ("diverse", "migrant", "random"):
+            if program.metadata.get(flag):
+                return self.templates.fragment(f"inspiration_type_{flag}")
+        score = find_fitness(program.metrics, feature_dimensions=self.feature_dimensions)
+        steps = ((0.8, "high_performer"), (0.6, "alternative"), (0.4, "experimental"))
+        reached = (name for limit, name in steps if score is not None and score >= limit)
+        return self.templates.fragment(f"inspiration_type_score_{next(reached, 'exploratory')}")
+
+    def _features(self, program: ProgramRecord) -> str:
+        features = [*self._told_features(program), *self._code_features(program.code)]
+        if not features:
+            words = {"program_type": self._type(program)}
+            features = [self.templates.fragment("inspiration_no_features_postfix", **words)]
+        return ", ".join(features[: self.config.num_top_programs])
+
+    def _told_features(self, program: ProgramRecord) -> Iterator[str]:
+        limit = self.config.include_changes_under_chars
+        if program.changes and limit and len(program.changes) < limit:
+            changes = program.changes
+            yield self.templates.fragment("inspiration_changes_prefix", changes=changes)
+        for name, value in program.metrics.items():
+            words = {"metric_name": name, "value": value}
+            if _is_numeric(value) and value >= 0.9:
+                yield self.templates.fragment("inspiration_metrics_excellent", **words)
+            elif _is_numeric(value) and value <= 0.3:
+                yield self.templates.fragment("inspiration_metrics_alternative", metric_name=name)
+
+    def _code_features(self, code: str) -> Iterator[str]:
+        lower, num_lines = code.lower(), len(code.split("\n"))
+        least = self.config.comprehensive_implementation_min_lines
+        if "class" in lower and "def __init__" in lower:
+            yield self.templates.fragment("inspiration_code_with_class")
+        if "numpy" in lower or "np." in lower:
+            yield self.templates.fragment("inspiration_code_with_numpy")
+        if "for" in lower and "while" in lower:
+            yield self.templates.fragment("inspiration_code_with_mixed_iteration")
+        if num_lines <= (self.config.concise_implementation_max_lines or 0):
+            yield self.templates.fragment("inspiration_code_with_concise_line")
+        elif least and num_lines >= least:
+            yield self.templates.fragment("inspiration_code_with_comprehensive_line")
+
+    def _score(self, program: ProgramRecord) -> str:
+        dimensions = self.feature_dimensions
+        return format_fitness(find_fitness(program.metrics, feature_dimensions=dimensions))
+
+    def _shown_language(self) -> str:
+        return "text" if self.config.programs_as_changes_description else self.language
+
+    def _snippet(self, program: ProgramRecord) -> str:
+        if self.config.programs_as_changes_description:
+            return program.changes_description or "<missing changes_description>"
+        return program.code
+
+
+def format_fitness(fitness: float | None) -> str:
+    """Four digits, or a word where there is no number."""
+    return "unknown" if fitness is None else f"{fitness:.4f}"
+
+
+def _list_metrics(metrics: Metrics) -> str:
+    return ", ".join(f"{name}: {_show(value)}" for name, value in metrics.items())
+
+
+def _show(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else str(value)
+
+
+def _is_numeric(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+# What an evaluation printed, as a prompt shows it: without secrets, and not too much of it.
+
+
+_ANSI = re.compile(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])")
+_SECRETS = (
+    (re.compile(r"sk-[\w-]{20,}"), "<REDACTED_API_KEY>"),
+    (re.compile(r"(?i)bearer\s+[\w.~+/=-]{8,}"), "Bearer <REDACTED>"),
+    (re.compile(r"[A-Za-z0-9]{32,}"), "<REDACTED_TOKEN>"),
+    (re.compile(r"(?i)password[=:]\s*[^\s]+"), "password=<REDACTED>"),
+    (re.compile(r"(?i)api[_-]?key[=:]\s*[^\s]+"), "api_key=<REDACTED>"),
+    (re.compile(r"(?i)token[=:]\s*[^\s]+"), "token=<REDACTED>"),
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Text without terminal colours, keys, passwords, and runs of 32 letters and digits."""
+    text = _ANSI.sub("", text)
+    for regex, replacement in _SECRETS:
+        text = regex.sub(replacement, text)
+    return text
+
+
+def show_artifacts(
+    artifacts: Mapping[str, str | bytes], *, title: str, max_chars: int, is_filtered: bool
+) -> str:
+    """A section of the prompt; empty if there are none."""
+    sections = []
+    for name, value in artifacts.items():
+        text = value.decode(errors="replace") if isinstance(value, bytes) else value
+        text = hide_secrets(text) if is_filtered else text
+        if len(text) > max_chars:
+            text = text[:max_chars] + "\n... (truncated)"
+        sections.append(f"### {name}\n```\n{text}\n```")
+    return "\n\n".join([f"## {title}", *sections]) if sections else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +484,7 @@ class Prompts:
             inspirations=shown.inspirations,
         )
         return self._vary(self.templates.texts[self._template], attempt).format(
-            metrics=_list_metrics(parent.metrics),
+            metrics=_prompts_list_metrics(parent.metrics),
             fitness_score=format_fitness(self._fitness(parent)),
             feature_coords=self._coordinates(parent),
             feature_dimensions=", ".join(self._dimensions) or "None",
@@ -195,7 +560,7 @@ def _coordinate(value: object) -> str:
     return f"{float(value):.2f}" if isinstance(value, int | float) else str(value)
 
 
-def _list_metrics(metrics: Metrics) -> str:
+def _prompts_list_metrics(metrics: Metrics) -> str:
     lines = []
     for name, value in metrics.items():
         text = f"{value:.4f}" if isinstance(value, int | float) else str(value)

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.baselines import Baseline
-from rookery.loops.evolve.budget import price
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import FORGEABLE
+from rookery.loops.evolve.order import price
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.search_state import SearchState, Spending, search_config

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.program import unpack_vector
 from rookery.loops.evolve.stages import (
     AttemptFailure,
     Decision,
@@ -22,7 +23,6 @@ from rookery.loops.evolve.stages import (
     Planned,
     Stages,
 )
-from rookery.loops.evolve.vector_text import unpack_vector
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition

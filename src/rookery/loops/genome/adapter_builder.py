@@ -18,8 +18,7 @@ from rookery.errors import AdapterError, boundary
 from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge, merge_by_block
-from rookery.weights.mutate import MutateConfig, mutate
-from rookery.weights.perturb import rounded, unrounded
+from rookery.weights.mutate import MutateConfig, mutate, rounded, unrounded
 
 __all__ = ["AdapterBuilder", "check_device", "rebuild"]
 

@@ -9,8 +9,8 @@ from rookery.loops.genome.founders import FileInit
 from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
-from rookery.search.cmaes import load_library
 from rookery.search.emitters import CmaesOperatorConfig
+from rookery.search.es import load_library
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter

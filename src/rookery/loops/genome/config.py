@@ -14,9 +14,8 @@ from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig, SurrogateStage
 from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
-from rookery.search.children import CrossoverConfig
+from rookery.search.children import CrossoverConfig, may_be_negative
 from rookery.search.merit import Merit
-from rookery.search.parents import may_be_negative
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.weights.merge import (

@@ -17,8 +17,8 @@ from rookery.reports import (
     TasksetRecord,
 )
 from rookery.runs import Run
+from rookery.search.archive import fronts
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
-from rookery.search.pareto import fronts
 from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter

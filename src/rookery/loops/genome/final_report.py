@@ -25,8 +25,7 @@ from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
-from rookery.search.merit import merits_of
-from rookery.search.vote import vote
+from rookery.search.merit import merits_of, vote
 from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
 from rookery.weights.merge import LinearConfig, merge

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.repetition import check_repeated
+from rookery.loops.genome.loading import check_repeated
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator

@@ -14,10 +14,10 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
+from rookery.search.annealing import Waves
 from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of, rank_key
 from rookery.search.merit import Merit, merits_of
 from rookery.search.racing import Race, RaceConfig
-from rookery.search.waves import Waves
 from rookery.seeding import stream
 from rookery.types import ModelRef, Task
 

@@ -20,7 +20,7 @@ loop.py            the loop
 """
 
 from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.documents import Step, Watcher
 from rookery.loops.grpo.loop import GrpoInputs, GrpoResult, train_policy
-from rookery.loops.grpo.step_log import Step, Watcher
 
 __all__ = ["GrpoConfig", "GrpoInputs", "GrpoResult", "Step", "Watcher", "train_policy"]

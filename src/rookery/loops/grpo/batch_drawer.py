@@ -16,15 +16,40 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rookery.errors import TaskError
-from rookery.loops.grpo.advantages import is_equal
-from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout
+from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout, is_equal
 from rookery.loops.grpo.config import GrpoConfig
-from rookery.loops.grpo.task_order import TaskOrder
 from rookery.ports import GroupDrawer
-from rookery.seeding import stream_seed
+from rookery.seeding import bulk_stream, stream_seed
 from rookery.types import Draw, Group, ModelRef, Rollout, Task
 
-__all__ = ["BatchDrawer", "Policy", "check_failures"]
+__all__ = [
+    "BatchDrawer",
+    "Policy",
+    "TaskOrder",
+    "check_failures",
+]
+
+# Which task each draw of a run takes: every task once per epoch, each epoch in its own order.
+
+
+class TaskOrder:
+    """The tasks at positions 0, 1, 2, ... without end; a pure function of tasks and seed.
+
+    Only the order of the epoch that was asked for last is held.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __getitem__(self, position: int) -> Task:
+        epoch, place = divmod(position, len(self._tasks))
+        if epoch != self._epoch:
+            order = bulk_stream("grpo-tasks", self._seed, epoch).permutation(len(self._tasks))
+            self._order, self._epoch = order.tolist(), epoch
+        return self._tasks[self._order[place]]
 
 
 @dataclass(frozen=True, slots=True)

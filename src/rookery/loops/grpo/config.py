@@ -13,14 +13,14 @@ from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
 from rookery.fleet import FleetConfig
-from rookery.loops.grpo.advantages import AdvantageName
+from rookery.loops.grpo.batch import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
 from rookery.tasks.scorers import PythonConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import FullWeights, LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
-from rookery.train.losses.grpo import Grpo
+from rookery.train.losses.variants import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 

@@ -44,13 +44,11 @@ from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
-from rookery.loops.grpo.documents import Ending, write_report
-from rookery.loops.grpo.fed_source import FedSource
-from rookery.loops.grpo.group_source import GroupSource
+from rookery.loops.grpo.documents import UNWATCHED, Ending, StepLog, Watcher, write_report
+from rookery.loops.grpo.group_source import FedSource, GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
-from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
 from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.runs import Run

@@ -12,16 +12,34 @@
 | measures | all at the same time | one after another |
 """
 
+import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rookery.errors import RunError
-from rookery.ports import Trainer
-from rookery.types import ModelRef
+import torch
 
-__all__ = ["POLICY", "REFERENCE", "Evaluate", "PolicyWeights", "SavedWeights"]
+from rookery.errors import RunError
+from rookery.ports import Engine, Publisher, Trainees, Trainer
+from rookery.train import FullTrainer, LoraTrainer
+from rookery.train.full import read_model_weights
+from rookery.types import Adapter, ModelRef, ModelWeights
+from rookery.weights import read_adapter
+
+__all__ = [
+    "POLICY",
+    "REFERENCE",
+    "AdapterPolicy",
+    "BaseModel",
+    "Evaluate",
+    "FullPolicy",
+    "PolicyWeights",
+    "SavedWeights",
+    "TraineePolicy",
+    "measure_adapters",
+]
 
 POLICY = "policy"
 """The trainee, and the name that its versions are served by."""
@@ -85,3 +103,155 @@ class PolicyWeights(Protocol):
         """Serve each, None for the base model, while `evaluate` runs: for all or for some at a
         time. Ends the training: a policy that shares its memory with the engine is overwritten."""
         ...
+
+
+# A LoRA adapter as the policy: served beside the base model, versions next to one another.
+
+
+class AdapterPolicy:
+    """The PolicyWeights of an adapter."""
+
+    folder_name = LoraTrainer.folder_name
+    start: Path | None = None
+
+    def __init__(
+        self,
+        trainer: LoraTrainer,
+        *,
+        start: Adapter,
+        engine: Engine,
+        reference: Adapter | LoraTrainer | None,
+    ) -> None:
+        """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
+        REFERENCE over another; None when the loss needs none."""
+        self.trainer = trainer
+        self.reference = reference if isinstance(reference, LoraTrainer) else trainer
+        self._engine = engine
+        trainer.add(POLICY, start)
+        if isinstance(reference, Adapter):
+            trainer.add(REFERENCE, reference)
+
+    async def version(self) -> str:
+        adapter = await asyncio.to_thread(self.trainer.adapter, POLICY)
+        return adapter.version
+
+    async def write(self, folder: Path) -> None:
+        await self.trainer.export(POLICY, folder)
+
+    async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
+        await measure_adapters(self._engine, saved, evaluate)
+
+
+async def measure_adapters(
+    engine: Engine, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate
+) -> None:
+    """All at the same time, beside the base model."""
+    loaded: list[ModelRef] = []
+    refs: dict[str, ModelRef] = {}
+    try:
+        for name, weights in saved.items():
+            if weights is None:
+                refs[name] = engine.base
+                continue
+            adapter = await asyncio.to_thread(_read, weights)
+            refs[name] = await engine.load(adapter)
+            loaded.append(refs[name])
+        await evaluate(refs)
+    finally:
+        for ref in loaded:
+            await engine.unload(ref)
+
+
+def _read(saved: SavedWeights) -> Adapter:
+    adapter = read_adapter(saved.folder)
+    saved.require(adapter.version)
+    return replace(adapter, name=POLICY)
+
+
+# A whole model as the policy: its weights take the place of the engine's base model.
+#
+# The engine has one base model, so that versions are served one after another.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """The model that the engine is told to serve: what the trained one is compared with."""
+
+    folder: Path
+    ref: ModelRef
+    dtype: torch.dtype
+
+
+class FullPolicy:
+    """The PolicyWeights of a model."""
+
+    folder_name = FullTrainer.folder_name
+
+    def __init__(
+        self,
+        trainer: FullTrainer,
+        *,
+        reference: Trainer | None,
+        start: Path,
+        base: BaseModel,
+        publisher: Publisher,
+    ) -> None:
+        """`trainer` is at the start; `reference` is another copy of it, None without one.
+        `publisher` replaces the base model of the engine."""
+        self.trainer = trainer
+        self.reference: Trainer = reference or trainer
+        self.start: Path | None = start
+        self._base = base
+        self._publisher = publisher
+
+    async def version(self) -> str:
+        return await self.trainer.version()
+
+    async def write(self, folder: Path) -> None:
+        await self.trainer.export(POLICY, folder)
+
+    async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
+        for name, own in saved.items():
+            ref = await self._publisher.publish(await asyncio.to_thread(self._read, own))
+            await evaluate({name: ref})
+
+    def _read(self, saved: SavedWeights | None) -> ModelWeights:
+        folder = self._base.folder if saved is None else saved.folder
+        weights = read_model_weights(folder, name=POLICY, dtype=self._base.dtype)
+        if saved is None:
+            return replace(weights, name=self._base.ref.name, version=self._base.ref.version)
+        saved.require(weights.version)
+        return weights
+
+
+# An adapter that is trained elsewhere as the policy, over the ports alone.
+#
+# await trainer.create(POLICY, LoraShape(rank=8, seed=0))
+# weights = TraineePolicy(trainer, trainees=trainer, engine=engine)
+
+
+class TraineePolicy:
+    """The PolicyWeights of a trainee POLICY that the caller made; for a loss with a reference, a
+    trainee REFERENCE too."""
+
+    folder_name = "adapter_step"
+    start: Path | None = None
+
+    def __init__(self, trainer: Trainer, *, trainees: Trainees, engine: Engine) -> None:
+        self.trainer = trainer
+        self.reference = trainer
+        self._trainees = trainees
+        self._engine = engine
+
+    async def version(self) -> str:
+        with tempfile.TemporaryDirectory(prefix="rookery-policy-") as scratch:
+            folder = Path(scratch) / "adapter"
+            await self._trainees.export(POLICY, folder)
+            adapter = await asyncio.to_thread(read_adapter, folder)
+        return adapter.version
+
+    async def write(self, folder: Path) -> None:
+        await self._trainees.export(POLICY, folder)
+
+    async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
+        await measure_adapters(self._engine, saved, evaluate)

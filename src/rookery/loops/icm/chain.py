@@ -9,13 +9,18 @@ until all items are labelled and none is frustrated, or the iterations are used 
 A labelling for which the engine leaves a question unanswered has no utility and is not taken up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from rookery.errors import EngineError
+from rookery.loops.icm.items import Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer
 from rookery.loops.icm.objective import Assessment, LabelLogprobs, ObjectiveConfig, assess, predict
+from rookery.runs import Event, NewEvent, Run
 from rookery.search.annealing import (
     Annealing,
     AnnealingConfig,
@@ -31,7 +36,14 @@ from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 from rookery.seeding import shuffled, stream, stream_seed
 
-__all__ = ["Chain", "ChainResult", "Problem", "Step"]
+__all__ = [
+    "Batch",
+    "Chain",
+    "ChainResult",
+    "DecisionLog",
+    "Problem",
+    "Step",
+]
 
 NUM_STARTS = 8
 """Random starts to try where the engine cannot answer for one of their items, then as many with
@@ -272,3 +284,86 @@ def _is_settled(labels: Labels, assessment: Assessment) -> bool:
 
 def _changed(before: Labels, after: Labels) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+
+
+# A batch: items that are labelled together, and what their searches found.
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch of items and what its chains found."""
+
+    index: int
+    items: tuple[Item, ...]
+    problem: Problem
+    seed: int
+    provenance: Mapping[str, Any]
+    open_scorer: Callable[[Sequence[Item]], LabelScorer]
+    """Reads any items, in the order they are given, under the batch's model."""
+    results: list[ChainResult] = field(default_factory=list)
+    """Of its chains, and what a baseline found where that is better than all before it."""
+    inverted: ChainResult | None = None
+    """Of the search from the opposite labels, where there was one."""
+    naive_tokens: int = 0
+    """Prompt tokens that its chains asked for, had nothing been shared."""
+
+    @property
+    def scorer(self) -> LabelScorer:
+        return self.problem.scorer
+
+    @property
+    def chain(self) -> int:
+        """The place of the best result, the first of equals."""
+        return max(range(len(self.results)), key=lambda c: self.results[c].rank)
+
+    @property
+    def best(self) -> ChainResult:
+        return self.results[self.chain]
+
+
+# The decisions of a chain as events of the run.
+
+
+BLOCK_DECISIONS = 64
+"""Decisions written together: they follow from the answers, which are written at once."""
+
+
+class DecisionLog:
+    """Decisions as events, written in blocks: a resumed run makes those it lost again.
+
+    They are keyed by iteration: one that decides otherwise the second time is refused.
+    """
+
+    def __init__(self, run: Run, batch: Batch, *, chain: int) -> None:
+        self._run = run
+        self._batch = batch
+        self._chain = chain
+        self._waiting: list[NewEvent] = []
+        self._blocks: list[Future[list[Event]]] = []
+
+    def add(self, step: Step) -> None:
+        """Note a decision. Does not wait: `flush` does, at the end of the chain."""
+        payload = {
+            "item": self._batch.items[step.item].id,
+            "is_accepted": step.is_accepted,
+            "utility": step.utility,
+            "proposed_utility": step.proposed_utility,
+            "temperature": step.temperature,
+            "labels": "".join("-" if x < 0 else chr(ord("0") + x) for x in step.labels),
+            "num_frustrated": step.num_frustrated,
+        }
+        key = f"{self._batch.index}/{self._chain}/{step.iteration}"
+        self._waiting.append(NewEvent(kind="decision", payload=payload, key=key))
+        if len(self._waiting) >= BLOCK_DECISIONS:
+            self._submit()
+
+    async def flush(self) -> None:
+        """Wait until all decisions are stored."""
+        self._submit()
+        for block in self._blocks:
+            await asyncio.wrap_future(block)
+        self._blocks.clear()
+
+    def _submit(self) -> None:
+        self._blocks.append(self._run.submit(self._waiting))
+        self._waiting = []

@@ -9,10 +9,9 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import SamplerChoice, engine_from_folder, local_model
 from rookery.loops.icm.baselines import BaselinesConfig
-from rookery.loops.icm.constraints import ConstraintConfig, fields_of
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.items import DataConfig
-from rookery.loops.icm.objective import ObjectiveConfig
+from rookery.loops.icm.objective import ConstraintConfig, ObjectiveConfig, fields_of
 from rookery.runs.trackers import TrackerName
 from rookery.search.annealing import AnnealingConfig
 from rookery.train.sft import SftConfig

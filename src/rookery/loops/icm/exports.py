@@ -19,7 +19,7 @@ from rookery.errors import TaskError
 from rookery.loops.icm.items import Item
 from rookery.loops.icm.objective import LabelLogprobs
 from rookery.runs import Run
-from rookery.tasks.prompt_template import (
+from rookery.tasks.template import (
     check_prompt_template,
     compile_prompt_template,
     render_prompt_template,

@@ -21,14 +21,13 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.tasks.json_file import read_json
-from rookery.tasks.jsonl import read_jsonl
-from rookery.tasks.prompt_template import (
+from rookery.tasks.files import read_json, read_jsonl
+from rookery.tasks.rows import Row
+from rookery.tasks.template import (
     check_prompt_template,
     compile_prompt_template,
     render_prompt_template,
 )
-from rookery.tasks.rows import Row
 
 __all__ = ["DataConfig", "GoldConfig", "Item", "batch_items", "read_gold", "read_items"]
 

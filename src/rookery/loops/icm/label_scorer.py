@@ -26,9 +26,7 @@ from rookery.loops.icm.objective import LabelLogprobs
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
-from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.orders import Order
-from rookery.search.prefixes import PrefixCache
+from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 
 __all__ = [

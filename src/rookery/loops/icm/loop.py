@@ -20,21 +20,18 @@ from functools import partial
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
-from rookery.loops.icm.batch import Batch
-from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
+from rookery.loops.icm.chain import Batch, Chain, ChainResult, DecisionLog, Problem, Step
 from rookery.loops.icm.config import IcmConfig
-from rookery.loops.icm.constraints import build_constraints
-from rookery.loops.icm.decisions import DecisionLog
 from rookery.loops.icm.exports import check_exports, write_exports
 from rookery.loops.icm.items import Item, batch_items
 from rookery.loops.icm.label_scorer import ScoreStore, SharedLabelScorer
+from rookery.loops.icm.objective import build_constraints
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
 from rookery.ports import Adapters, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.orders import IdOrder, TreeOrder
+from rookery.search.labelling import UNLABELLED, IdOrder, Labels, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 

@@ -6,18 +6,265 @@
 A read holds the log-probabilities of all labels of one item, given all other labels.
 """
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rookery.config import Config
+from rookery.errors import TaskError
+from rookery.loops.icm.items import Item
 from rookery.search.annealing import argmax_label
+from rookery.search.constraints import (
+    AsymmetricPair,
+    Constraint,
+    Constraints,
+    EqualAnswer,
+    Exclusive,
+    Implies,
+)
 from rookery.search.labelling import Labels, labelled_items
 
-__all__ = ["Assessment", "LabelLogprobs", "ObjectiveConfig", "assess", "log_odds", "predict"]
+__all__ = [
+    "Assessment",
+    "AsymmetricPairConfig",
+    "ConstraintConfig",
+    "EqualAnswerConfig",
+    "ExclusiveConfig",
+    "ImpliesConfig",
+    "LabelLogprobs",
+    "ObjectiveConfig",
+    "assess",
+    "build_constraints",
+    "fields_of",
+    "log_odds",
+    "predict",
+]
+
+# Constraints as a config declares them, over fields of the items, to constraints over indices.
+#
+#     constraints:
+#       - {type: exclusive, group: question, count: exactly_one}
+#       - {type: equal_answer, answer: solution, pattern: "A: (.+)$"}
+#       - {type: asymmetric_pair, group: pair}
+#       - {type: implies, field: implies}
+#
+# They speak of the items' form: which belong together, what their final answer is. A field made
+# from true labels would leak them into the search.
+
+
+class _GroupConfig(Config):
+    group: str = ""
+    """Items of equal value in this field are constrained; empty: data.group."""
+
+
+class ExclusiveConfig(_GroupConfig):
+    """Not two items of a group carry the label."""
+
+    type: Literal["exclusive"] = "exclusive"
+    label: str = ""
+    """Empty: the first label."""
+    count: Literal["at_most_one", "exactly_one"] = "at_most_one"
+
+
+class EqualAnswerConfig(_GroupConfig):
+    """Items of a group with equal answers have equal labels; different ones are not both right."""
+
+    type: Literal["equal_answer"] = "equal_answer"
+    answer: str
+    """The field that holds the answer, or the text it is found in."""
+    pattern: str = ""
+    """A regular expression whose first group is the answer: "A: (.+)$". Empty: the whole field."""
+    missing: Literal["error", "free"] = "error"
+    """An item in which the pattern finds no answer, such as a solution that was cut off: refuse it,
+    or leave it free of this constraint."""
+    label: str = ""
+    """What a right answer is called; empty: the first label."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, value: str) -> str:
+        try:
+            num_groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"the pattern {value!r} is not a regex: {error}") from None
+        if value and not num_groups:
+            raise ValueError(f"the pattern {value!r} has no group: write (...) around the answer")
+        return value
+
+
+class AsymmetricPairConfig(_GroupConfig):
+    """Two items that are one comparison in both orders: their labels are each other's mirror."""
+
+    type: Literal["asymmetric_pair"] = "asymmetric_pair"
+    mirror: dict[str, str] = Field(default_factory=dict)
+    """Empty, with two labels: each is the other's mirror. A label that is not named mirrors
+    itself: {"first": "second"} leaves "tie" a tie."""
+
+
+class ImpliesConfig(Config):
+    """An item that carries the label implies that those it names carry it too."""
+
+    type: Literal["implies"] = "implies"
+    field: str = "implies"
+    """A field with the id, or the list of ids, that the item implies; others may lack it."""
+    label: str = ""
+    """Empty: the first label."""
+
+
+ConstraintConfig = Annotated[
+    AsymmetricPairConfig | EqualAnswerConfig | ExclusiveConfig | ImpliesConfig,
+    Field(discriminator="type"),
+]
+
+
+def fields_of(config: ConstraintConfig) -> set[str]:
+    """The fields of the items that a constraint reads."""
+    match config:
+        case ImpliesConfig(field=field):
+            return {field}
+        case EqualAnswerConfig(group=group, answer=answer):
+            return {group, answer} - {""}
+        case _:
+            return {config.group} - {""}
+
+
+def build_constraints(
+    configs: Sequence[ConstraintConfig], *, items: Sequence[Item], labels: Sequence[str]
+) -> Constraints:
+    """The constraints of one batch."""
+    found = [c for config in configs for c in _build(config, items=items, labels=labels)]
+    try:
+        constraints = Constraints(found, num_items=len(items), num_labels=len(labels))
+    except ValueError as error:
+        raise TaskError(str(error)) from None
+    for tied in constraints.contradictions:
+        names = ", ".join(items[member].id for member in tied[:4])
+        more = f" and {len(tied) - 4} more" if len(tied) > 4 else ""
+        raise TaskError(
+            f"The constraints of the items {names}{more} contradict one another: no labels keep "
+            "them all. Fix or drop these items, or drop a constraint."
+        )
+    return constraints
+
+
+def _build(
+    config: ConstraintConfig, *, items: Sequence[Item], labels: Sequence[str]
+) -> list[Constraint]:
+    match config:
+        case ExclusiveConfig():
+            label, is_exact = _index(config.label, labels), config.count == "exactly_one"
+            return [
+                Exclusive(members=members, label=label, is_exact=is_exact)
+                for members in _groups(config.group, items)
+            ]
+        case EqualAnswerConfig():
+            return _equal_answers(config, items, _index(config.label, labels))
+        case AsymmetricPairConfig():
+            mirror = _mirror(config, labels)
+            return [
+                AsymmetricPair(first=first, second=second, mirror=mirror)
+                for first, second in _pairs(config.group, items)
+            ]
+        case ImpliesConfig():
+            return _implications(config, items, _index(config.label, labels))
+
+
+def _groups(field: str, items: Sequence[Item]) -> list[tuple[int, ...]]:
+    """Groups of two or more."""
+    found: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        value = json.dumps(_value(item, field), sort_keys=True) if field else item.group
+        found.setdefault(value, []).append(index)
+    return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def _pairs(field: str, items: Sequence[Item]) -> list[tuple[int, int]]:
+    pairs = []
+    for members in _groups(field, items):
+        if len(members) != 2:
+            names = ", ".join(items[m].id for m in members[:4])
+            raise TaskError(
+                f"An asymmetric_pair is two items, the comparison and its reverse; a group has "
+                f"{len(members)} ({names}): give the field that is equal for the two alone."
+            )
+        pairs.append((members[0], members[1]))
+    return pairs
+
+
+def _value(item: Item, field: str) -> object:
+    if field not in item.fields:
+        found = ", ".join(map(repr, item.fields))
+        raise TaskError(f"Item {item.id} has no field {field!r} for a constraint; it has {found}.")
+    return item.fields[field]
+
+
+def _equal_answers(
+    config: EqualAnswerConfig, items: Sequence[Item], label: int
+) -> list[Constraint]:
+    found: list[Constraint] = []
+    for members in _groups(config.group, items):
+        answers = {m: answer for m in members if (answer := _answer(config, items[m])) is not None}
+        if len(answers) > 1:
+            constraint = EqualAnswer(
+                members=tuple(answers), answers=tuple(answers.values()), label=label
+            )
+            found.append(constraint)
+    return found
+
+
+def _answer(config: EqualAnswerConfig, item: Item) -> str | None:
+    value = _value(item, config.answer)
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not config.pattern:
+        return text.strip()
+    match = re.search(config.pattern, text)
+    if match is not None:
+        return str(match.group(1)).strip()
+    if config.missing == "free":
+        return None
+    raise TaskError(
+        f"Item {item.id}: the pattern {config.pattern!r} finds no answer in {text[-60:]!r}. Fix "
+        "the pattern, or write missing: free, so that the constraint leaves such items out."
+    )
+
+
+def _mirror(config: AsymmetricPairConfig, labels: Sequence[str]) -> tuple[int, ...]:
+    if not config.mirror:
+        if len(labels) != 2:
+            raise TaskError(
+                f"asymmetric_pair with the labels {list(labels)} needs to know their mirrors: "
+                'mirror: {"first": "second"}.'
+            )
+        return (1, 0)
+    both = {**config.mirror, **{other: one for one, other in config.mirror.items()}}
+    return tuple(_index(both.get(label, label), labels) for label in labels)
+
+
+def _implications(config: ImpliesConfig, items: Sequence[Item], label: int) -> list[Constraint]:
+    places = {item.id: index for index, item in enumerate(items)}
+    found: list[Constraint] = []
+    for index, item in enumerate(items):
+        named = item.fields.get(config.field) or []
+        for name in named if isinstance(named, list) else [named]:
+            if str(name) not in places:
+                raise TaskError(
+                    f"Item {item.id} implies {name!r}, which is not an item of its batch: give "
+                    "both the same data.group, so that they stay together."
+                )
+            found.append(Implies(premise=index, conclusion=places[str(name)], label=label))
+    return found
+
+
+def _index(label: str, labels: Sequence[str]) -> int:
+    if label and label not in labels:
+        raise TaskError(f"A constraint names the label {label!r}; there are {list(labels)}.")
+    return labels.index(label) if label else 0
+
 
 LabelLogprobs = tuple[float, ...]
 """Log-probabilities of the labels, as the model gives them over its whole vocabulary."""

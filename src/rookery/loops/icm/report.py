@@ -2,18 +2,24 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from rookery.loops.icm.batch import Batch
-from rookery.loops.icm.chain import ChainResult
+from rookery.concurrency import run_in_thread
+from rookery.loops.icm.baselines import (
+    INVERTED,
+    Baselines,
+    BaselinesConfig,
+    calibrated,
+    most_likely,
+    surest,
+)
+from rookery.loops.icm.chain import Batch, ChainResult, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import LabelRecord
 from rookery.loops.icm.label_scorer import ScoreStore
-from rookery.loops.icm.labellings import Labelling, label_all_ways
-from rookery.loops.icm.objective import LabelLogprobs, predict
+from rookery.loops.icm.objective import LabelLogprobs, normalised, predict
 from rookery.loops.icm.support import Support, join_supports, measure_support
-from rookery.loops.icm.transfer import transfer
 from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
 from rookery.reports import (
     AgreementRecord,
@@ -31,7 +37,115 @@ from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 from rookery.tasks.splits import join_keys
 from rookery.types import ModelRef
 
-__all__ = ["label_records", "make_report"]
+__all__ = [
+    "Labelling",
+    "label_all_ways",
+    "label_records",
+    "make_report",
+    "transfer",
+]
+
+# Every way to label the items, the search's own first: the rows of the report.
+
+
+@dataclass(slots=True)
+class Labelling:
+    """One way to label all items: its labels, batch by batch."""
+
+    name: str
+    note: str = ""
+    labels: list[Labels] = field(default_factory=list)
+    utilities: list[float | None] = field(default_factory=list)
+    """None where items have no label: not comparable."""
+    num_violated: int = 0
+    is_winner: bool = False
+
+
+async def label_all_ways(
+    batches: Sequence[Batch],
+    config: BaselinesConfig,
+    truth: Sequence[Mapping[int, int]],
+) -> list[Labelling]:
+    """The result of the search first, then what needs none; `truth` by batch, where it is known."""
+    rows = {
+        "icm": Labelling("icm", is_winner=True, note=_origins(batches)),
+        "zero-shot": Labelling("zero-shot"),
+        "random few-shot": Labelling("random few-shot", note=f"{config.num_shots} random labels"),
+        "bootstrap": Labelling("bootstrap", note=f"{config.num_rounds} rounds, consistent"),
+    }
+    if any(truth):
+        rows["golden few-shot"] = Labelling(
+            "golden few-shot", note=f"{config.num_shots} true labels"
+        )
+    if config.inverted:
+        rows[INVERTED] = Labelling(INVERTED, note="searched from the opposite")
+    for batch, known in zip(batches, truth, strict=True):
+        found = await _label_batch(batch, config, known)
+        for name, row in rows.items():
+            own = found.get(name, (UNLABELLED,) * len(batch.items))
+            row.labels.append(own)
+            row.num_violated += batch.problem.constraints.num_violated(own)
+            row.utilities.append(await _utility(batch.problem, own))
+    return list(rows.values())
+
+
+def _origins(batches: Sequence[Batch]) -> str:
+    """Says which labels are not those of a chain, because no chain found better ones."""
+    origins = [
+        batch.best.origin
+        for batch in batches
+        if not batch.best.num_iterations or batch.best is batch.inverted
+    ]
+    if not origins:
+        return ""
+    where = "" if len(batches) == 1 else f" in {len(origins)} of {len(batches)} batches"
+    return f"labels of {', '.join(dict.fromkeys(origins))}{where}: no chain found better ones"
+
+
+async def _utility(problem: Problem, labels: Labels) -> float | None:
+    if UNLABELLED in labels:
+        return None
+    [assessment] = await problem.assess([labels])
+    return None if assessment is None else assessment.utility
+
+
+async def _label_batch(
+    batch: Batch, config: BaselinesConfig, known: Mapping[int, int]
+) -> dict[str, Labels]:
+    baselines = Baselines(batch.problem, config=config, seed=batch.seed)
+    labels_by_name = {"icm": batch.best.labels, **await baselines.unsearched()}
+    if known:
+        labels_by_name["golden few-shot"] = await baselines.golden_few_shot(known)
+    if batch.inverted is not None:
+        labels_by_name[INVERTED] = batch.inverted.labels
+    return labels_by_name
+
+
+# Whether the labels of one batch mean in another what they mean there.
+#
+# Batches are searched each by itself, so that one may end with a concept and the next with its
+# opposite, both as coherent as can be. Items of one batch are shown with their labels, and those of
+# the other are asked for behind them.
+
+
+MAX_SHOWN = 32
+"""Labels to show at most; never more than half of a batch, so that a query fits behind them."""
+
+
+async def transfer(one: Batch, other: Batch) -> Labels:
+    """The likeliest consistent labels of the other batch behind the surest ones of the first."""
+    num_labels = one.problem.num_labels
+    number = max(1, min(MAX_SHOWN, len(one.items) // 2) // num_labels)
+    shots = surest(one.best.labels, one.best.assessment.margins, num_each=number)
+    shown = labelled_items(shots)
+    items = [*(one.items[place] for place in shown), *other.items]
+    labels = (*(shots[place] for place in shown), *[UNLABELLED] * len(other.items))
+    contexts = [(labels, len(shown) + place) for place in range(len(other.items))]
+    scorer = await run_in_thread(other.open_scorer, items)
+    reads = await scorer.score(contexts)
+    known = [None if read is None else normalised(read) for read in reads]
+    return most_likely(calibrated(known), other.problem.constraints)
+
 
 LISTED_STEPS = 2000
 """Decisions of one chain that the report holds; beyond that every second, third, ... one."""

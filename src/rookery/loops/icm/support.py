@@ -24,7 +24,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.loops.icm.batch import Batch
+from rookery.loops.icm.chain import Batch
 from rookery.loops.icm.objective import log_odds
 from rookery.search.annealing import AnnealingConfig, start_labels
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items

@@ -15,11 +15,9 @@ from itertools import islice
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.search.programs.front import Front
-from rookery.search.programs.grid import FeatureSpace
-from rookery.search.programs.island import Island, IslandState
+from rookery.search.programs.island import FeatureSpace, Island, IslandState
 from rookery.search.programs.program import Member
-from rookery.search.programs.ranking import Ranking
+from rookery.search.programs.ranking import Front, Ranking
 
 __all__ = ["Population", "PopulationConfig", "PopulationState"]
 

@@ -10,11 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.search.programs.front import Front
-from rookery.search.programs.grid import FeatureSpace, cell_key
-from rookery.search.programs.island import Island
+from rookery.search.programs.island import FeatureSpace, Island, cell_key
 from rookery.search.programs.program import Member
-from rookery.search.programs.ranking import Ranking
+from rookery.search.programs.ranking import Front, Ranking
 
 __all__ = ["Elites", "Plan", "SamplingConfig", "draw_inspirations", "draw_parent"]
 

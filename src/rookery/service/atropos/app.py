@@ -17,8 +17,8 @@ from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.gateway import Gateway
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
 from rookery.service.atropos import engine, groups
-from rookery.service.refusals import Refusal, bad
 from rookery.service.wire.body import too_large
+from rookery.service.work import Refusal, bad
 
 __all__ = ["make_atropos_app"]
 

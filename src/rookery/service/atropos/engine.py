@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
-from rookery.service.refusals import bad
-from rookery.service.routes.drawing_route import DrawingRoute
+from rookery.service.routes.json_route import DrawingRoute
 from rookery.service.routes.openai import (
     MAX_COUNT,
     ChatRequest,
@@ -31,6 +30,7 @@ from rookery.service.routes.openai import (
     text_choice,
 )
 from rookery.service.wire.requests import Finite, PenaltyOptions
+from rookery.service.work import bad
 from rookery.types import Completion, SamplingParams, Score, TokenIds
 
 __all__ = ["make_router"]

@@ -13,7 +13,7 @@ from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.registry import Registration, TrainerRegistration
 from rookery.environments.atropos.scored_group import ScoredGroup
 from rookery.errors import TaskError
-from rookery.service.refusals import Refusal, bad
+from rookery.service.work import Refusal, bad
 
 __all__ = ["make_router"]
 

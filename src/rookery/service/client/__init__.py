@@ -17,8 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rookery.service.client.connection import ServiceClientConfig, open_connection
-from rookery.service.client.engine import ServiceEngine, read_facts
-from rookery.service.client.samplers import Samplers
+from rookery.service.client.engine import Samplers, ServiceEngine, read_facts
 from rookery.service.client.trainer import ServiceTrainer
 
 __all__ = ["ServiceClient", "ServiceClientConfig", "ServiceEngine", "ServiceTrainer", "open_client"]

@@ -13,8 +13,7 @@ from uuid import uuid4
 from rookery.concurrency import together
 from rookery.errors import TrainError
 from rookery.service.client.connection import Answer, Connection, ServiceRefusal
-from rookery.service.client.engine import upload
-from rookery.service.client.samplers import Samplers
+from rookery.service.client.engine import Samplers, upload
 from rookery.service.wire.records import read_output, train_document
 from rookery.types import (
     Json,

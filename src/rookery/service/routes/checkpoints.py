@@ -17,13 +17,13 @@ from starlette.background import BackgroundTask
 
 from rookery.errors import RunError
 from rookery.service.commands import CheckpointPath, CheckpointTtl
-from rookery.service.exports import write_archive
+from rookery.service.config import write_archive
 from rookery.service.records import Checkpoint, Model
-from rookery.service.refusals import Refusal, bad, missing
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import SetTtl
+from rookery.service.work import Refusal, bad, missing
 
 __all__ = ["make_router"]
 

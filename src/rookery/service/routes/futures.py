@@ -7,14 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rookery.service.futures import Future
-from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.wire.body import PROTOBUF, accepts_protobuf
 from rookery.service.wire.requests import CancelFuture, RetrieveFuture, RetrieveFutures
 from rookery.service.wire.samples import samples_as_json
 from rookery.service.wire.training import outputs_as_json
-from rookery.service.work import Result
+from rookery.service.work import Result, bad
 
 __all__ = ["make_router"]
 

@@ -10,13 +10,12 @@ from typing import Annotated
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
-from rookery.service.exports import read_recipient
+from rookery.service.config import read_recipient
 from rookery.service.keys import Keys
-from rookery.service.refusals import Refusal, bad
 from rookery.service.service import Service, new_id
 from rookery.service.state import State
 from rookery.service.wire.body import as_json
-from rookery.service.work import Command, Form
+from rookery.service.work import Command, Form, Refusal, bad
 
 __all__ = ["Body", "Gate", "Tenant", "digest_of", "tenant_of"]
 

@@ -1,7 +1,9 @@
 """Routes that take JSON: bodies without a known key are not read, and text that can be neither
 stored nor tokenized does not reach them. Large bodies are parsed and validated beside the event
-loop."""
+loop.
+"""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,11 +13,13 @@ from fastapi.routing import APIRoute
 from starlette.types import Message
 
 from rookery.service.routes.gate import Gate, tenant_of
-from rookery.service.wire.body import PROTOBUF, parse_json, refuse_half_characters
-from rookery.service.wire.json_slices import LARGE_BYTES
+from rookery.service.wire.body import LARGE_BYTES, PROTOBUF, parse_json, refuse_half_characters
 
-__all__ = ["Handler", "JsonRoute"]
-
+__all__ = [
+    "DrawingRoute",
+    "Handler",
+    "JsonRoute",
+]
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -70,3 +74,35 @@ class _LargeRequest(Request):
 
     async def json(self) -> Any:
         return self._value
+
+
+# Routes that draw while their client waits: what nobody waits for is not drawn to its end.
+
+
+CLIENT_CLOSED = 499
+
+
+class DrawingRoute(JsonRoute):
+    """Ends what it computes when nobody waits for it: a client that was killed, or lost patience
+    and asks again, would leave answers as long as the context to be drawn."""
+
+    def answering(self, handler: Handler) -> Handler:
+        async def handle(request: Request) -> Response:
+            await request.body()  # kept for the handler: what is received after it is the end
+            answering = asyncio.create_task(handler(request))
+            leaving = asyncio.create_task(_left(request))
+            try:
+                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                return await answering if answering.done() else Response(status_code=CLIENT_CLOSED)
+            finally:
+                answering.cancel()
+                leaving.cancel()
+                await asyncio.gather(answering, leaving, return_exceptions=True)
+
+        return handle
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

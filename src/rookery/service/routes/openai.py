@@ -22,32 +22,30 @@ from rookery.ports import Codec
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import Draw
-from rookery.service.refusals import bad
-from rookery.service.routes.drawing_route import DrawingRoute
+from rookery.service.records import Rows, encode
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.models import find_source, model_names
+from rookery.service.routes.json_route import DrawingRoute
 from rookery.service.routes.openai_stream import (
     Answers,
+    CallReader,
     ChunkForm,
     DrawStream,
     EventStream,
+    NamedTool,
     Tell,
+    Tool,
+    ToolChoice,
     chat_logprobs,
+    forced_schema,
+    read_object,
     text_logprobs,
     usage_of,
 )
-from rookery.service.routes.tools import (
-    CallReader,
-    NamedTool,
-    Tool,
-    ToolChoice,
-    forced_schema,
-    read_object,
-)
-from rookery.service.rows import Rows, encode
+from rookery.service.routes.sessions import find_source, model_names
 from rookery.service.service import new_id
+from rookery.service.wire.body import IN_SLICES
 from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
-from rookery.service.wire.validation import IN_SLICES
+from rookery.service.work import bad
 from rookery.types import Completion, CompletionDelta, Json, Message, SamplingParams, TokenIds
 
 __all__ = [

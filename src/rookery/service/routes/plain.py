@@ -8,6 +8,7 @@ DELETE /api/v1/adapters/poet
 
 import base64
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,21 +20,65 @@ from rookery.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
 from rookery.service.drawing import Draw
-from rookery.service.peft_config import read_shape
-from rookery.service.refusals import Refusal, bad
-from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
-from rookery.service.routes.models import find_source
+from rookery.service.routes.json_route import DrawingRoute, JsonRoute
 from rookery.service.routes.openai import encode_prompts
+from rookery.service.routes.sessions import find_source
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
+from rookery.service.wire.body import IN_SLICES
 from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt, Stops
 from rookery.service.wire.samples import PromptScores, prompt_tokens
-from rookery.service.wire.validation import IN_SLICES
+from rookery.service.work import Refusal, bad
 from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
-__all__ = ["AdapterName", "AdapterUpload", "make_router", "register_adapter"]
+__all__ = [
+    "AdapterName",
+    "AdapterUpload",
+    "make_router",
+    "read_shape",
+    "register_adapter",
+]
+
+# The shape of an adapter from its adapter_config.json, without reading its weights.
+
+
+ATTENTION, MLP, UNEMBED = "attn", "mlp", "unembed"
+_GROUPS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), MLP),
+    "lm_head": UNEMBED,
+}
+
+
+def read_shape(config: bytes) -> LoraShape:
+    """Rank and layers, as a client would have asked for them."""
+    try:
+        document = json.loads(config)
+        ranks = [document["r"], *(document.get("rank_pattern") or {}).values()]
+        is_fine = all(isinstance(rank, int) and rank > 0 for rank in ranks)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise bad(f"adapter_config is no PEFT config of a LoRA: {error!r:.200}.") from error
+    if not is_fine:
+        raise bad(f"adapter_config has the ranks {ranks!r:.100}; they are whole numbers above 0.")
+    groups = _groups(document)
+    return LoraShape(
+        rank=max(ranks),
+        seed=0,
+        train_attn=ATTENTION in groups,
+        train_mlp=MLP in groups,
+        train_unembed=UNEMBED in groups,
+    )
+
+
+def _groups(document: Mapping[str, Any]) -> set[str]:
+    """Which kinds of layers it adapts; a pattern of names is taken for all linear layers."""
+    targets = document.get("target_modules")
+    if not isinstance(targets, list) or not targets:
+        return {ATTENTION, MLP}
+    ends = {str(target).rpartition(".")[2] for target in targets}
+    return {_GROUPS[end] for end in ends if end in _GROUPS} or {ATTENTION, MLP}
+
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -5,13 +5,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from rookery.service.commands import EndSampler
-from rookery.service.refusals import bad
+from rookery.service.drawing import read_draw
 from rookery.service.routes.gate import Body, Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
-from rookery.service.sampling import read_draw
 from rookery.service.wire.body import as_json
 from rookery.service.wire.records import ScoreBody
 from rookery.service.wire.requests import CreateSamplingSession, JoinSamplingSession, Sample
+from rookery.service.work import bad
 
 __all__ = ["make_router"]
 

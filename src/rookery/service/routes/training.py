@@ -9,11 +9,9 @@ from pydantic import BaseModel
 
 from rookery.errors import ConfigError, TrainError
 from rookery.service.records import Model
-from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
 from rookery.service.routes.json_route import JsonRoute
-from rookery.service.wire.body import PROTOBUF, as_json, inflate, parse_json
-from rookery.service.wire.json_slices import LARGE_BYTES
+from rookery.service.wire.body import LARGE_BYTES, PROTOBUF, as_json, inflate, parse_json
 from rookery.service.wire.losses import train_request
 from rookery.service.wire.records import CheckLoss, RecordCall
 from rookery.service.wire.requests import (
@@ -29,6 +27,7 @@ from rookery.service.wire.requests import (
     WeightsInfo,
 )
 from rookery.service.wire.training import TrainCall, read_train_json, read_train_proto
+from rookery.service.work import bad
 from rookery.types import Json
 
 __all__ = ["make_router"]

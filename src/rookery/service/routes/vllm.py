@@ -12,13 +12,13 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.service.commands import AdapterId
-from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
-from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, read_chat
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
+from rookery.service.routes.sessions import find_source
 from rookery.service.wire.records import Tokens
+from rookery.service.work import bad
 from rookery.types import TokenIds
 
 __all__ = ["make_router"]

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rookery.service.records import CustomLoss
-from rookery.service.refusals import bad
 from rookery.service.wire.records import RecordCall
 from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import DatumArrays, TrainCall
+from rookery.service.work import bad
 from rookery.types import Datum, Json, TrainOutput, TrainRequest
 
 __all__ = ["LOSSES", "output_arrays", "output_metrics", "train_request"]

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rookery.service.refusals import Refusal
-from rookery.service.wire.validation import IN_SLICES
+from rookery.service.wire.body import IN_SLICES
+from rookery.service.work import Refusal
 from rookery.types import (
     Datum,
     KeptTokens,

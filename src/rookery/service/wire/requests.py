@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from rookery.service.wire.validation import IN_SLICES
+from rookery.service.wire.body import IN_SLICES
 from rookery.types import Penalties
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rookery.service.refusals import bad
 from rookery.service.wire.schema import DTYPES
+from rookery.service.work import bad
 
 __all__ = ["Array", "json_tensor", "proto_tensor"]
 

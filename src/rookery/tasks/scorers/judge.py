@@ -13,13 +13,13 @@ from pydantic import Field, model_validator
 
 from rookery.errors import TaskError
 from rookery.ports import Sampler
-from rookery.tasks.prompt_template import (
+from rookery.tasks.scorers.options import ScorerOptions
+from rookery.tasks.template import (
+    Template,
     check_prompt_template,
     compile_prompt_template,
     render_prompt_template,
 )
-from rookery.tasks.scorers.options import ScorerOptions
-from rookery.tasks.template import Template
 from rookery.types import Completion, Message, ModelRef, SampleRequest, SamplingParams, Task
 
 __all__ = ["JudgeConfig", "JudgeScorer"]

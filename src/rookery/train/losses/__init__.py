@@ -7,22 +7,21 @@ from pydantic import Field
 
 from rookery.config import parse_config
 from rookery.errors import TrainError
-from rookery.train.losses.bnpo import Bnpo
-from rookery.train.losses.cispo import Cispo
-from rookery.train.losses.correction import CorrectionConfig
-from rookery.train.losses.cross_entropy import CrossEntropy
 from rookery.train.losses.custom import Custom
-from rookery.train.losses.dapo import Dapo
-from rookery.train.losses.dr_grpo import DrGrpo
-from rookery.train.losses.dro import Dro
-from rookery.train.losses.grpo import Grpo
-from rookery.train.losses.gspo import Gspo
-from rookery.train.losses.importance_sampling import ImportanceSampling
-from rookery.train.losses.kl import KlConfig
-from rookery.train.losses.loss import Column, Loss, LossOutput, Targets
-from rookery.train.losses.policy import PolicyLoss
-from rookery.train.losses.ppo import Ppo
-from rookery.train.losses.reinforce import Reinforce
+from rookery.train.losses.loss import Column, CrossEntropy, Loss, LossOutput, Targets
+from rookery.train.losses.policy import CorrectionConfig, KlConfig, PolicyLoss
+from rookery.train.losses.variants import (
+    Bnpo,
+    Cispo,
+    Dapo,
+    DrGrpo,
+    Dro,
+    Grpo,
+    Gspo,
+    ImportanceSampling,
+    Ppo,
+    Reinforce,
+)
 from rookery.types import Json
 
 __all__ = [

@@ -6,20 +6,302 @@ The first input is the datum's log-probabilities in the shape of its targets, th
 datum's `inputs`.
 """
 
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from rookery.config import Config
-from rookery.errors import TrainError
-from rookery.train.losses.graph import LossGraph
+from rookery.errors import TrainError, boundary
 from rookery.train.losses.loss import Column, LossOutput, Targets
 from rookery.types import Datum, Json
 
-__all__ = ["Custom"]
+__all__ = [
+    "Custom",
+    "LossGraph",
+]
+
+# A loss as a graph of tensor operations in plain data, checked and run from a list of what is
+# allowed.
+#
+#     graph = LossGraph({"format": 1, "nodes": [...]}, names=("logprobs", "weights"))
+#     loss, metrics = graph(logprobs, weights)
+#
+# The form is that of the `tinker` SDK (torch.fx, node by node). Nothing in it is code: an operation
+# is a name that is looked up here, and what is not here is refused. Before tensors of a shape are
+# computed with, they run through as shapes alone, so that no graph takes more memory than it may.
+
+
+MAX_NODES = 2_000
+MAX_VALUES = 1 << 25
+"""Numbers that all tensors of a graph hold together, for one datum: 128 MB of float32."""
+MAX_VALUES_PER_POSITION = 1 << 18
+"""Of the data of a pass: about as much work as the position's log-probability, so that a request
+takes as long as its tokens say."""
+NODE_VALUES = 512
+"""What a node counts for: to start its operation takes as long as to compute so many numbers."""
+CHECK_RUNS = 4
+"""What a run with shapes alone, once for all data of equal shapes, takes longer than another."""
+MAX_INTEGER = 1 << 53
+
+METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+_BOTH = """
+abs add all amax amin any clamp clip cos cumsum diff div dot eq erf exp expm1 flip floor ge gt
+isfinite isinf isnan le lerp log log1p log2 log_softmax logcumsumexp logical_and logical_not
+logical_or logsumexp lt masked_fill max maximum mean min minimum mul nan_to_num ne neg pow prod
+reciprocal relu round rsqrt sigmoid sign sin softmax sqrt square squeeze std sub sum tanh transpose
+true_divide unsqueeze var where
+"""
+"""Functions of torch that are methods of tensors too."""
+_METHODS = """
+bool detach dim double float long reshape size view
+"""
+_OPERATORS = """
+abs add and_ eq floordiv ge gt invert le lt mod mul ne neg or_ pos pow sub truediv xor
+"""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"torch.{name}": getattr(torch, name) for name in _BOTH.split()},
+    "torch.cat": torch.cat,
+    "torch.stack": torch.stack,
+    "torch.full_like": torch.full_like,
+    "torch.ones_like": torch.ones_like,
+    "torch.zeros_like": torch.zeros_like,
+    "torch.nn.functional.logsigmoid": functional.logsigmoid,
+    "torch._C._nn.log_sigmoid": functional.logsigmoid,
+    "torch._C._nn.softplus": functional.softplus,
+    "torch.nn.functional.relu": functional.relu,
+    "torch.nn.functional.softplus": functional.softplus,
+    "torch.nn.functional.log_softmax": functional.log_softmax,
+    "torch.nn.functional.softmax": functional.softmax,
+    "torch.nn.functional.sigmoid": torch.sigmoid,
+    "torch.nn.functional.huber_loss": functional.huber_loss,
+    "torch.nn.functional.mse_loss": functional.mse_loss,
+    "torch.nn.functional.smooth_l1_loss": functional.smooth_l1_loss,
+    "operator.getitem": operator.getitem,
+}
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()
+}
+"""They also take numbers, which are kept small: Python's have no end."""
+_ALLOWED = {
+    *(("call_method", name) for name in (*_BOTH.split(), *_METHODS.split())),
+    *(("call_function", name) for name in (*_FUNCTIONS, *_ARITHMETIC)),
+    ("call_function", "getattr"),
+    ("placeholder", None),
+    ("output", None),
+}
+"""Operations with their targets; None: any."""
+_ATTRIBUTES = {"shape", "ndim", "dtype", "T"}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
+
+
+class LossGraph:
+    """Checked as far as it can be without tensors. Its inputs are named in their order."""
+
+    def __init__(self, document: object, *, names: Sequence[str]) -> None:
+        with boundary(TrainError, "The graph of the loss cannot be read"):
+            self._nodes = _read_nodes(document)
+        given = [node["target"] for node in self._nodes if node["op"] == "placeholder"]
+        if given != list(names):
+            raise TrainError(f"The graph of the loss takes {given}, and its inputs are {[*names]}.")
+        self._num_values: dict[tuple[tuple[int, ...], ...], int] = {}
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """The loss and the metrics of one datum, scalars all."""
+        with boundary(TrainError, "The graph of the loss cannot be computed"):
+            self._values(inputs)
+            return _output(_Pass(inputs, max_values=None).run(self._nodes))
+
+    def check_pass(self, data: Sequence[Sequence[torch.Tensor]], *, num_positions: int) -> None:
+        """Raise TrainError if the inputs of all data of a pass are more than may be computed."""
+        most = MAX_VALUES_PER_POSITION * num_positions
+        num_runs = len(data) + CHECK_RUNS * len({_shapes(inputs) for inputs in data})
+        num_values = NODE_VALUES * num_runs * len(self._nodes)
+        if num_values <= most:
+            with boundary(TrainError, "The graph of the loss cannot be computed"):
+                num_values += sum(map(self._values, data))
+        if num_values > most:
+            raise TrainError(
+                f"The loss has {len(self._nodes):,} operations, which is {num_values:,} numbers to "
+                f"compute for the {num_positions:,} positions of {len(data):,} data; at most "
+                f"{MAX_VALUES_PER_POSITION:,} for each position are computed: use fewer operations "
+                "and smaller inputs, or data of equal shapes."
+            )
+
+    def _values(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many numbers are computed for one datum, told by shapes alone."""
+        shapes = _shapes(inputs)
+        if shapes not in self._num_values:
+            with FakeTensorMode():
+                like = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
+                shadow = _Pass(like, max_values=MAX_VALUES)
+                _output(shadow.run(self._nodes))
+            self._num_values[shapes] = shadow.num_values
+        return self._num_values[shapes]
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in inputs)
+
+
+class _Pass:
+    """One run through the nodes."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], *, max_values: int | None) -> None:
+        self._inputs = iter(inputs)
+        self._max_values = max_values
+        self.num_values = 0
+        self._results: dict[str, Any] = {}
+
+    def run(self, nodes: Sequence[dict[str, Any]]) -> Any:
+        for node in nodes:
+            result = self._run(node)
+            if node["op"] == "output":
+                return result
+            self._count(result)
+            self._results[node["name"]] = result
+        raise TrainError("The graph of the loss has no output.")
+
+    def _run(self, node: dict[str, Any]) -> Any:
+        op, target = node["op"], node["target"]
+        if op == "placeholder":
+            return next(self._inputs)
+        args = [self._read(arg) for arg in node["args"]]
+        kwargs = {key: self._read(value) for key, value in node["kwargs"].items()}
+        if "out" in kwargs:
+            raise TrainError("the argument out is not allowed")
+        if op == "output":
+            return args[0]
+        if op == "call_method":
+            return self._call_method(target, args, kwargs)
+        if target in _ARITHMETIC:
+            return _calculate(_ARITHMETIC[target], args)
+        if target == "getattr":
+            return _attribute(*args)
+        _require_tensors(target, args)
+        return _FUNCTIONS[target](*args, **kwargs)
+
+    def _call_method(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise TrainError(f"The method {name} is called of something that is not a tensor.")
+        return getattr(args[0], name)(*args[1:], **kwargs)
+
+    def _count(self, result: Any) -> None:
+        if self._max_values is None:
+            return
+        parts = result if isinstance(result, tuple | list) else [result]
+        self.num_values += sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+        if self.num_values > self._max_values:
+            raise TrainError(
+                f"its tensors hold more than {self._max_values:,} numbers for one datum: shorten "
+                "the data, or do not compare all positions with all others."
+            )
+
+    def _read(self, value: Any) -> Any:
+        """An argument as the SDK writes it."""
+        if isinstance(value, list):
+            return [self._read(item) for item in value]
+        if not isinstance(value, dict):
+            return _small(value)
+        [(kind, content)] = value.items()
+        match kind:
+            case "ref":
+                return self._results[content]
+            case "tuple":
+                return tuple(self._read(item) for item in content)
+            case "dict":
+                return {key: self._read(item) for key, item in content.items()}
+            case "slice":
+                return slice(*(self._read(item) for item in content))
+            case "ellipsis":
+                return ...
+            case "float":
+                return float(content)
+            case "dtype":
+                return _DTYPES[content]
+        raise TrainError(f"an argument of the kind {kind!r:.40} is not allowed")
+
+
+def _read_nodes(document: object) -> list[dict[str, Any]]:
+    """The nodes, each with an operation that is allowed."""
+    if not isinstance(document, dict) or document.get("format") != 1:
+        raise TrainError("The graph of the loss is not of format 1.")
+    nodes: list[dict[str, Any]] = document["nodes"]
+    if not 0 < len(nodes) <= MAX_NODES:
+        raise TrainError(f"The graph of the loss has {len(nodes)} nodes; at most {MAX_NODES} run.")
+    for node in nodes:
+        op, target = node["op"], node["target"]
+        if (op, target) not in _ALLOWED and (op, None) not in _ALLOWED:
+            raise TrainError(
+                f"The loss uses {target!r:.60} ({op!r:.40}), which is not run here: write it with "
+                "sums, means, comparisons and elementwise functions, or compute it in the client "
+                "by giving forward_backward_custom the function itself."
+            )
+    return nodes
+
+
+def _output(result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        raise TrainError("it gives no pair of a loss and metrics")
+    loss, metrics = result
+    if not isinstance(metrics, dict) or not all(map(METRIC_KEY.fullmatch, metrics)):
+        raise TrainError("its metrics are not named custom/NAME:sum or custom/NAME:mean")
+    for name, value in {"loss": loss, **metrics}.items():
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            raise TrainError(f"its {name} is not a scalar tensor")
+    return loss, metrics
+
+
+def _calculate(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Of tensors, or of numbers: whole ones too are multiplied and raised as floats."""
+    if not any(isinstance(arg, torch.Tensor) for arg in args):
+        if not all(isinstance(arg, int | float | bool) for arg in args):
+            raise TrainError(f"{function.__name__} takes tensors and numbers")
+        if function is operator.pow:
+            args = [float(arg) for arg in args]
+    elif not all(isinstance(arg, torch.Tensor | int | float | bool) for arg in args):
+        raise TrainError(f"{function.__name__} takes tensors and numbers")
+    return _small(function(*args))
+
+
+def _small(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise TrainError(f"a whole number is beyond {MAX_INTEGER:,}")
+    return value
+
+
+def _attribute(owner: Any, name: Any) -> Any:
+    if not isinstance(owner, torch.Tensor) or name not in _ATTRIBUTES:
+        raise TrainError(f"the attribute {name!r:.40} is not allowed: {sorted(_ATTRIBUTES)} are")
+    return getattr(owner, name)
+
+
+def _require_tensors(target: str, args: Sequence[Any]) -> None:
+    """Strings and lists have operations of the same names, which may not end."""
+    if target == "operator.getitem":
+        is_fine = isinstance(args[0], torch.Tensor | tuple)
+        is_fine = is_fine and not _has_tensor(args[1])
+    else:
+        is_fine = any(_has_tensor(arg) for arg in args) and not any(
+            isinstance(arg, str) for arg in args
+        )
+    if not is_fine:
+        raise TrainError(
+            f"{target} is called with something else than tensors, or picks elements by a tensor: "
+            "multiply by a mask instead"
+        )
+
+
+def _has_tensor(value: Any) -> bool:
+    parts = value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 class LossInput(Config):

@@ -14,13 +14,20 @@ weights beforehand: `averaged` does it for all data of a step.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from rookery.config import Config
 from rookery.types import Datum, Json
 
-__all__ = ["Column", "Loss", "LossOutput", "Targets"]
+__all__ = [
+    "Column",
+    "CrossEntropy",
+    "Loss",
+    "LossOutput",
+    "Targets",
+]
 
 Column = Literal["sampled_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
 """What a datum may have besides tokens, targets and weights."""
@@ -75,3 +82,20 @@ class Loss(Protocol):
         ...
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
+
+
+# Cross-entropy: the sum of -weight * log p, what supervised training minimises.
+
+
+class CrossEntropy(Config):
+    """Log-probabilities (-0.5, -1, -1.5) and weights (0.5, 1, 1): loss 2.75, reported as 1.1."""
+
+    type: Literal["cross_entropy"] = "cross_entropy"
+    needs: ClassVar[tuple[Column, ...]] = ()
+
+    def learns_from(self, datum: Datum) -> bool:
+        return any(datum.weights)
+
+    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+        loss = -(targets.weights * logprobs).sum()
+        return LossOutput(loss=loss, sums={"loss": loss.detach()})

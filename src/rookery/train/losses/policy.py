@@ -12,16 +12,111 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.train.averaging import Average
-from rookery.train.losses.correction import CorrectionConfig
-from rookery.train.losses.kl import KlConfig
 from rookery.train.losses.loss import Column, LossOutput, Targets
 from rookery.types import Datum
 
-__all__ = ["Objective", "PolicyLoss", "Terms"]
+__all__ = [
+    "CorrectionConfig",
+    "KlConfig",
+    "Objective",
+    "PolicyLoss",
+    "Terms",
+    "sequence_means",
+    "sequence_sums",
+]
+
+# Sums over the targets of each datum, given back to each of those targets.
+#
+# Values (1, 2, 5) of data (0, 0, 1): sums (3, 3, 5).
+
+
+def sequence_sums(values: torch.Tensor, datum: torch.Tensor) -> torch.Tensor:
+    """[T]: for each target the sum over its datum."""
+    num_data = int(datum.max()) + 1
+    return values.new_zeros(num_data).index_add(0, datum, values)[datum]
+
+
+def sequence_means(
+    values: torch.Tensor, datum: torch.Tensor, *, is_learned: torch.Tensor
+) -> torch.Tensor:
+    """[T]: for each target the mean over the learned targets of its datum; 0 if there are none."""
+    counts = sequence_sums(is_learned.to(values.dtype), datum)
+    return sequence_sums(values * is_learned, datum) / counts.clamp_min(1)
+
+
+# Correction for an engine that draws by slightly other probabilities than the trainer computes.
+#
+# The same weights give other log-probabilities in another engine, precision or batch. A token's
+# mismatch is p / p when drawn, where p is the trainer's; a sequence's is the product over its
+# tokens.
+
+
+class CorrectionConfig(Config):
+    """Multiplies the objective of every token, not its KL term, by the mismatch, bounded.
+
+    Mismatches 0.5, 1.2 and 8 with maximum 3 become 0.5, 1.2 and 3 by truncating, 0.5, 1.2 and 0 by
+    masking.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """Whose mismatch: each token's own, or the product over its sequence."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What becomes of one outside the bounds: the bound, or 0."""
+    minimum: float = Field(default=0.0, ge=0.0)
+    maximum: float = Field(default=3.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "CorrectionConfig":
+        if self.minimum >= self.maximum:
+            raise ValueError(
+                f"minimum is {self.minimum:g} and maximum {self.maximum:g}; write a minimum below "
+                "the maximum"
+            )
+        return self
+
+    def mismatch(self, log_mismatch: torch.Tensor, datum: torch.Tensor) -> torch.Tensor:
+        """[T], at the level chosen, before any bound."""
+        if self.level == "sequence":
+            log_mismatch = sequence_sums(log_mismatch, datum)
+        return torch.exp(log_mismatch)
+
+    def is_outside(self, mismatch: torch.Tensor) -> torch.Tensor:
+        return (mismatch < self.minimum) | (mismatch > self.maximum)
+
+    def factor(self, mismatch: torch.Tensor) -> torch.Tensor:
+        """What the objective of each token is multiplied by."""
+        if self.mode == "mask":
+            return mismatch.masked_fill(self.is_outside(mismatch), 0.0)
+        return mismatch.clamp(self.minimum, self.maximum)
+
+
+# The KL divergence from a reference, estimated from the drawn tokens.
+
+
+class KlConfig(Config):
+    """Adds weight * estimate to the loss of every token; d = log p - log p under the reference.
+
+    k1 = d. Unbiased; its gradient is 0 in expectation, so that it is for watching, not for holding.
+    k2 = d^2 / 2. Biased; its gradient is that of the KL divergence.
+    k3 = exp(-d) + d - 1. Unbiased and never negative; what GRPO and TRL add.
+    d = 0.5: 0.5, 0.125, 0.107.
+    """
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which estimate."""
+    weight: float = Field(default=0.04, ge=0.0)
+    """TRL's beta."""
+
+    def __call__(self, difference: torch.Tensor) -> torch.Tensor:
+        if self.estimator == "k1":
+            return difference
+        if self.estimator == "k2":
+            return difference.square() / 2
+        return torch.exp(-difference) + difference - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 from rookery.weights.merge.by_block import adapted_blocks, block_names, merge_by_block
 from rookery.weights.merge.children import change_rank, merge, merge_stack
 from rookery.weights.merge.cross import Cross, Space
-from rookery.weights.merge.dare import DareConfig
-from rookery.weights.merge.dare_ties import DareTiesConfig
-from rookery.weights.merge.extrapolate import ExtrapolateConfig
-from rookery.weights.merge.layerwise import LayerwiseConfig
-from rookery.weights.merge.linear import LinearConfig
+from rookery.weights.merge.linear import (
+    ExtrapolateConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    SlerpConfig,
+)
 from rookery.weights.merge.method import MergeConfig, check_operator, is_dense
-from rookery.weights.merge.slerp import SlerpConfig
-from rookery.weights.merge.ties import TiesConfig
+from rookery.weights.merge.ties import DareConfig, DareTiesConfig, TiesConfig
 
 __all__ = [
     "Cross",

@@ -12,10 +12,9 @@ import torch
 
 from rookery.errors import AdapterError
 from rookery.types import Adapter, LoraFactors
+from rookery.weights.folder import make_adapter
 from rookery.weights.merge.children import merge
-from rookery.weights.merge.layerwise import block_of
-from rookery.weights.merge.linear import LinearConfig
-from rookery.weights.version import make_adapter
+from rookery.weights.merge.linear import LinearConfig, block_of
 
 __all__ = ["adapted_blocks", "block_names", "merge_by_block"]
 

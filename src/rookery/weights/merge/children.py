@@ -29,11 +29,9 @@ from rookery.weights.delta import (
     truncate_dense,
     truncate_many,
 )
-from rookery.weights.merge.blocks import each
-from rookery.weights.merge.cross import Cross
-from rookery.weights.merge.gram import Gram
+from rookery.weights.merge.cross import Cross, Rows, delta_rows, each, factor_rows
+from rookery.weights.merge.linear import Gram
 from rookery.weights.merge.method import BLENDS, UNIFORM, WEIGHINGS, MergeConfig
-from rookery.weights.merge.rows import Rows, delta_rows, factor_rows
 from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack, unstack
 
 __all__ = ["change_rank", "merge", "merge_stack"]

@@ -1,14 +1,106 @@
 """One child to make: which rows of a stack, how much of each, and the key of its randomness."""
 
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 from numbers import Real
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
 
 from rookery.errors import AdapterError
 from rookery.seeding import Key
+from rookery.weights.stack import Layout, Stack, places
 
-__all__ = ["Cross", "Space", "Takes", "normalised", "require_parents", "shares"]
+__all__ = [
+    "BLOCK",
+    "Cross",
+    "Piece",
+    "Rows",
+    "Space",
+    "Takes",
+    "blocks",
+    "delta_rows",
+    "each",
+    "factor_rows",
+    "normalised",
+    "require_parents",
+    "shares",
+]
+
+# Long rows in blocks that fit the cache, and several rows at once on the cores there are.
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+BLOCK = 32768
+"""Numbers per block: 128 KiB, so that the half dozen blocks of an operator stay in the cache of one
+core. Twice as many fall out of it; with half as many the cost of the calls shows."""
+
+
+def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of consecutive blocks; the same whatever the number of threads."""
+    for begin in range(start, stop, BLOCK):
+        yield begin, min(begin + BLOCK, stop)
+
+
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], *, num_threads: int | None = None
+) -> list[Result]:
+    """The results in order, computed by as many threads as torch may use, or by fewer."""
+    num_threads = min(num_threads or torch.get_num_threads(), len(items))
+    if num_threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(function, items))
+
+
+# Long vectors that entry-wise operators combine: adapters as rows, or one layer's dense deltas.
+
+
+class Piece(NamedTuple):
+    """A stretch of the rows that is trimmed by itself: one factor, or the delta of one layer."""
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    """Per row, how many of its numbers are weights and not zeros that fill the rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """`data` [P, M], cut into pieces. `name` tells apart the draws of several rows of one child."""
+
+    name: str
+    data: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
+def factor_rows(population: Stack) -> Rows:
+    """Whole adapters, every factor a piece."""
+    pieces = _pieces(population.layout, population.ranks)
+    return Rows(name="", data=population.data, pieces=pieces)
+
+
+@lru_cache(maxsize=64)
+def _pieces(layout: Layout, ranks_P: tuple[tuple[int, ...], ...]) -> tuple[Piece, ...]:
+    found = []
+    for index, place in enumerate(places(layout)):
+        width = (place.stop - place.start) // layout.rank
+        sizes = tuple(ranks[index // 2] * width for ranks in ranks_P)
+        found.append(Piece(place.start, place.stop, sizes))
+    return tuple(found)
+
+
+def delta_rows(population: Stack, *, layer: str, parents: list[int]) -> Rows:
+    """The dense b @ a of one layer for each parent, [n, out * in], one piece."""
+    dense = (population.b(layer)[parents] @ population.a(layer)[parents]).flatten(1)
+    num, length = dense.shape
+    return Rows(name=layer, data=dense, pieces=(Piece(0, length, (length,) * num),))
+
 
 Space = Literal["delta", "factor"]
 """Where parents are combined: on delta W = b @ a itself, or on a and b apart.

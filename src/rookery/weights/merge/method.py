@@ -5,13 +5,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rookery.weights.merge.dare import DareConfig, dare
-from rookery.weights.merge.dare_ties import DareTiesConfig, dare_ties
-from rookery.weights.merge.extrapolate import ExtrapolateConfig, extrapolate
-from rookery.weights.merge.layerwise import LayerwiseConfig, layerwise
-from rookery.weights.merge.linear import LinearConfig, linear
-from rookery.weights.merge.slerp import SlerpConfig, slerp
-from rookery.weights.merge.ties import TiesConfig, ties
+from rookery.weights.merge.linear import (
+    ExtrapolateConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    SlerpConfig,
+    extrapolate,
+    layerwise,
+    linear,
+    slerp,
+)
+from rookery.weights.merge.ties import DareConfig, DareTiesConfig, TiesConfig, dare, dare_ties, ties
 
 __all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig", "check_operator", "is_dense"]
 

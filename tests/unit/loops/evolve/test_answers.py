@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
-from rookery.loops.evolve.failures import FailureKind
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.source_files import join_files, split_files
+from rookery.loops.evolve.answers import (
+    AnswerFailure,
+    AnswerRules,
+    ChildProgram,
+    FailureKind,
+    read_answer,
+)
+from rookery.loops.evolve.program import ProgramRecord, join_files, split_files
 
 OpenEvolve = Callable[[str, Any], Any]
 

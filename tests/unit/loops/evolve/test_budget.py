@@ -2,8 +2,8 @@
 
 import pytest
 
-from rookery.loops.evolve.budget import find_exhausted
 from rookery.loops.evolve.config import BudgetConfig
+from rookery.loops.evolve.order import find_exhausted
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Evaluated, Generated
 

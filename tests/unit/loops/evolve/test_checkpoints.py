@@ -20,8 +20,7 @@ from rookery.loops.evolve.checkpoints import (
     list_checkpoints,
     read_checkpoint,
 )
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.source_files import join_files
+from rookery.loops.evolve.program import ProgramRecord, join_files
 
 OpenEvolve = Callable[[str, Any], Any]
 OPTIONS = WriteOptions(saved_at=1000.0, max_inline_bytes=100)

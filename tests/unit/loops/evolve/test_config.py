@@ -11,7 +11,7 @@ from pydantic import BaseModel, SecretStr
 
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, ModelConfig, read_config
-from rookery.loops.evolve.config.ignored import NOT_BUILT
+from rookery.loops.evolve.config.reading import NOT_BUILT
 
 OpenEvolve = Callable[[str, Any], Any]
 

@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.loops.evolve.blocks import enforce_blocks, evolve_blocks, find_marker_problem
-from rookery.loops.evolve.diffs import (
+from rookery.loops.evolve.answers import (
     DIFF_PATTERN,
+    AnswerError,
     DiffBlock,
+    FailureKind,
     SummaryLimits,
     apply_blocks,
+    enforce_blocks,
+    evolve_blocks,
     extract_blocks,
     extract_rewrite,
+    find_marker_problem,
     summarise,
 )
-from rookery.loops.evolve.failures import AnswerError, FailureKind
-from rookery.loops.evolve.language import detect_language, file_suffix, normalise
+from rookery.loops.evolve.first_program import detect_language, file_suffix, normalise
 
 OpenEvolve = Callable[[str, Any], Any]
 

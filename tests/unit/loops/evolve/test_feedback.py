@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rookery.loops.evolve.feedback import merge_feedback, read_feedback
+from rookery.loops.evolve.program_evaluator import merge_feedback, read_feedback
 
 OpenEvolve = Callable[[str, Any], Any]
 ANSWERS = [

@@ -17,7 +17,7 @@ from loops.evolve.toy import (
 
 from rookery.loops.evolve import outputs
 from rookery.loops.evolve.checkpoints import fill_best, read_checkpoint
-from rookery.loops.evolve.run_log import log_to_file
+from rookery.loops.evolve.program_store import log_to_file
 
 
 async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from rookery.errors import (
     ExecutorError,
     FleetSettingsError,
 )
-from rookery.loops.evolve import endpoint
-from rookery.loops.evolve.watcher import Iteration
+from rookery.loops.evolve import proposer
+from rookery.loops.evolve.parts import Iteration
 from rookery.sandbox import Failure, Outcome
 from rookery.sandbox.outcome import FailureKind
 from rookery.types import Job, JobCancelled, JobFailed, JobOutcome, TextReply, TextRequest
@@ -233,7 +233,7 @@ async def test_a_model_that_fails_is_asked_again_then_the_attempt_fails(tmp_path
 async def test_a_model_that_is_down_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(proposer, "FIRST_WAIT_S", 0.01)
     model = FlakyModel(*[EngineDownError("No server answers.")] * 6)
     seen = Seen()
     result = await evolve_toy(tmp_path, toy_config(), model=model, watcher=seen)
@@ -247,7 +247,7 @@ async def test_a_model_that_is_down_is_waited_for(
 async def test_a_model_that_stays_down_ends_the_run_which_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(proposer, "FIRST_WAIT_S", 0.01)
     config = toy_config(rookery={"model_down_s": 0.05})
     model = FlakyModel(*[EngineDownError("No server answers.")] * 1000)
     with pytest.raises(EngineDownError, match="model_down_s"):

@@ -28,7 +28,7 @@ from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.hub import PER_WORKER
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.pace import Pace
+from rookery.loops.evolve.order import Pace
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.ports import TextModel
 from rookery.sandbox import Outcome

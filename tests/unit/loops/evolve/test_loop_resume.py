@@ -20,7 +20,7 @@ from loops.evolve.toy import (
     toy_model,
 )
 
-from rookery.loops.evolve.export import export
+from rookery.loops.evolve.trace import export
 from rookery.runs import Run
 from rookery.testing import FakeTextModel
 from rookery.types import Job, TextRequest

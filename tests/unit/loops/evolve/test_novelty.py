@@ -19,10 +19,10 @@ from loops.evolve.toy import (
 from rookery.errors import ConfigError, EngineError
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.export import export
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.novelty import read_verdict
-from rookery.loops.evolve.vector_text import pack_vector, unpack_vector
+from rookery.loops.evolve.program import pack_vector, unpack_vector
+from rookery.loops.evolve.trace import export
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.runs import Run
 from rookery.testing import FakeEmbedder, FakeTextModel

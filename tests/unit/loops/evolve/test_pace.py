@@ -2,7 +2,7 @@
 
 import pytest
 
-from rookery.loops.evolve.pace import Pace
+from rookery.loops.evolve.order import Pace
 
 
 def test_a_few_may_wait_before_anything_was_timed() -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from rookery.errors import ConfigError
-from rookery.loops.evolve.artifacts import hide_secrets, show_artifacts
 from rookery.loops.evolve.config import EvolveConfig, PromptConfig
-from rookery.loops.evolve.fitness import find_fitness
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.prompts import Prompts, ShownPrograms
-from rookery.loops.evolve.source_files import join_files
-from rookery.loops.evolve.templates import DEFAULTS, load_templates
+from rookery.loops.evolve.program import ProgramRecord, find_fitness, join_files
+from rookery.loops.evolve.prompts import (
+    DEFAULTS,
+    Prompts,
+    ShownPrograms,
+    hide_secrets,
+    load_templates,
+    show_artifacts,
+)
 
 OpenEvolve = Callable[[str, Any], Any]
 

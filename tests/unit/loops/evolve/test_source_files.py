@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import ConfigError
-from rookery.loops.evolve.source_files import (
+from rookery.loops.evolve.program import (
     find_file_problem,
     named_file,
     read_program,

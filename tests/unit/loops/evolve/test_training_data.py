@@ -18,7 +18,7 @@ from loops.evolve.toy import (
 )
 
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.training_data import export_training_data
+from rookery.loops.evolve.trace import export_training_data
 from rookery.ports import TextModel
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file

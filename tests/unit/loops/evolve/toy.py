@@ -15,7 +15,7 @@ from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.watcher import UNWATCHED, Watcher
+from rookery.loops.evolve.parts import UNWATCHED, Watcher
 from rookery.ports import Executor, TextModel
 from rookery.runs import Run
 from rookery.sandbox import Failure, Outcome, encode_outcome

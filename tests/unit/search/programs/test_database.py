@@ -7,10 +7,16 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from rookery.search.programs.bandit import Arm, BanditConfig
-from rookery.search.programs.database import DatabaseConfig, DatabaseState, ProgramDatabase
+from rookery.search.programs.database import (
+    Ask,
+    DatabaseConfig,
+    DatabaseState,
+    ProgramDatabase,
+    Tell,
+    Window,
+)
 from rookery.search.programs.program import ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan, SamplingConfig
-from rookery.search.programs.window import Ask, Tell, Window
 from rookery.seeding import stream
 
 CONFIG = DatabaseConfig(

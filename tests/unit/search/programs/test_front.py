@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.search.archive import fronts
 from rookery.search.fitness import Fitness
-from rookery.search.pareto import fronts
-from rookery.search.programs.front import Front
+from rookery.search.programs.ranking import Front
 from rookery.seeding import stream
 
 POINTS = st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=40)

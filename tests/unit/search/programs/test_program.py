@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rookery.search.programs.diversity import References
+from rookery.search.programs.database import References
 from rookery.search.programs.program import numeric_metrics, score_of, summarize
 
 

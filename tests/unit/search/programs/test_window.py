@@ -1,6 +1,6 @@
 import pytest
 
-from rookery.search.programs.window import Ask, Tell, Window
+from rookery.search.programs.database import Ask, Tell, Window
 
 
 def steps_of(window: Window[str]) -> list[str]:

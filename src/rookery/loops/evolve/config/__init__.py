@@ -9,14 +9,16 @@ ignored.py   keys that change nothing
 reading.py   from a file, the environment and flags
 """
 
-from rookery.loops.evolve.config.evolve import EvolveConfig
-from rookery.loops.evolve.config.llm import LlmConfig, ModelConfig
-from rookery.loops.evolve.config.own import BudgetConfig, RookeryConfig, SandboxSettings
-from rookery.loops.evolve.config.reading import Flags, LoadedConfig, read_config
+from rookery.loops.evolve.config.reading import EvolveConfig, Flags, LoadedConfig, read_config
 from rookery.loops.evolve.config.sections import (
+    BudgetConfig,
     DatabaseConfig,
     EvaluatorConfig,
+    LlmConfig,
+    ModelConfig,
     PromptConfig,
+    RookeryConfig,
+    SandboxSettings,
     TraceConfig,
 )
 

@@ -8,22 +8,254 @@ they are not written with the config and are read again when a run is resumed.
 """
 
 import copy
+import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
-from pydantic import SecretStr
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from rookery.config import check_url, override, parse_config, parse_overrides, read_document
+from rookery.config import Config, check_url, override, parse_config, parse_overrides, read_document
 from rookery.errors import ConfigError
-from rookery.loops.evolve.config.evolve import EvolveConfig
-from rookery.loops.evolve.config.ignored import drop_unknown, warn_not_built, warn_unknown
-from rookery.loops.evolve.config.llm import DEFAULT_API_BASE, ModelConfig
+from rookery.loops.evolve.answers import DIFF_PATTERN, AnswerRules, SummaryLimits
+from rookery.loops.evolve.config.sections import (
+    DEFAULT_API_BASE,
+    DatabaseConfig,
+    EvaluatorConfig,
+    LlmConfig,
+    ModelConfig,
+    PromptConfig,
+    RookeryConfig,
+    Section,
+    TraceConfig,
+)
 
-__all__ = ["Flags", "LoadedConfig", "read_config", "with_keys"]
+__all__ = [
+    "EvolveConfig",
+    "Flags",
+    "LoadedConfig",
+    "drop_unknown",
+    "read_config",
+    "warn_not_built",
+    "warn_unknown",
+    "with_keys",
+]
+
+# OpenEvolve's 0.4 config as a whole, with our own keys under `rookery`.
+
+
+class EvolveConfig(Section):
+    """One evolution of programs."""
+
+    max_iterations: int = Field(default=10_000, ge=1)
+    checkpoint_interval: int = Field(default=100, ge=1)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_dir: str | None = None
+    random_seed: int | None = 42
+    """Goes before `database.random_seed`."""
+    language: str | None = None
+    """Of the program; null: seen from its file name and its text."""
+    file_suffix: str = ".py"
+    llm: LlmConfig = LlmConfig()
+    prompt: PromptConfig = PromptConfig()
+    database: DatabaseConfig = DatabaseConfig()
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+    evolution_trace: TraceConfig = TraceConfig()
+    diff_based_evolution: bool = True
+    """Answers are SEARCH/REPLACE blocks; false: whole programs."""
+    max_code_length: int = Field(default=10_000, ge=1)
+    """Characters."""
+    enforce_evolve_blocks: bool = False
+    """Undo edits outside of EVOLVE-BLOCKs."""
+    diff_pattern: str = DIFF_PATTERN
+    early_stopping_patience: int | None = None
+    convergence_threshold: float = 0.001
+    early_stopping_metric: str = "combined_score"
+    max_tasks_per_child: int | None = None
+    rookery: RookeryConfig = RookeryConfig()
+
+    @field_validator("diff_pattern")
+    @classmethod
+    def _pattern_has_two_groups(cls, pattern: str) -> str:
+        try:
+            num_groups = re.compile(pattern, re.DOTALL).groups
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from None
+        if num_groups < 2:
+            raise ValueError(
+                f"{pattern!r} has {num_groups} groups; it needs two: what to find and what to put "
+                "there."
+            )
+        return pattern
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.prompt.programs_as_changes_description and not self.diff_based_evolution:
+            raise ValueError(
+                "prompt.programs_as_changes_description needs diff_based_evolution: true, as a "
+                "whole program cannot also update its description."
+            )
+        return self
+
+    @property
+    def seed(self) -> int | None:
+        """None: the run draws one and records it."""
+        return self.database.random_seed if self.random_seed is None else self.random_seed
+
+    @property
+    def executor(self) -> Literal["local", "ray", "modal"]:
+        """`evaluator.distributed` is Ray, unless another executor is named."""
+        return self.rookery.executor or ("ray" if self.evaluator.distributed else "local")
+
+    @property
+    def workers(self) -> int:
+        """Evaluations at a time."""
+        return self.rookery.workers or self.evaluator.parallel_evaluations
+
+    @property
+    def lag(self) -> int:
+        """How many attempts back a deterministic attempt looks."""
+        return self.rookery.lag or self.rookery.in_flight
+
+    def answer_rules(self, language: str) -> AnswerRules:
+        """How answers for programs in this language are read."""
+        return AnswerRules(
+            language=language,
+            is_diff=self.diff_based_evolution,
+            diff_pattern=self.diff_pattern,
+            max_code_chars=self.max_code_length,
+            enforce_blocks=self.enforce_evolve_blocks,
+            with_description=self.prompt.programs_as_changes_description,
+            initial_description=self.prompt.initial_changes_description,
+            summary=SummaryLimits(
+                max_line_chars=self.prompt.diff_summary_max_line_len,
+                max_lines=self.prompt.diff_summary_max_lines,
+            ),
+        )
+
+
+# Keys of a config file that change nothing, each with a sentence that says so.
+#
+# Two kinds: keys that OpenEvolve does not know either, and keys that it has and we do not obey.
+
+
+HINTS = {
+    "allow_full_rewrites": "write diff_based_evolution: false for whole programs",
+    "checkpoints": "write checkpoint_interval",
+    "evaluation": "write evaluator",
+    "evolution": "its keys are those of database and of the top level",
+    "llm.model": "write llm.primary_model",
+    "logging": "write log_level and log_dir",
+    "max_program_length": "write max_code_length",
+    "novelty": "write database.similarity_threshold and database.embedding_model",
+    "parallel_evaluations": "write evaluator.parallel_evaluations",
+}
+"""Keys that are in many configs and that no version of OpenEvolve reads."""
+
+_OTHER_MODELS = "it belongs to command-line providers, which are not supported"
+_KEPT = "the run folder keeps programs and artifacts"
+
+NOT_BUILT = {
+    "database.artifact_retention_days": _KEPT,
+    "database.artifacts_base_path": _KEPT,
+    "database.cleanup_old_artifacts": _KEPT,
+    "database.db_path": _KEPT,
+    "database.diversity_metric": "diversity is always measured the same way",
+    "database.in_memory": _KEPT,
+    "database.max_snapshot_artifacts": "every parent's artifacts are shown",
+    "evaluator.cpu_limit": "write rookery.sandbox.cpu_s, in seconds",
+    "llm.allow_all_tools": _OTHER_MODELS,
+    "llm.init_client": "a config file cannot hold a function",
+    "llm.max_ai_credits": _OTHER_MODELS,
+    "llm.max_budget_usd": f"{_OTHER_MODELS}; write rookery.budget.max_usd",
+    "llm.name": "write llm.primary_model",
+    "llm.system_message": "prompt.system_message is what models are told",
+    "llm.weight": "write llm.primary_model_weight",
+    "max_tasks_per_child": "every program is evaluated in a process of its own",
+    "prompt.meta_prompt_weight": "there is no meta-prompting",
+    "prompt.use_meta_prompting": "there is no meta-prompting",
+}
+"""OpenEvolve's keys that are read and not obeyed. `llm.x` is also each model's own `x`."""
+
+_MODEL_LISTS = ("models", "evaluator_models")
+_OF_A_MODEL = {"name", "weight"}
+
+
+def drop_unknown(
+    model: type[Config], document: Mapping[Any, Any], *, place: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """The document without keys that its model does not have, and their dotted names."""
+    known: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in document.items():
+        dotted = f"{place}{name}"
+        if name not in model.model_fields:
+            unknown.append(dotted)
+            continue
+        section = _section_of(model.model_fields[name].annotation)
+        if section and isinstance(value, Mapping):
+            known[name], more = drop_unknown(section, value, place=f"{dotted}.")
+            unknown += more
+        elif section and isinstance(value, list):
+            known[name] = []
+            for index, item in enumerate(value):
+                kept, more = _drop_in_item(section, item, place=f"{dotted}.{index}.")
+                known[name].append(kept)
+                unknown += more
+        else:
+            known[name] = value
+    return known, unknown
+
+
+def warn_unknown(model: type[Config], dotted: str) -> str:
+    """Why an unknown key changes nothing, and what to write instead."""
+    plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    near = difflib.get_close_matches(plain, list(_all_keys(model)), n=1, cutoff=0.8)
+    hint = HINTS.get(plain) or (f"did you mean {near[0]}?" if near else "")
+    return f"{dotted} is not a key and changes nothing" + (f": {hint}" if hint else "")
+
+
+def warn_not_built(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """The keys of a document that are known, differ from the default, and are not obeyed."""
+    warnings = []
+    for key, reason in NOT_BUILT.items():
+        *sections, name = key.split(".")
+        given, default = dict(document), dict(defaults)
+        for section in sections:
+            given, default = given.get(section) or {}, default[section]
+        if name in given and given[name] != default[name]:
+            warnings.append(f"{key} changes nothing: {reason}")
+        if sections == ["llm"] and name not in _OF_A_MODEL:
+            warnings += _in_models(given, name, reason)
+    return warnings
+
+
+def _in_models(llm: Mapping[str, Any], name: str, reason: str) -> Iterator[str]:
+    for models in _MODEL_LISTS:
+        for index, model in enumerate(llm.get(models) or ()):
+            if isinstance(model, Mapping) and model.get(name) is not None:
+                yield f"llm.{models}.{index}.{name} changes nothing: {reason}"
+
+
+def _drop_in_item(section: type[Section], item: Any, *, place: str) -> tuple[Any, list[str]]:
+    return drop_unknown(section, item, place=place) if isinstance(item, Mapping) else (item, [])
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The model that a key holds one or a list of. `rookery` is no Section: it is checked."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def _all_keys(model: type[Config], place: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield place + name
+        if section := _section_of(info.annotation):
+            yield from _all_keys(section, f"{place}{name}.")
+
 
 _VARIABLE = re.compile(r"\$\{([^}]+)\}")
 

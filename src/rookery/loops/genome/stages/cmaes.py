@@ -13,9 +13,8 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import ConfigError
-from rookery.loops.genome.stages.context import StageContext
-from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
-from rookery.search.cmaes import Cmaes, CmaesConfig, average_start, population_size
+from rookery.loops.genome.stages.context import StageContext, Unit, count_blocks, measure_sums
+from rookery.search.es import Cmaes, CmaesConfig, average_start, population_size
 from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
 from rookery.types import Adapter

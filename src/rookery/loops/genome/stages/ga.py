@@ -13,8 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.genome.stages.context import StageContext
-from rookery.loops.genome.stages.emission import Emission
+from rookery.loops.genome.stages.context import Emission, StageContext
 from rookery.search import archive as grid
 from rookery.search import islands as ring
 from rookery.search import population as ga

@@ -15,8 +15,13 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.loops.genome.stages.context import StageContext
-from rookery.loops.genome.stages.sums import Unit, count_blocks, live_coefficients, measure_sums
+from rookery.loops.genome.stages.context import (
+    StageContext,
+    Unit,
+    count_blocks,
+    live_coefficients,
+    measure_sums,
+)
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose

@@ -1,0 +1,458 @@
+"""Checkpoints in OpenEvolve's format: the population at one iteration, as folders that it reads."""
+
+import base64
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rookery.errors import RunError
+from rookery.loops.evolve.program import ProgramRecord
+
+__all__ = [
+    "Checkpoint",
+    "FeatureRange",
+    "ProgramFile",
+    "WriteOptions",
+    "fill_best",
+    "fill_checkpoint",
+    "list_checkpoints",
+    "program_document",
+    "read_artifacts",
+    "read_checkpoint",
+    "split_artifacts",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureRange:
+    """What was seen of a feature dimension; the grid's bins are cut from it."""
+
+    min: float
+    max: float
+    values: tuple[float, ...] = ()
+    """The latest values; OpenEvolve keeps 100."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Programs, and which of them stand where. Lists over islands have one entry per island."""
+
+    programs: Sequence[ProgramRecord]
+    islands: Sequence[Sequence[str]]
+    """Ids per island."""
+    grids: Sequence[Mapping[str, str]]
+    """Per island: cell ("3-7": one bin per feature dimension) to id."""
+    archive: Sequence[str] = ()
+    best_id: str | None = None
+    island_best_ids: Sequence[str | None] = ()
+    iteration: int = 0
+    """The last iteration that is in it."""
+    current_island: int = 0
+    island_generations: Sequence[int] = ()
+    last_migration_generation: int = 0
+    feature_ranges: Mapping[str, FeatureRange] = field(default_factory=dict)
+
+    @property
+    def best(self) -> ProgramRecord | None:
+        """The best program, where one is named."""
+        return next((p for p in self.programs if p.id == self.best_id), None)
+
+
+# One program as the document of `programs/<id>.json`, and back.
+
+
+_OWN = ("changes", "parent_metrics", "island")
+"""Entries of OpenEvolve's `metadata` that are fields of a ProgramRecord."""
+
+
+class ProgramFile(BaseModel):
+    """What is read of the document. Entries of other versions are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Also a file name, so no path."""
+    code: str
+    changes_description: str | None = None
+    language: str | None = None
+    parent_id: str | None = None
+    generation: int = 0
+    timestamp: float = 0.0
+    iteration_found: int = 0
+    metrics: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    prompts: dict[str, Any] | None = None
+    artifacts_json: str | None = None
+    artifact_dir: str | None = None
+    embedding: tuple[float, ...] | None = None
+
+    def record(self, *, island: int | None, artifacts: Mapping[str, str | bytes]) -> ProgramRecord:
+        """The program, on the island that the metadata names or else its own document."""
+        own = self.metadata.get("island")
+        own_island = own if isinstance(own, int) and not isinstance(own, bool) else None
+        parent_metrics = self.metadata.get("parent_metrics")
+        return ProgramRecord(
+            id=self.id,
+            code=self.code,
+            language=self.language or "unknown",
+            parent_id=self.parent_id,
+            generation=self.generation,
+            iteration=self.iteration_found,
+            timestamp=self.timestamp,
+            metrics=self.metrics,
+            island=own_island if island is None else island,
+            changes=str(self.metadata.get("changes") or ""),
+            changes_description=self.changes_description or "",
+            parent_metrics=parent_metrics if isinstance(parent_metrics, dict) else {},
+            metadata={key: value for key, value in self.metadata.items() if key not in _OWN},
+            artifacts=artifacts,
+            prompts=self.prompts or {},
+            embedding=self.embedding,
+        )
+
+
+def program_document(
+    program: ProgramRecord, *, small: Mapping[str, str | bytes], artifact_dir: Path | None
+) -> dict[str, Any]:
+    """The document. Small artifacts stand in it, large ones in their own folder."""
+    own = {
+        "changes": program.changes or None,
+        "parent_metrics": dict(program.parent_metrics) or None,
+        "island": program.island,
+    }
+    kept = {key: value for key, value in own.items() if value is not None}
+    return {
+        "id": program.id,
+        "code": program.code,
+        "changes_description": program.changes_description,
+        "language": program.language,
+        "parent_id": program.parent_id,
+        "generation": program.generation,
+        "timestamp": program.timestamp,
+        "iteration_found": program.iteration,
+        "metrics": dict(program.metrics),
+        "complexity": float(len(program.code)),
+        "metadata": {**program.metadata, **kept},
+        "prompts": dict(program.prompts) or None,
+        "artifacts_json": json.dumps(small, default=_encode_bytes) if small else None,
+        "artifact_dir": str(artifact_dir) if artifact_dir else None,
+        "embedding": list(program.embedding) if program.embedding is not None else None,
+    }
+
+
+def split_artifacts(
+    artifacts: Mapping[str, str | bytes], *, max_bytes: int
+) -> tuple[dict[str, str | bytes], dict[str, bytes]]:
+    """Those that stand in the document, and file name to content of the larger ones."""
+    small: dict[str, str | bytes] = {}
+    large: dict[str, bytes] = {}
+    for name, value in artifacts.items():
+        data = value.encode(errors="replace") if isinstance(value, str) else value
+        if len(data) <= max_bytes:
+            small[name] = value
+        else:
+            large[_new_file_name(name, large)] = data
+    return small, large
+
+
+def read_artifacts(text: str | None, folder: Path | None) -> dict[str, str | bytes]:
+    """The artifacts of a document and of its folder. Files that are no text are bytes."""
+    loaded = json.loads(text) if text else {}
+    entries = loaded if isinstance(loaded, dict) else {}
+    artifacts = {name: _decode(value) for name, value in entries.items()}
+    for path in sorted(folder.iterdir()) if folder else ():
+        if path.is_file() and not path.is_symlink():
+            artifacts[path.name] = _as_text(path.read_bytes())
+    return artifacts
+
+
+def _new_file_name(name: str, taken: Mapping[str, bytes]) -> str:
+    file = "".join(char for char in name if char.isalnum() or char in "._-").lstrip(".")
+    file = file[:100] or "artifact"
+    while file in taken:
+        file += "_"
+    return file
+
+
+def _encode_bytes(value: object) -> dict[str, str]:
+    assert isinstance(value, bytes)
+    return {"__bytes__": base64.b64encode(value).decode()}
+
+
+def _decode(value: object) -> str | bytes:
+    if isinstance(value, dict) and list(value) == ["__bytes__"]:
+        return base64.b64decode(value["__bytes__"])
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _as_text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+# A checkpoint folder, of OpenEvolve or our own, read to start from.
+#
+# A folder that was cut off while it was written, or is no checkpoint, is a RunError that names the
+# one to use instead.
+
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+Document = TypeVar("Document", bound=BaseModel)
+
+
+class _Range(BaseModel):
+    min: float
+    max: float
+    values: tuple[float, ...] = ()
+
+
+class _Metadata(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    island_feature_maps: list[dict[str, str]] = []
+    islands: list[list[str]]
+    archive: list[str] = []
+    best_program_id: str | None = None
+    island_best_programs: list[str | None] = []
+    last_iteration: int = 0
+    current_island: int = 0
+    island_generations: list[int] = []
+    last_migration_generation: int = 0
+    feature_stats: dict[str, _Range] = {}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The `checkpoint_N` folders in a folder or in its `checkpoints`, by number."""
+    places = [*folder.glob("checkpoint_*"), *folder.glob("checkpoints/checkpoint_*")]
+    numbered = [(match, path) for path in places if (match := _NUMBERED.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]))]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The population of a checkpoint. References to programs that are not kept are left out."""
+    if not (folder / "programs").is_dir():
+        raise RunError(f"{folder} is not a checkpoint: it has no folder `programs`.{_hint(folder)}")
+    metadata = _parse(_Metadata, folder / "metadata.json", folder)
+    island_of = {id: i for i, island in enumerate(metadata.islands) for id in island}
+    paths = sorted((folder / "programs").glob("*.json"))
+    programs = {p.id: p for p in (_read_program(path, folder, island_of) for path in paths)}
+    lost = sorted(island_of.keys() - programs.keys())
+    if lost or not programs:
+        what = f"{len(lost)} programs of its islands ({lost[0]})" if lost else "all programs"
+        raise RunError(f"{folder} is incomplete: {what} are missing.{_hint(folder)}")
+    return _checkpoint(metadata, programs)
+
+
+def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> Checkpoint:
+    """The lists over islands, cut or filled to the number of islands as OpenEvolve does."""
+    num_islands = len(metadata.islands)
+    grids: list[dict[str, str]] = [
+        {cell: id for cell, id in grid.items() if id in programs}
+        for grid in metadata.island_feature_maps
+    ]
+    bests = [id if id in programs else None for id in metadata.island_best_programs]
+    is_complete = len(metadata.island_generations) == num_islands
+    best_id = metadata.best_program_id
+    return Checkpoint(
+        programs=tuple(programs.values()),
+        islands=tuple(tuple(island) for island in metadata.islands),
+        grids=tuple([*grids, *({} for _ in range(num_islands))][:num_islands]),
+        archive=tuple(id for id in metadata.archive if id in programs),
+        best_id=best_id if best_id in programs else None,
+        island_best_ids=tuple([*bests, *[None] * num_islands][:num_islands]),
+        iteration=metadata.last_iteration,
+        current_island=metadata.current_island if metadata.current_island < num_islands else 0,
+        island_generations=tuple(metadata.island_generations if is_complete else [0] * num_islands),
+        last_migration_generation=metadata.last_migration_generation,
+        feature_ranges={
+            name: FeatureRange(min=seen.min, max=seen.max, values=seen.values)
+            for name, seen in metadata.feature_stats.items()
+        },
+    )
+
+
+def _read_program(path: Path, folder: Path, island_of: dict[str, int]) -> ProgramRecord:
+    file = _parse(ProgramFile, path, folder)
+    place = _artifact_folder(file, folder)
+    try:
+        artifacts = read_artifacts(file.artifacts_json, place)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: its artifacts cannot be read: {error}.{_hint(folder)}") from error
+    return file.record(island=island_of.get(file.id), artifacts=artifacts)
+
+
+def _artifact_folder(file: ProgramFile, folder: Path) -> Path | None:
+    """Where OpenEvolve and we keep large artifacts, whatever path the file names.
+
+    A checkpoint of somebody else must not bring other files of this machine into a prompt.
+    """
+    if file.artifact_dir is None:
+        return None
+    output = folder.resolve().parent.parent
+    places = (folder / "artifacts", output / "artifacts", Path("artifacts"))
+    candidates = (place / file.id for place in places)
+    return next((path for path in candidates if path.is_dir() and not path.is_symlink()), None)
+
+
+def _parse(model: type[Document], path: Path, folder: Path) -> Document:
+    try:
+        return model.model_validate(_load(path))
+    except FileNotFoundError:
+        raise RunError(f"{folder} is incomplete: it has no {path.name}.{_hint(folder)}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise RunError(
+            f"{path} is not of a checkpoint: {where}: {first['msg']}.{_hint(folder)}"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read: {error}.{_hint(folder)}") from error
+
+
+def _load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _hint(folder: Path) -> str:
+    others = (*list_checkpoints(folder), *list_checkpoints(folder.parent))
+    names = [str(path) for path in others if path.resolve() != folder.resolve()]
+    return f" Use {' or '.join(names[-2:])}." if names else ""
+
+
+# `checkpoint_N/` and `best/` as OpenEvolve writes them, so that its own `load` reads them.
+#
+#     run.write_folder("best", lambda folder: fill_best(folder, program, options=options))
+#
+# A function fills a folder that is new and empty; whoever calls it makes that whole or absent.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a checkpoint is written."""
+
+    suffix: str = ".py"
+    """Of the best program's file."""
+    other_files: Mapping[str, str] = field(default_factory=dict)
+    """Of a folder: what stands unchanged beside the program's files."""
+    saved_at: float
+    """Now, in seconds since 1970."""
+    with_prompts: bool = True
+    max_inline_bytes: int = 32 * 1024
+    """Larger artifacts get files of their own (`database.artifact_size_threshold`)."""
+    earlier: Path | None = None
+    """A checkpoint of the same run. Programs that it has get a second name, not a second copy: most
+    of a population was in the one before."""
+
+
+def fill_checkpoint(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    place: Path,
+    options: WriteOptions,
+    files: Mapping[str, Path] | None = None,
+) -> None:
+    """All files of a checkpoint. `place` is the path at which the folder will stand.
+
+    `files` has programs by id as documents that are copied as they are: a large population is
+    neither read nor held in memory for it.
+    """
+    files = files or {}
+    (folder / "programs").mkdir()
+    for id, file in files.items():
+        _link_or_copy(file, folder, f"programs/{id}.json", earlier=options.earlier)
+    for program in checkpoint.programs:
+        if program.id not in files:
+            _write_program(folder, program, place=place, options=options)
+    if best := checkpoint.best:
+        _write_code(folder, best, options)
+        info = {**_info(best, options), "current_iteration": checkpoint.iteration}
+        _write_json(folder / "best_program_info.json", info, indent=2)
+    # OpenEvolve writes this last as well: a folder without it is unfinished.
+    _write_json(folder / "metadata.json", _metadata(checkpoint))
+
+
+def fill_best(folder: Path, program: ProgramRecord, *, options: WriteOptions) -> None:
+    """`best_program.<suffix>` (a folder's files in `best_program/`) and what is known of it."""
+    _write_code(folder, program, options)
+    info = {**_info(program, options), "parent_id": program.parent_id}
+    _write_json(folder / "best_program_info.json", info, indent=2)
+
+
+def _link_or_copy(file: Path, folder: Path, name: str, *, earlier: Path | None) -> None:
+    """Never a link to `file` itself, which the run resumes from: people may edit checkpoints."""
+    if earlier is not None:
+        try:
+            os.link(f"{earlier}/{name}", f"{folder}/{name}")
+            return
+        except OSError:
+            pass  # it is new, or this file system has no links
+    shutil.copyfile(file, folder / name)
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    ranges = checkpoint.feature_ranges.items()
+    return {
+        "island_feature_maps": [dict(grid) for grid in checkpoint.grids],
+        "islands": [list(island) for island in checkpoint.islands],
+        "archive": list(checkpoint.archive),
+        "best_program_id": checkpoint.best_id,
+        "island_best_programs": list(checkpoint.island_best_ids),
+        "last_iteration": checkpoint.iteration,
+        "current_island": checkpoint.current_island,
+        "island_generations": list(checkpoint.island_generations),
+        "last_migration_generation": checkpoint.last_migration_generation,
+        "feature_stats": {name: asdict(seen) for name, seen in ranges},
+    }
+
+
+def _write_program(
+    folder: Path, program: ProgramRecord, *, place: Path, options: WriteOptions
+) -> None:
+    small, large = split_artifacts(program.artifacts, max_bytes=options.max_inline_bytes)
+    inside = Path("artifacts") / program.id
+    if large:
+        (folder / inside).mkdir(parents=True)
+    for name, data in large.items():
+        (folder / inside / name).write_bytes(data)
+    artifact_dir = place / inside if large else None
+    document = program_document(program, small=small, artifact_dir=artifact_dir)
+    if not options.with_prompts:
+        document["prompts"] = None
+    _write_json(folder / "programs" / f"{program.id}.json", document)
+
+
+def _write_code(folder: Path, program: ProgramRecord, options: WriteOptions) -> None:
+    files = program.files
+    if not files:
+        (folder / f"best_program{options.suffix}").write_bytes(program.code.encode())
+        return
+    for name, text in {**options.other_files, **files}.items():
+        path = folder / "best_program" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+
+
+def _info(program: ProgramRecord, options: WriteOptions) -> dict[str, Any]:
+    return {
+        "id": program.id,
+        "generation": program.generation,
+        "iteration": program.iteration,
+        "metrics": dict(program.metrics),
+        "language": program.language,
+        "timestamp": program.timestamp,
+        "saved_at": options.saved_at,
+    }
+
+
+def _write_json(path: Path, document: Mapping[str, Any], *, indent: int | None = None) -> None:
+    path.write_text(json.dumps(document, indent=indent), encoding="utf-8")

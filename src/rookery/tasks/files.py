@@ -1,0 +1,275 @@
+"""Rows from files: JSON lines, JSON and CSV."""
+
+import csv
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rookery.errors import TaskError
+from rookery.tasks.rows import Row, require_plain
+
+__all__ = [
+    "near_name",
+    "read_csv",
+    "read_json",
+    "read_jsonl",
+    "refuse_constant",
+]
+
+# JSON lines: one object per line, every error with its line number.
+
+
+def read_jsonl(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
+    """The rows of a file; blank lines are skipped and counted.
+
+    A line that is not a JSON object is handed to `on_bad` and left out; without one it is raised.
+    """
+    if path.is_dir():
+        raise TaskError(f"{path} is a folder; give a file of JSON lines.")
+    try:
+        # By bytes: text mode would also split lines at \u2028 inside a JSON string.
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if not content.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    fields = _parse(content, where=where)
+                except TaskError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(error)
+                    continue
+                yield Row(where=where, fields=fields)
+    except FileNotFoundError:
+        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def near_name(path: Path) -> str:
+    """ " Did you mean ...?" when the folder has a file of a similar name, else ""."""
+    folder = path.parent
+    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {folder / near[0]}?" if near else ""
+
+
+def _parse(line: bytes, *, where: str) -> dict[str, object]:
+    try:
+        row = json.loads(line.decode().rstrip(), parse_constant=refuse_constant)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where}: is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise TaskError(
+            f"{where}: is not JSON ({error.msg} at column {error.colno}): {_shown(line)}. "
+            'A row is one object on one line, such as {"prompt": "2+2=", "answer": "4"}.'
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: is not JSON ({error}).") from None
+    if not isinstance(row, dict):
+        raise TaskError(
+            f"{where}: holds a JSON {type(row).__name__}, {_shown(line)}; a row is one object, "
+            'such as {"prompt": "2+2=", "answer": "4"}.'
+        )
+    require_plain(row, where=where)
+    return row
+
+
+def refuse_constant(name: str) -> object:
+    """For `parse_constant`: NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{name} is not a JSON value; write null or a number")
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode().strip()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# A CSV file as rows: the first line names the fields, every cell is text, an empty one is null.
+#
+# prompt,answer
+# 2+2=,4
+
+
+def read_csv(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
+    """The rows of a file; blank lines are skipped, cells missing at the end of a line are null.
+
+    A row of more cells than names is handed to `on_bad` and left out; without one it is raised.
+    """
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            # Strict: a quote that is never closed would otherwise swallow the rest of the file.
+            table = csv.reader(file, strict=True)
+            names = next(table, [])
+            _require_distinct(names, path)
+            for cells in filter(None, table):
+                where = f"{path} line {table.line_num}"
+                if len(cells) <= len(names):
+                    values = [cell or None for cell in cells]
+                    values += [None] * (len(names) - len(cells))
+                    yield Row(where=where, fields=dict(zip(names, values, strict=True)))
+                    continue
+                error = TaskError(
+                    f"{where}: has {len(cells)} cells, and the first line names {len(names)} "
+                    'fields: put cells that hold a comma in quotes, "...".'
+                )
+                if on_bad is None:
+                    raise error
+                on_bad(error)
+    except csv.Error as error:
+        raise TaskError(
+            f"{path} is not CSV: the row that ends in line {table.line_num}: {error}. Check its "
+            'quotes: a quote inside a quoted cell is written twice, "".'
+        ) from None
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 ({error.reason}): save it as UTF-8.") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _require_distinct(names: list[str], path: Path) -> None:
+    repeated = [name for place, name in enumerate(names) if name in names[:place]]
+    if repeated:
+        raise TaskError(f"{path} line 1: names the field {repeated[0]!r} twice: rename one.")
+
+
+# A whole JSON file as rows: a list of objects, such a list under a key, or columns.
+#
+# [{"prompt": "2+2=", "answer": "4"}, ...]
+# {"version": 2, "data": [{"prompt": "2+2=", "answer": "4"}, ...]}     the only list in it
+# {"dev": [{...}, ...], "test": [{...}, ...]}                          key: test
+# {"prompt": ["2+2=", ...], "answer": ["4", ...]}                      columns
+
+
+_EXAMPLE = '[{"prompt": "2+2=", "answer": "4"}, ...]'
+
+
+def read_json(
+    path: Path, *, key: str = "", on_bad: Callable[[TaskError], None] | None = None
+) -> Iterator[Row]:
+    """The rows of a file, those under `key` where it holds several lists (`data.test` goes deeper).
+
+    JSON lines in a file called .json are read as such. An item that is not an object is handed to
+    `on_bad` and left out; without one it is raised.
+    """
+    document = _load(path)
+    if document is None:
+        yield from read_jsonl(path, on_bad=on_bad)
+        return
+    place, items = _rows_in(document, key=key, path=path)
+    for number, item in enumerate(items, start=1):
+        where = f"{path} {place} row {number}" if place else f"{path} row {number}"
+        try:
+            row = _row(item, where)
+        except TaskError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
+            continue
+        yield row
+
+
+def _row(item: object, where: str) -> Row:
+    if not isinstance(item, dict):
+        raise TaskError(f"{where}: holds {_kind(item)}; a row is an object, as in {_EXAMPLE}.")
+    require_plain(item, where=where)
+    return Row(where=where, fields=item)
+
+
+def _load(path: Path) -> Any:
+    """The document, or None when the file holds JSON lines."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        return json.loads(text, parse_constant=refuse_constant)
+    except FileNotFoundError:
+        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text[: error.pos].lstrip().startswith("{"):
+            return None
+        raise TaskError(f"{path} is not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path} is not JSON: {error}.") from None
+
+
+def _rows_in(document: Any, *, key: str, path: Path) -> tuple[str, list[Any]]:
+    """Where the rows are, and the rows."""
+    node = _at(document, key, path)
+    if isinstance(node, list):
+        return key, node
+    if not isinstance(node, dict):
+        raise TaskError(f"{path} holds {_kind(node)}; rows are a list of objects, {_EXAMPLE}.")
+    if _is_columns(node):
+        rows = [dict(zip(node, row, strict=True)) for row in zip(*node.values(), strict=True)]
+        return key, rows
+    lists = _lists(node, f"{key}." if key else "")
+    if len(lists) == 1:
+        return next(iter(lists.items()))
+    if lists:
+        named = ", ".join(f"{name} ({len(rows):,} rows)" for name, rows in lists.items())
+        raise TaskError(
+            f"{path} holds {len(lists)} lists of rows: {named}. Say which with key, such as "
+            f"key: {next(iter(lists))} in the taskset's config or "
+            f"{path.name}?key={next(iter(lists))} on the command line."
+        )
+    raise TaskError(f"{path} holds {_contents(node)}; rows are a list of objects, {_EXAMPLE}.")
+
+
+def _at(document: Any, key: str, path: Path) -> Any:
+    node = document
+    for part in key.split(".") if key else []:
+        if not isinstance(node, dict) or part not in node:
+            here = _contents(node) if isinstance(node, dict) else _kind(node)
+            raise TaskError(f"{path} has no {key!r}: where {part!r} should be it holds {here}.")
+        node = node[part]
+    return node
+
+
+def _lists(document: Mapping[str, Any], prefix: str) -> dict[str, list[Any]]:
+    """The lists of objects in an object and one level below, by dotted name."""
+    found: dict[str, list[Any]] = {}
+    for name, value in document.items():
+        if _is_rows(value):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, dict) and prefix.count(".") < 1:
+            found |= _lists(value, f"{prefix}{name}.")
+    return found
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+
+
+def _is_columns(document: Mapping[str, Any]) -> bool:
+    columns = list(document.values())
+    return (
+        all(isinstance(column, list) for column in columns)
+        and len({len(column) for column in columns}) == 1
+        and not all(_is_rows(column) for column in columns)
+    )
+
+
+def _contents(document: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name!r} ({_kind(value)})" for name, value in document.items()) or "nothing"
+
+
+def _kind(value: object) -> str:
+    match value:
+        case list():
+            return f"a list of {len(value):,}"
+        case dict():
+            return f"an object of {len(value):,} keys"
+        case str():
+            return "a text"
+        case None:
+            return "null"
+    return json.dumps(value)
