@@ -36,7 +36,7 @@ __all__ = [
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-_PREFIX = "rookery-"
+_CGROUP_PREFIX = "rookery-"
 _STALE_S = 60.0
 """An empty group of ours that is older than this is left over."""
 _NUMBERS = itertools.count()
@@ -88,7 +88,7 @@ class Cgroup:
 
 def make_cgroup(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Cgroup | None:
     """A new group, or None where none can be made."""
-    name = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
+    name = f"{_CGROUP_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
     for memory, pids in _parents(root, membership):
         made = Cgroup(memory / name, pids / name)
         try:
@@ -128,7 +128,7 @@ def _parents(root: Path, membership: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_CGROUP_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_S:
                 folder.rmdir()
@@ -214,7 +214,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _box_sweep() -> None:
     """Remove the boxes of programs of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_BOX_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
             # Others may write to the folder of temporary files: what is theirs is left alone.
