@@ -11,7 +11,6 @@ registry finds what is left.
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -48,6 +47,7 @@ from rookery.fleet.servers.settings import (
     num_replicas,
 )
 from rookery.fleet.vllm_plugin.guard import STOP_S, group_members, kill_group, signal_group
+from rookery.runtime.file_lock import FileLock
 
 __all__ = [
     "LaunchProgress",
@@ -72,10 +72,10 @@ class Reservation:
     """A port that stays ours until it is released."""
 
     port: int
-    descriptor: int
+    lock: FileLock
 
     def release(self) -> None:
-        os.close(self.descriptor)
+        self.lock.close()
 
 
 def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
@@ -84,15 +84,11 @@ def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
     for port in range(first, max(first, LAST_PORT) + 1):
         with boundary(FleetError, f"Reserving a port in {folder}", foreign=(OSError,)):
             folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            continue
-        if is_free(host, port):
-            return Reservation(port, descriptor)
-        os.close(descriptor)
+            lock = FileLock(folder / str(port))
+            is_ours = lock.take()
+        if is_ours and is_free(host, port):
+            return Reservation(port, lock)
+        lock.close()
     raise FleetError(
         f"No port from {first} to {max(first, LAST_PORT)} is free on {host}: stop what listens "
         "there, or set launch.port to the start of a free range."
