@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rookery.errors import FleetError, boundary
-from rookery.fleet.vllm_plugin.guard import kill_group, process_start, signal_group
 from rookery.model_names import cache_folder
 from rookery.runtime.file_lock import FileLock
+from rookery.runtime.guard import kill_group, process_start, signal_group
 
 __all__ = [
     "FoundRegistry",
