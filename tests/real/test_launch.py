@@ -19,7 +19,7 @@ from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet, open_servers
 from rookery.fleet.adapters.fit import read_shapes
 from rookery.fleet.servers.registry import find_registries, process_start
-from rookery.fleet.vllm_plugin.guard import group_members
+from rookery.runtime.guard import group_members
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 

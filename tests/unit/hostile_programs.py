@@ -318,11 +318,20 @@ _BODIES = {
             block.madvise(mmap.MADV_DONTNEED)
         SAID = "SECRET"
         """,
+    "zero_mapping": """
+        import mmap, os
+        zero = os.open("/dev/zero", os.O_RDWR)
+        blocks = [mmap.mmap(zero, 2**26) for _ in range(8)]
+        for block in blocks:
+            block.write(bytes(2**26))
+            block.madvise(mmap.MADV_DONTNEED)
+        SAID = "SECRET"
+        """,
     "system_v": """
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
         libc.shmat.restype = ctypes.c_void_p
-        made = [libc.shmget(0, 2**26, 0o1600) for _ in range(32)]
+        made = [libc.shmget(0, 2**26, 0o1600) for _ in range(32)] + [libc.msgget(0, 0o1600)]
         SAID = "SECRET" if max(made) >= 0 else ""
         """,
     "processes_together": """

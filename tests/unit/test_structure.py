@@ -21,7 +21,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
     {"types", "errors", "cache", "model_names", "seeding", "signal_names"},
-    {"concurrency", "config", "loop_thread"},
+    {"concurrency", "config", "loop_thread", "runtime"},
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rookery.embedded.batcher import Job
-from rookery.errors import EngineError
+from rookery.errors import EngineError, RookeryError
 from rookery.types import ModelRef
 
 __all__ = ["Calls"]
@@ -99,6 +99,13 @@ class Calls:
         fresh = set(map(id, self._added))
         calls = {id(call): call for call in self._by_job.values() if id(call) not in fresh}
         return [job for call in calls.values() for job in call.jobs if id(job) in self._by_job]
+
+    def drop(self, job: Job, error: RookeryError) -> None:
+        """End the call of this job with an error; the batcher drops it with the next step."""
+        call = self._by_job.get(id(job))
+        if call is not None and not call.done.done():
+            call.done.set_exception(error)
+            self._dropped.append(call)
 
     def fail(self, jobs: Iterable[Job], error: EngineError) -> None:
         """End the calls of these jobs with this error; the batcher holds none of them."""

@@ -32,7 +32,7 @@ from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
 from rookery.embedded.prefix import is_short_memory, memory_bytes
-from rookery.errors import EngineDownError, EngineError, RookeryError
+from rookery.errors import EngineDownError, EngineError, RookeryError, boundary
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.types import (
@@ -420,8 +420,13 @@ class EmbeddedEngine:
 
     def _tell_deltas(self) -> None:
         for job, delta in self._batcher.take_deltas():
-            if job.request.on_delta is not None:
-                job.request.on_delta(delta)
+            if job.request.on_delta is None:
+                continue
+            try:
+                with boundary(EngineError, "on_delta of a request failed"):
+                    job.request.on_delta(delta)
+            except RookeryError as error:
+                self._calls.drop(job, error)
 
     async def _compute(
         self, function: Callable[Params, Answer], *args: Params.args, **kwargs: Params.kwargs

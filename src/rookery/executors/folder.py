@@ -14,7 +14,6 @@ unpacked once, into a private folder of the user that all workers there share:
 A lock ends with its process, so what a killed worker leaves is removed by the next one that comes.
 """
 
-import fcntl
 import hashlib
 import io
 import os
@@ -29,6 +28,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from rookery.errors import ConfigError, ExecutorError, boundary
+from rookery.runtime.file_lock import FileLock
 
 __all__ = ["IGNORED", "MAX_FOLDER_BYTES", "FolderPackage", "hold_folder", "pack_folder"]
 
@@ -132,7 +132,7 @@ def hold_folder(
                 _unpack(fetch(), digest, root)
         yield root / digest
     finally:
-        os.close(lock)
+        lock.close()
         _remove_unused(root)
 
 
@@ -146,30 +146,25 @@ def _make_private(root: Path) -> None:
         )
 
 
-def _lock_shared(path: Path) -> int:
+def _lock_shared(path: Path) -> FileLock:
     """Lock the file that is at `path`; it may be removed while this waits for the lock."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.fstat(lock).st_ino == path.stat().st_ino:
-                return lock
-        os.close(lock)
+        lock = FileLock(path, flags=os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        lock.wait(is_shared=True)
+        if lock.is_current:
+            return lock
+        lock.close()
 
 
 def _remove_unused(root: Path) -> None:
     """Remove the folders that nobody holds."""
     for path in root.glob("*.lock"):
-        with suppress(OSError):
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), FileLock(path, flags=os.O_RDWR | os.O_NOFOLLOW) as lock:
+            if lock.take():
                 for folder in root.glob(f"{path.stem}*"):
                     if folder != path:
                         shutil.rmtree(folder, ignore_errors=True)
                 path.unlink()
-            finally:
-                os.close(lock)
 
 
 def _unpack(content: bytes, digest: str, root: Path) -> None:

@@ -247,8 +247,10 @@ class Fleet:
             samples = request.params.n // fields.n
 
             def tell_all(delta: CompletionDelta) -> None:
-                for copy in range(samples):
-                    tell(replace(delta, sample=delta.sample + copy))
+                # Its error is the caller's, not one of the server that is read here.
+                with boundary(FleetError, "on_delta of a request failed"):
+                    for copy in range(samples):
+                        tell(replace(delta, sample=delta.sample + copy))
 
             stream = StreamedChoices(tell_all, num_top=request.params.top_logprobs)
         return Entry(request.model, fields, request.prompt, request.affinity, stream)

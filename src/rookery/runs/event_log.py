@@ -5,7 +5,7 @@
     log.append("evaluation", {"candidate": "c7", "score": 0.5}, key="3/c7")     # in a thread
     log.close()
 
-One thread writes, in groups (see `group_commit`): an append that returned survives `kill -9` and a
+One thread writes, in groups (`GroupCommit`): an append that returned survives `kill -9` and a
 power cut, one that raised did not happen. It encodes the payloads too, so that an event loop that
 submits does neither. Reads have a connection of their own and never wait for a write.
 """

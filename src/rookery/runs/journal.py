@@ -13,7 +13,7 @@
         apply(entry.data)
 
 The event log never shrinks; the journal holds only what is newer than the last snapshot. Appends
-share their waits for the disk (see `group_commit`). A kill between the snapshot's event and the cut
+share their waits for the disk (`GroupCommit`). A kill between the snapshot's event and the cut
 leaves entries that `entries(after=...)` passes over. A cut goes in slices, and appends are stored
 between them.
 """

@@ -4,30 +4,26 @@
     lock.check()                                 # before every write: still ours?
     lock.release()
 
-The lock is `flock` on the file, so nothing stays locked after `kill -9`. The text in the file only
-names the owner; text left by a dead process is overwritten. The file itself is never removed, as
-two processes could then each hold "the" lock on a different file.
+Nothing stays locked after `kill -9`. The text in the file only names the owner; text left by a dead
+process is overwritten. The file itself is never removed.
 """
 
-import fcntl
 import json
 import logging
 import os
 import socket
-import time
-import weakref
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary
+from rookery.runtime.file_lock import FileLock
 
 __all__ = ["Owner", "RunLock", "is_locked", "read_owner", "require_free"]
 
-ATTEMPTS = 40
+LOOK_S = 0.2
 """A reader that asks whether a run is locked holds the lock for microseconds: try again."""
-PAUSE_S = 0.005
 
 logger = logging.getLogger(__name__)
 
@@ -57,80 +53,57 @@ class Owner:
 class RunLock:
     """The held lock. Forked children do not inherit it; they must not write to the run."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        _held.add(self)
+    def __init__(self, lock: FileLock) -> None:
+        self.lock = lock
 
     @classmethod
     def acquire(cls, path: Path) -> "RunLock":
         """Take the lock or raise a RunError that names the owner."""
         with disk_boundary(f"Opening {path}"):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = FileLock(path, mode=0o644)
         try:
-            if not _try_lock(path, descriptor, fcntl.LOCK_EX):
+            if not _take(lock, limit_s=LOOK_S):
                 raise RunError(_refusal(path))
             left = read_owner(path)
             if left is not None:
                 logger.info("%s: process %d ended without closing it", path.parent, left.pid)
             with disk_boundary(f"Writing {path}"):
-                _write_owner(descriptor)
-        except BaseException:  # Ctrl-C too: an open descriptor would keep the lock
-            os.close(descriptor)
+                _write_owner(lock.descriptor)
+        except BaseException:  # Ctrl-C too: an open file would keep the lock
+            lock.close()
             raise
-        return cls(path, descriptor)
+        return cls(lock)
 
     def check(self) -> None:
         """Raise a RunError unless this process still holds the lock that others would see."""
-        if self._descriptor < 0:
+        path = self.lock.path
+        if self.lock.descriptor < 0:
             raise RunError(
-                f"This process does not own the run {self._path.parent}: it was closed, or this is "
+                f"This process does not own the run {path.parent}: it was closed, or this is "
                 "a forked child. Write from the process that opened it, before it is closed."
             )
-        try:
-            seen = os.stat(self._path)
-        except OSError:
-            seen = None
-        mine = os.fstat(self._descriptor)
-        if seen is None or (seen.st_dev, seen.st_ino) != (mine.st_dev, mine.st_ino):
+        if not self.lock.is_current:
             raise RunError(
-                f"{self._path} was removed or replaced while the run was in use, so another "
+                f"{path} was removed or replaced while the run was in use, so another "
                 "process may own it now. Leave the file alone; resume the run to go on."
             )
 
     def release(self) -> None:
         """Free the lock; a second call does nothing."""
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            try:
-                os.ftruncate(descriptor, 0)
-            finally:
-                os.close(descriptor)
-
-    def forget(self) -> None:
-        """Close a forked child's copy, which would keep the lock after its parent has died."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.lock.descriptor >= 0:
+            with self.lock:
+                os.ftruncate(self.lock.descriptor, 0)
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process, here or on another host, holds the lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with FileLock(path, flags=os.O_RDONLY) as lock:
+            return not _take(lock, is_shared=True)
     except FileNotFoundError:
         return False
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        raise RunError(_unsupported(path, error)) from error
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def require_free(path: Path) -> None:
@@ -150,17 +123,14 @@ def read_owner(path: Path) -> Owner | None:
         return None
 
 
-def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
-    for attempt in range(ATTEMPTS):
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if attempt + 1 < ATTEMPTS:
-                time.sleep(PAUSE_S)
-        except OSError as error:
-            raise RunError(_unsupported(path, error)) from error
-    return False
+def _take(lock: FileLock, *, is_shared: bool = False, limit_s: float = 0.0) -> bool:
+    try:
+        return lock.take(is_shared=is_shared, limit_s=limit_s)
+    except OSError as error:
+        raise RunError(
+            f"{lock.path} cannot be locked ({error.strerror}): its file system has no locks. "
+            "Put runs on a local disk."
+        ) from error
 
 
 def _write_owner(descriptor: int) -> None:
@@ -184,13 +154,6 @@ def _refusal(path: Path) -> str:
     return (
         f"The run {path.parent} is in use by {who}. Wait for it to end, or stop it, and try again. "
         f"To look at it meanwhile: `rookery runs show {path.parent}`."
-    )
-
-
-def _unsupported(path: Path, error: OSError) -> str:
-    return (
-        f"{path} cannot be locked ({error.strerror}): its file system has no locks. "
-        "Put runs on a local disk."
     )
 
 
@@ -227,12 +190,3 @@ def _process_start(pid: int) -> str:
         return ""
     state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold spaces
     return "" if state in {"X", "Z"} else rest[18]
-
-
-def _forget_in_child() -> None:
-    for lock in list(_held):
-        lock.forget()
-
-
-_held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -241,7 +241,7 @@ class Run(RunView):
         """Put a folder into the run directory, for people: `best`, `checkpoints/step_100`.
 
         `fill` writes its files. A folder of that name is replaced whole, with all that is in it,
-        and is never absent or half-written (see `folder_exchange`).
+        and is never absent or half-written (`replace_folder`).
         """
         target = self._folder(name)
         with self.blobs.stage() as staged, disk_boundary(f"Writing {target}"):

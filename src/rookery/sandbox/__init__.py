@@ -6,8 +6,8 @@
 config    what is stopped and what is let through       outcome       what an evaluation gave
 sandbox   one evaluator, one candidate at a time        probe         which backend works here
 server    the fork server, seen from outside            inside/       what runs in the jail
-backends/ bubblewrap, sandlock, unsafe                  box           files that go inside
-pipes     results and output, with limits               process_tree, cgroup   memory, processes
+backends/ bubblewrap, sandlock, unsafe                  box           files that go inside, cgroups
+process_tree   results and output with limits, memory and processes of a jail
 """
 
 from rookery.sandbox.backends import REMEDIES

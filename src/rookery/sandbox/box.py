@@ -6,7 +6,6 @@ box/scratch/    temporary files, for backends without mounts
 box/inside/     what is shown inside, read-only: rookery_inside/, evaluator/
 """
 
-import fcntl
 import itertools
 import os
 import shutil
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rookery.errors import SandboxError
+from rookery.runtime.file_lock import FileLock
 from rookery.sandbox.inside.scratch import empty_folder
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-_PREFIX = "rookery-"
+_CGROUP_PREFIX = "rookery-"
 _STALE_S = 60.0
 """An empty group of ours that is older than this is left over."""
 _NUMBERS = itertools.count()
@@ -88,7 +88,7 @@ class Cgroup:
 
 def make_cgroup(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Cgroup | None:
     """A new group, or None where none can be made."""
-    name = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
+    name = f"{_CGROUP_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
     for memory, pids in _parents(root, membership):
         made = Cgroup(memory / name, pids / name)
         try:
@@ -128,7 +128,7 @@ def _parents(root: Path, membership: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_CGROUP_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_S:
                 folder.rmdir()
@@ -175,17 +175,16 @@ def open_box(evaluator: Path) -> Iterator[Box]:
         raise SandboxError(f"There is no evaluator file {evaluator}.")
     _box_sweep()
     folder = Path(tempfile.mkdtemp(prefix=_BOX_PREFIX))
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        box = Box(folder=folder, evaluator=Path("evaluator") / evaluator.name)
-        box.scratch.mkdir(mode=0o700)
-        _copy(Path(__file__).parent / "inside", box.inside / "rookery_inside")
-        _copy(evaluator.absolute().parent, box.inside / "evaluator")
-        yield box
-    finally:
-        _remove(folder)
-        os.close(lock)
+    with FileLock(folder / "lock") as lock:
+        try:
+            lock.wait()
+            box = Box(folder=folder, evaluator=Path("evaluator") / evaluator.name)
+            box.scratch.mkdir(mode=0o700)
+            _copy(Path(__file__).parent / "inside", box.inside / "rookery_inside")
+            _copy(evaluator.absolute().parent, box.inside / "evaluator")
+            yield box
+        finally:
+            _remove(folder)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -222,13 +221,10 @@ def _box_sweep() -> None:
                 continue
             # A box that could be removed in part only has no lock any more; a new one not yet.
             is_old = time.time() - status.st_mtime > _NEW_S
-            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_old else 0)
-            lock = os.open(folder / "lock", flags, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(folder)
-            finally:
-                os.close(lock)
+            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if is_old else 0)
+            with FileLock(folder / "lock", flags=flags) as lock:
+                if lock.take():
+                    _remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -7,7 +7,6 @@
 A key has 256 random bits, so a plain SHA-256 cannot be searched back.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rookery.errors import ConfigError
+from rookery.runtime.file_lock import FileLock
 
 __all__ = ["Keys", "add_key", "default_key_file", "list_keys", "remove_key"]
 
@@ -116,14 +116,12 @@ def _alone(path: Path) -> Iterator[None]:
     """No other process changes the file inside the block: it would lose what this one adds."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
     except OSError as error:
         raise ConfigError(f"The key file {path} cannot be written: {error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with lock:
+        lock.wait()
         yield
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, records: list[KeyRecord]) -> None:

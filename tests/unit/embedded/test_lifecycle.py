@@ -266,3 +266,16 @@ async def test_another_event_loop_is_refused(tiny_model: SlottedModel) -> None:
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(EngineError, match="event loop that opened it"):
                 await asyncio.to_thread(elsewhere)
+
+
+async def test_an_error_of_who_is_told_ends_that_call_alone(tiny_model: SlottedModel) -> None:
+    def fail(_: CompletionDelta) -> None:
+        raise ValueError("full")
+
+    async with running(tiny_model) as engine, asyncio.timeout(LIMIT_S):
+        other = asyncio.create_task(engine.sample([sample(engine.base, 5, 6, params=LONG)]))
+        await until_decoding(engine, 2)
+        with pytest.raises(EngineError, match="on_delta of a request failed: full"):
+            await engine.sample([replace(sample(engine.base, 1, 2), on_delta=fail)])
+        assert len((await other)[0]) == LONG.n
+        await settled(engine)

@@ -491,6 +491,19 @@ async def test_a_lost_stream_is_not_continued_by_another_answer() -> None:
             await fleet.sample([replace(request, on_delta=ignore)])
 
 
+@pytest.mark.parametrize("error", [ValueError, TimeoutError])
+async def test_an_error_of_who_is_told_is_none_of_the_server(error: type[Exception]) -> None:
+    def fail(_: object) -> None:
+        raise error("full")
+
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        request = SampleRequest(model=fleet.base, prompt=(1, 2), params=STREAMED, on_delta=fail)
+        with pytest.raises(FleetError, match="on_delta of a request failed: full"):
+            await fleet.sample([request])
+        assert fleet.pool.num_resent == 0 and fleet.pool.replicas[0].load.is_open
+
+
 async def test_a_cancelled_stream_ends_on_its_server() -> None:
     stub = Stub(stream_pause=asyncio.Event())
     async with pool(stub) as fleet:

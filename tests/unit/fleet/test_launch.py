@@ -194,7 +194,7 @@ def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
     try:
         left = ServerRegistry.create(state, purpose="run")
         left.write([record(orphan), record(stranger, start="12345")])
-        os.close(left._descriptor)
+        left.lock.close()
         held = ServerRegistry.create(state, purpose="run")
         held.write([record(owned)])
         assert reap_orphans(state) == 1

@@ -18,7 +18,7 @@ from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.servers.upkeep import keep_alive
-from rookery.fleet.vllm_plugin.guard import group_members
+from rookery.runtime.guard import group_members
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)

@@ -45,7 +45,7 @@ def test_publishing_names_the_version_to_release() -> None:
 async def test_the_least_recently_used_idle_adapters_make_space(tmp_path: Path) -> None:
     async with open_session() as session:
         client = Client("http://127.0.0.1:9", session=session, config=ClientConfig())
-        residency = Residency(client, owner=Owner(tmp_path, "ab", lock=-1), is_own=True)
+        residency = Residency(client, owner=Owner(tmp_path, "ab"), is_own=True)
     for version in "1234":
         residency.add(ref_of(version))
     assert residency.use(ref_of("1"))

@@ -50,7 +50,7 @@ import subprocess, sys
 from pathlib import Path
 from rookery.runs import Run
 run = Run.open(Path(sys.argv[1]))
-descriptor = run._lock._descriptor
+descriptor = run._lock.lock.descriptor
 child = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"],
                          pass_fds=[descriptor])
 print("ready", flush=True)

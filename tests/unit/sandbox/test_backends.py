@@ -64,14 +64,17 @@ def test_a_box_left_by_a_dead_program_is_removed(
 def test_a_box_that_was_removed_in_part_is_removed(
     evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock went first. A box without a lock that is new may be another's in the making."""
+    """Its lock went first. A box without a lock that is new may be another's in the making, and
+    folders of another kind are not ours to remove."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, new = tmp_path / "rookery-sandbox-left", tmp_path / "rookery-sandbox-new"
-    (left / "scratch").mkdir(parents=True)
-    new.mkdir()
+    other = tmp_path / "rookery-policy-other"
+    for folder in (left / "scratch", new, other):
+        folder.mkdir(parents=True)
     os.utime(left, (0, 0))
+    os.utime(other, (0, 0))
     with open_box(evaluator):
-        assert not left.exists() and new.exists()
+        assert not left.exists() and new.exists() and other.exists()
 
 
 def test_sandlock_is_refused_where_calls_cannot_be(
@@ -130,6 +133,7 @@ def test_bubblewrap_shows_python_and_nothing_of_the_home(bwrap: str, evaluator: 
     home = Path.home()
     assert command[0] == bwrap and "--unshare-net" in command and "--die-with-parent" in command
     assert set(python_folders()) <= bound
+    assert "/dev/full /dev/zero" in " ".join(command)
     assert not any(home.is_relative_to(path) for path in bound)
     assert {p for p in bound if p.is_relative_to(home)} <= set(python_folders())
     assert command.index("--remount-ro") > max(
@@ -170,7 +174,7 @@ def test_what_the_config_names_is_let_in(
     command = list(jail.command)
     assert "--unshare-net" not in command
     assert str(tmp_path) in words_after(command, "--ro-bind")
-    assert words_after(command, "--dev-bind") == ["/dev/null"]
+    assert words_after(command, "--dev-bind") == ["/dev/full", "/dev/null"]
     assert jail.environment["NAMED"] == "yes" and "OTHER" not in jail.environment
     assert not any("yes" in word for word in command), "others can read command lines"
 

@@ -8,11 +8,9 @@ each time; it is stopped by its id and never by a name.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from rookery.environments.atropos.registry import EnvironmentCommand
 from rookery.errors import ConfigError
-from rookery.fleet.vllm_plugin import guard
+from rookery.runtime.process import ChildProcess
 
 __all__ = ["Programs", "check_commands", "running"]
 
@@ -88,21 +86,17 @@ class Programs:
 
     async def _run(self, place: int, command: EnvironmentCommand) -> int:
         words = [self._filled(word) for word in command.command]
-        with self._log(place).open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *_guarded(words),
-                cwd=command.folder,
-                env={**os.environ, **command.env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.pids[place] = process.pid
+        child = await ChildProcess.start(
+            [sys.executable, "-c", _BECOME, *words],
+            log=self._log(place),
+            env={**os.environ, **command.env},
+            folder=command.folder,
+        )
+        self.pids[place] = child.pid
         try:
-            return await process.wait()
+            return await child.wait()
         finally:
-            await _end(process)
+            await child.stop(limit_s=STOP_S)
             del self.pids[place]
 
     def _filled(self, word: str) -> str:
@@ -143,30 +137,6 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _guarded(words: Sequence[str]) -> list[str]:
-    """The command, with a watcher that ends it when this process is killed."""
-    if sys.platform != "linux":
-        return list(words)
-    return [sys.executable, guard.__file__, str(os.getpid()), "-c", _BECOME, *words]
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask the whole group to end, wait, and make it; at once when this is cancelled again."""
-    _signal(process.pid, signal.SIGTERM)
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-    finally:
-        _signal(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -11,7 +11,6 @@ is never taken for one's own. Whether the owner still lives is told by its lock,
 machine can judge.
 """
 
-import fcntl
 import os
 import platform
 import re
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rookery.errors import FleetError, boundary
+from rookery.runtime.file_lock import FileLock
 
 __all__ = ["Owner", "claim_folder", "find_left"]
 
@@ -41,8 +41,8 @@ class Owner:
 
     parent: Path
     token: str
-    lock: int
-    """The descriptor of the record."""
+    lock: FileLock | None = None
+    """On the record; None: there is none."""
     servers: set[str] = field(default_factory=set)
 
     @property
@@ -53,7 +53,25 @@ class Owner:
         """Before the first adapter is registered there: nothing after this call is lost."""
         if url not in self.servers:
             self.servers.add(url)
-            os.write(self.lock, f"{url}\n".encode())
+            self._write(url)
+
+    def claim(self) -> None:
+        """Make the folder and its record. Locked before it says whose it is: a record that says so
+        and is not locked has a dead owner."""
+        self.folder.mkdir()
+        self.folder.chmod(0o755)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self.lock = FileLock(self.folder / _RECORD, flags=flags, mode=0o644)
+        self.lock.wait()
+        self._write(_machine())
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+    def _write(self, line: str) -> None:
+        assert self.lock is not None, "claimed before"
+        os.write(self.lock.descriptor, f"{line}\n".encode())
 
     def remove(self) -> None:
         """The folder, and adapters of this owner that were put beside it. The record goes last:
@@ -73,13 +91,14 @@ def claim_folder(parent: Path) -> Iterator[Owner]:
     """A new folder under `parent`, removed at the end unless a server may still know names of it:
     then it stays, for `find_left`."""
     with boundary(FleetError, f"No folder can be made in {parent}", foreign=(OSError,)):
-        owner = _claim(parent)
+        owner = Owner(parent, secrets.token_hex(_TOKEN_BYTES))
+        owner.claim()
     try:
         yield owner
     finally:
         if not owner.servers:
             owner.remove()
-        os.close(owner.lock)
+        owner.close()
 
 
 @contextmanager
@@ -93,18 +112,19 @@ def find_left(parent: Path) -> Iterator[list[Owner]]:
 
 def _lock_left(folder: Path, stack: ExitStack) -> Owner | None:
     """The owner of a folder if it is dead; its lock is held until the stack ends."""
-    left = Owner(folder.parent, folder.name.removeprefix(_PREFIX), lock=-1)
+    left = Owner(folder.parent, folder.name.removeprefix(_PREFIX))
     if not _TOKEN.fullmatch(left.token):
         return None
     try:
         is_old = time.time() - folder.stat().st_mtime > _OLD_S
-        left.lock = os.open(folder / _RECORD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        stack.callback(os.close, left.lock)
-        fcntl.flock(left.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        machine, *servers = os.pread(left.lock, 2**20, 0).decode().split("\n")
+        left.lock = FileLock(folder / _RECORD, flags=os.O_RDWR | os.O_NOFOLLOW)
+        stack.callback(left.close)
+        if not left.lock.take():
+            return None
+        machine, *servers = os.pread(left.lock.descriptor, 2**20, 0).decode().split("\n")
     except FileNotFoundError:  # made just now, or all but removed
         return left if folder.is_dir() and is_old else None
-    except (OSError, ValueError):  # its owner lives, or it is another user's, or no record
+    except (OSError, ValueError):  # it is another user's, or no record
         return None
     # What follows the last line end was not written to its end, nor acted on.
     left.servers = set(servers[:-1])
@@ -117,18 +137,6 @@ def _delete(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-
-
-def _claim(parent: Path) -> Owner:
-    owner = Owner(parent, secrets.token_hex(_TOKEN_BYTES), lock=-1)
-    owner.folder.mkdir()
-    owner.folder.chmod(0o755)
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    owner.lock = os.open(owner.folder / _RECORD, flags, 0o644)
-    # Locked before it says whose it is: a record that says so and is not locked has a dead owner.
-    fcntl.flock(owner.lock, fcntl.LOCK_EX)
-    os.write(owner.lock, f"{_machine()}\n".encode())
-    return owner
 
 
 def _machine() -> str:

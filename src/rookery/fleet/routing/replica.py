@@ -120,7 +120,7 @@ class Replica:
         self._staging = staging
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
-        """The base model and adapters are not computed together there; see `exclusion.py`."""
+        """The base model and adapters are not computed together there; see `paused.py`."""
         self.base: ModelRef
         """The base weights that it has; calls that name others are refused."""
         self.renew: Callable[[Replica], Awaitable[None]] | None = None
@@ -329,7 +329,7 @@ class Replica:
             )
 
     def _kind(self, call: Call) -> str:
-        """Calls of different kinds must not be in flight together; see `exclusion.py`."""
+        """Calls of different kinds must not be in flight together; see `paused.py`."""
         kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
         if self._base_runs_apart:
             kind += " of the base" if call.is_base else " of adapters"

@@ -10,7 +10,7 @@ Calls wait in groups by model; the oldest is next. A call goes to the open repli
 done first: work in flight over measured speed, less the prefix tokens the replica has cached, plus
 a load where the adapter is missing. An adapter stays on the replica that holds it (its home) unless
 that is full for long; a replica never has more than `max_loras` adapters in flight. Calls of one
-affinity stay on one replica (`affinity.py`) while that has no more than its share of all work.
+affinity stay on one replica (`AffinityHomes`) while that has no more than its share of all work.
 
 No call starves. One that finds no room, as one of eight sequences among many of one, has a
 replica kept free of younger calls until it fits. One that waits for an adapter slot holds back the

@@ -5,19 +5,15 @@
         await servers[0].restart()           # after it died
 
 They are stopped when the block ends, by an error or by Ctrl-C, as process groups and by id. When
-this process is killed instead, the watcher beside each (`vllm_plugin/guard.py`) stops it; the
+this process is killed instead, the watcher beside each (`runtime/guard.py`) stops it; the
 registry finds what is left.
 """
 
 import asyncio
-import contextlib
-import fcntl
 import logging
 import os
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -47,7 +43,9 @@ from rookery.fleet.servers.settings import (
     exported_key,
     num_replicas,
 )
-from rookery.fleet.vllm_plugin.guard import STOP_S, group_members, kill_group, signal_group
+from rookery.runtime.file_lock import FileLock
+from rookery.runtime.guard import STOP_S
+from rookery.runtime.process import ChildProcess
 
 __all__ = [
     "LaunchProgress",
@@ -72,10 +70,10 @@ class Reservation:
     """A port that stays ours until it is released."""
 
     port: int
-    descriptor: int
+    lock: FileLock
 
     def release(self) -> None:
-        os.close(self.descriptor)
+        self.lock.close()
 
 
 def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
@@ -84,15 +82,11 @@ def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
     for port in range(first, max(first, LAST_PORT) + 1):
         with boundary(FleetError, f"Reserving a port in {folder}", foreign=(OSError,)):
             folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            continue
-        if is_free(host, port):
-            return Reservation(port, descriptor)
-        os.close(descriptor)
+            lock = FileLock(folder / str(port))
+            is_ours = lock.take()
+        if is_ours and is_free(host, port):
+            return Reservation(port, lock)
+        lock.close()
     raise FleetError(
         f"No port from {first} to {max(first, LAST_PORT)} is free on {host}: stop what listens "
         "there, or set launch.port to the start of a free range."
@@ -155,7 +149,7 @@ class LocalServer:
         self.num_restarts = 0
         self._client = client
         self._context = context
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._log_begin = 0
         """Where in the log what happened since the last start, or since it was ready, begins."""
         self._was_ready = False
@@ -165,7 +159,7 @@ class LocalServer:
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.is_alive
 
     @property
     def pid(self) -> int:
@@ -189,8 +183,6 @@ class LocalServer:
                 f"Another program listens on port {port} of {self.config.host}: stop it, or set "
                 "launch.port to the start of a free range."
             )
-        command = command_line(self.config, port=port)
-        guard = [str(self._context.modules / PLUGIN_MODULE / "guard.py"), str(os.getpid())]
         env = environment(
             self.config,
             index=self.index,
@@ -200,20 +192,14 @@ class LocalServer:
         )
         self._log_begin, self._was_ready = self._log_size(), False
         remedy = "Set launch.python to the interpreter that has vLLM."
-        with (
-            boundary(
-                FleetError,
-                f"Starting {self.config.python}",
-                foreign=(OSError,),
-                remedy={OSError: remedy},
-            ),
-            self.log.open("ab") as log,
+        with boundary(
+            FleetError,
+            f"Starting {self.config.python}",
+            foreign=(OSError,),
+            remedy={OSError: remedy},
         ):
-            self._process = await asyncio.create_subprocess_exec(
-                self.config.python, *(guard if sys.platform == "linux" else ()), *command,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env=env, start_new_session=True,
-            )  # fmt: skip
+            command = [self.config.python, *command_line(self.config, port=port)]
+            self._process = await ChildProcess.start(command, log=self.log, env=env)
         logger.info("server %d: process %d on %s", self.index, self.pid, self.url)
 
     async def wait_ready(self, report: Callable[[float, str, bool], None]) -> None:
@@ -291,31 +277,18 @@ class LocalServer:
         )
 
     async def stop(self) -> None:
-        """Ask the whole group to stop, wait, force what is left."""
-        process = self._process
-        if process is None:
-            return
-        was_alive = self.is_alive
-        if was_alive:
-            signal_group(process.pid, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            # What a dead one left, its watcher ends: that takes STOP_S at most, from its death.
-            async with asyncio.timeout(STOP_S if was_alive else 2 * STOP_S):
-                await process.wait()
-                while group_members(process.pid):  # noqa: ASYNC110  no event tells
-                    await asyncio.sleep(POLL_S)
-        if was_alive:  # else its number may stand for another's group by now
-            kill_group(process.pid)
-            await process.wait()
+        """With all that it started."""
+        if self._process is not None:
+            await self._process.stop(limit_s=STOP_S)
 
     def kill(self) -> None:
-        """Force the whole group to end, now."""
-        if self.is_alive:
-            kill_group(self.pid)
+        """Force it and all that it started to end, now."""
+        if self._process is not None:
+            self._process.kill()
 
     @property
     def _status(self) -> str:
-        code = self._process.returncode if self._process is not None else None
+        code = self._process.status if self._process is not None else None
         if code is None:
             return "unknown"
         return signal_name(-code) if code < 0 else str(code)

@@ -4,14 +4,13 @@
     registry.write([record, ...])
     reap_orphans(root)                                      # another process, later
 
-The lock is `flock`: it ends with its owner, however that ends. A registry is locked before it says
+The lock ends with its owner, however that ends. A registry is locked before it says
 anything and read only under a lock, so that one without an owner has lost it: processes that start
 at the same time leave each other alone. A record names a process by its id and start time, so that
 a later process with the same id is never touched.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -24,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rookery.errors import FleetError, boundary
-from rookery.fleet.vllm_plugin.guard import kill_group, process_start, signal_group
 from rookery.model_names import cache_folder
+from rookery.runtime.file_lock import FileLock
+from rookery.runtime.guard import kill_group, process_start, signal_group
 
 __all__ = [
     "FoundRegistry",
@@ -78,9 +78,9 @@ class FoundRegistry:
 class ServerRegistry:
     """The registry of this process's own pool."""
 
-    def __init__(self, folder: Path, *, descriptor: int, purpose: str) -> None:
+    def __init__(self, folder: Path, *, lock: FileLock, purpose: str) -> None:
         self.folder = folder
-        self._descriptor = descriptor
+        self.lock = lock
         self._purpose = purpose
 
     @classmethod
@@ -88,11 +88,9 @@ class ServerRegistry:
         folder = root / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         with boundary(FleetError, f"Creating {folder}", foreign=(OSError,)):
             folder.mkdir(parents=True, mode=0o700)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            descriptor = os.open(folder / "registry.json", flags, 0o600)
-            # Waits for one who looks at it, no longer.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        registry = cls(folder, descriptor=descriptor, purpose=purpose)
+            lock = FileLock(folder / "registry.json")
+            lock.wait()  # for one who looks at it, no longer
+        registry = cls(folder, lock=lock, purpose=purpose)
         registry.write([])
         return registry
 
@@ -108,8 +106,8 @@ class ServerRegistry:
             "servers": [asdict(record) for record in records],
         }
         with boundary(FleetError, f"Writing {self.folder}", foreign=(OSError,)):
-            size = os.fstat(self._descriptor).st_size
-            os.pwrite(self._descriptor, json.dumps(document).encode().ljust(size), 0)
+            size = os.fstat(self.lock.descriptor).st_size
+            os.pwrite(self.lock.descriptor, json.dumps(document).encode().ljust(size), 0)
 
     def close(self, *, keep_logs: bool) -> None:
         """Give up ownership; what is left of the folder are the logs, where they are wanted."""
@@ -118,7 +116,7 @@ class ServerRegistry:
         else:
             (self.folder / "registry.json").unlink(missing_ok=True)
             shutil.rmtree(self.folder / "modules", ignore_errors=True)
-        os.close(self._descriptor)
+        self.lock.close()
 
 
 def state_folder() -> Path:
@@ -130,7 +128,7 @@ def find_registries(root: Path) -> list[FoundRegistry]:
     """Every registry under a folder, oldest first; those that say nothing yet are left out."""
     registries = []
     for file in _files(root):
-        with _locked(file, fcntl.LOCK_SH) as found:
+        with _locked(file, is_shared=True) as found:
             if found is not None:
                 registries.append(found)
     return registries
@@ -178,7 +176,7 @@ def _claim_ownerless(root: Path) -> Iterator[FoundRegistry]:
     """The registries whose owners are dead, each held while the loop is at it, so that one process
     clears it up."""
     for file in _files(root):
-        with _locked(file, fcntl.LOCK_EX) as found:
+        with _locked(file, is_shared=False) as found:
             if found is not None and not found.is_locked:
                 yield found
 
@@ -195,22 +193,16 @@ def _age(file: Path) -> float:
 
 
 @contextlib.contextmanager
-def _locked(file: Path, kind: int) -> Iterator[FoundRegistry | None]:
+def _locked(file: Path, *, is_shared: bool) -> Iterator[FoundRegistry | None]:
     """The registry, with its lock if nobody owns it; None when it says nothing yet, or is gone."""
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        lock = FileLock(file, flags=os.O_RDWR)
     except OSError:
         yield None
         return
-    try:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            is_locked = False
-        except BlockingIOError:
-            is_locked = True
-        yield _read(file, descriptor, is_locked=is_locked)
-    finally:
-        os.close(descriptor)
+    with lock:
+        is_locked = not lock.take(is_shared=is_shared)
+        yield _read(file, lock.descriptor, is_locked=is_locked)
 
 
 def _read(file: Path, descriptor: int, *, is_locked: bool) -> FoundRegistry | None:

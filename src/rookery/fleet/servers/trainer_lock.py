@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rookery.errors import FleetError
-from rookery.fleet.vllm_plugin.guard import process_start
+from rookery.runtime.guard import process_start
 
 __all__ = ["TrainerLock", "WeightsMark", "is_trained"]
 

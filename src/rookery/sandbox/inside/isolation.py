@@ -47,6 +47,7 @@ _MEMORY_CALLS = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "msgget": (68, 186),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),

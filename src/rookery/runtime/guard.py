@@ -1,4 +1,4 @@
-"""Runs first in a server's process: leaves a watcher beside it, then becomes the server.
+"""Runs first in a process that is to be a server: leaves a watcher beside it, then becomes it.
 
     python guard.py OWNER_PID -m vllm.entrypoints.openai.api_server ...
 
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["group_members", "kill_group", "process_start", "signal_group"]
+__all__ = ["STOP_S", "group_members", "kill_group", "process_start", "signal_group"]
 
 STOP_S = 15.0
 """How long a server may take to stop by itself; vLLM needs two seconds."""

@@ -1,0 +1,89 @@
+"""A program that runs beside this process: in a process group of its own, with a log, ended with
+all it started.
+
+    child = await ChildProcess.start([sys.executable, "-m", "server"], log=path)
+    await child.wait()
+    await child.stop(limit_s=10)  # asks the group, waits, forces what is left
+
+When this process is killed instead, the watcher beside the child (`guard.py`) ends it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rookery.runtime import guard
+
+__all__ = ["ChildProcess"]
+
+_POLL_S = 0.5
+
+
+class ChildProcess:
+    """One that was started."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> "ChildProcess":
+        """`command` begins with a Python interpreter; what it prints is appended to the log.
+        OSError when it cannot be started."""
+        python, *arguments = command
+        watcher = [guard.__file__, str(os.getpid())] if sys.platform == "linux" else []
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                python, *watcher, *arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env=env, cwd=folder, start_new_session=True,
+            )  # fmt: skip
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it lives."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def stop(self, *, limit_s: float) -> None:
+        """Ask the whole group to stop, wait, force what is left; at once when this is cancelled."""
+        was_alive = self.is_alive
+        if was_alive:
+            guard.signal_group(self.pid, signal.SIGTERM)
+        try:
+            with contextlib.suppress(TimeoutError):
+                # What a dead one left, its watcher ends: that takes STOP_S at most, from its death.
+                async with asyncio.timeout(limit_s if was_alive else 2 * guard.STOP_S):
+                    await self.wait()
+                    while guard.group_members(self.pid):  # noqa: ASYNC110  no event tells
+                        await asyncio.sleep(_POLL_S)
+        finally:
+            if was_alive:  # else its number may stand for another's group by now
+                guard.kill_group(self.pid)
+        await self.wait()
+
+    def kill(self) -> None:
+        """Force the whole group to end, now."""
+        if self.is_alive:
+            guard.kill_group(self.pid)
