@@ -437,7 +437,7 @@ _BODIES = {
     "network": """
         import socket
         SAID = ""
-        for place in (("127.0.0.1", PORT), "\\0rookery-victim"):
+        for place in (("127.0.0.1", PORT), "\\0rookery-victim-PORT"):
             family = socket.AF_INET if isinstance(place, tuple) else socket.AF_UNIX
             try:
                 with socket.socket(family) as client:
