@@ -112,6 +112,7 @@ def make_app(
         redoc_url=None,
     )
     app.state.gate = gate
+    app.state.reading = service.reading
     for module in ROUTES:
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)

@@ -142,6 +142,9 @@ class Desk:
     turns: Turns = field(default_factory=lambda: Turns(ALL))
     """Whoever computes something."""
 
+    answers: Counter[str] = field(default_factory=Counter)
+    """By tenant: bytes of answers that were written for one client, and are not read yet."""
+
     def backend(self, base_model: str) -> Backend:
         backend = self.backends.get(base_model)
         if backend is None:

@@ -2,7 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -41,8 +46,10 @@ from rookery.types import (
 )
 
 __all__ = [
+    "ANSWER_MIB",
     "Draw",
     "Drawing",
+    "Drawn",
     "Residency",
     "Samples",
     "read_draw",
@@ -142,6 +149,9 @@ class Draw:
         return len(self.prompt) * (1 + self.alternatives) + num_scored + num_drawn
 
 
+Drawn = tuple[tuple[Completion, ...], PromptScores]
+
+
 class Drawing:
     """The engines behind fair turns."""
 
@@ -153,46 +163,59 @@ class Drawing:
         self.throughput = Throughput()
         """In tokens that were asked for: answers that end early make it higher."""
 
-    async def draw(self, draw: Draw) -> tuple[tuple[Completion, ...], PromptScores]:
+    async def draw(self, draw: Draw) -> Drawn:
         """Wait for a turn, then for the engine."""
+        async with self.drawn(draw) as answer:
+            return answer
+
+    @asynccontextmanager
+    async def drawn(self, draw: Draw) -> AsyncIterator[Drawn]:
+        """The same, for who computes on inside the block: others have the turn meanwhile, and the
+        request is blamed for what happens there."""
         params, work = draw.params, self._desk.pending.get(draw.id)
-        async with (
-            self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id),
-            self._desk.computing([work] if work is not None else []),
-            self._model(draw.base_model, draw.blob) as model,
-        ):
-            engine = self._desk.backend(draw.base_model).engine
-            request = SampleRequest(
-                model=model,
-                prompt=draw.prompt,
-                params=params,
-                json_schema=draw.json_schema,
-                on_delta=draw.on_delta,
-            )
-            with self.throughput.running(draw.tokens):
-                async with task_group() as group:
-                    sampling = group.create_task(engine.sample([request]))
-                    scoring = group.create_task(self._scores(draw, model))
+        async with AsyncExitStack() as computing:
+            async with self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id):
+                works = [work] if work is not None else []
+                await computing.enter_async_context(self._desk.computing(works))
+                async with self._model(draw.base_model, draw.blob) as model:
+                    completions, scores = await self._ask(draw, model)
+            num_drawn = sum(len(completion.tokens) for completion in completions)
+            tokens = self._desk.metrics.tokens
+            tokens.labels("sampled", draw.tenant).inc(num_drawn)
+            tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
+            yield completions, scores
+
+    async def _ask(self, draw: Draw, model: ModelRef) -> Drawn:
+        engine = self._desk.backend(draw.base_model).engine
+        request = SampleRequest(
+            model=model,
+            prompt=draw.prompt,
+            params=draw.params,
+            json_schema=draw.json_schema,
+            on_delta=draw.on_delta,
+        )
+        with self.throughput.running(draw.tokens):
+            async with task_group() as group:
+                sampling = group.create_task(engine.sample([request]))
+                scoring = group.create_task(self._scores(draw, model))
         [completions], scores = sampling.result(), scoring.result()
-        num_drawn = sum(len(completion.tokens) for completion in completions)
-        tokens = self._desk.metrics.tokens
-        tokens.labels("sampled", draw.tenant).inc(num_drawn)
-        tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
         return completions, scores
 
-    async def score(self, work: Command, sampler: SamplingSession, body: ScoreBody) -> Score:
-        """Log-probabilities of given tokens, in their turn."""
+    @asynccontextmanager
+    async def scored(
+        self, work: Command, sampler: SamplingSession, body: ScoreBody
+    ) -> AsyncIterator[Score]:
+        """Log-probabilities of given tokens, in their turn; as `drawn`."""
         num_tokens = len(body.tokens)
-        async with (
-            self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id),
-            self._desk.computing([work]),
-            self._model(sampler.base_model, sampler.blob) as model,
-        ):
-            engine = self._desk.backend(sampler.base_model).engine
-            with self.throughput.running(num_tokens):
-                [score] = await engine.score([body.request(model)])
-        self._desk.metrics.tokens.labels("prompt", work.tenant).inc(num_tokens)
-        return score
+        async with AsyncExitStack() as computing:
+            async with self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id):
+                await computing.enter_async_context(self._desk.computing([work]))
+                engine = self._desk.backend(sampler.base_model).engine
+                async with self._model(sampler.base_model, sampler.blob) as model:
+                    with self.throughput.running(num_tokens):
+                        [score] = await engine.score([body.request(model)])
+            self._desk.metrics.tokens.labels("prompt", work.tenant).inc(num_tokens)
+            yield score
 
     def max_tokens(self, base_model: str, *, asked: int | None, num_prompt: int) -> int:
         """How many tokens may follow the prompt; a refusal when none may."""
@@ -371,23 +394,23 @@ class Samples:
 
     async def _draw(self, work: Command) -> Result:
         draw = read_draw(self._desk, self._drawing, work)
-        completions, scores = await self._drawing.draw(draw)
-        payload = await asyncio.to_thread(
-            encode_samples,
-            completions,
-            scores,
-            top_k=draw.params.top_logprobs,
-            has_text=draw.has_text,
-        )
+        async with self._drawing.drawn(draw) as (completions, scores):
+            payload = await asyncio.to_thread(
+                encode_samples,
+                completions,
+                scores,
+                top_k=draw.params.top_logprobs,
+                has_text=draw.has_text,
+            )
         return Result(payload, form="proto")
 
     async def _score(self, work: Command) -> Result:
         sampler = self._desk.state.sampler(work.tenant, work.owner)
         body = ScoreBody.model_validate_json(work.body)
-        score = await self._drawing.score(work, sampler, body)
-        rows = Rows(score.top_logprobs, list)
-        document = {**score_document(score), "top_logprobs": rows}
-        return Result(await asyncio.to_thread(encode, document))
+        async with self._drawing.scored(work, sampler, body) as score:
+            rows = Rows(score.top_logprobs, list)
+            document = {**score_document(score), "top_logprobs": rows}
+            return Result(await asyncio.to_thread(encode, document))
 
     async def _finish(self, work: Command, result: Result) -> None:
         """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending

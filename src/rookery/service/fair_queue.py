@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 from rookery.concurrency import run_in_thread
 
 __all__ = [
+    "READERS",
     "FairQueue",
     "Place",
     "Turns",
@@ -181,6 +182,8 @@ class FairQueue(Generic[Item]):
 
 
 Answer = TypeVar("Answer")
+READERS = 2
+"""Who read and write large bodies at a time: other threads wait for the disk."""
 
 
 class Turns:

@@ -48,6 +48,9 @@ class KeyRecord(TypedDict):
     created: str
 
 
+_FIELDS = ("name", "sha256", "created")
+
+
 def default_key_file() -> Path:
     """`$ROOKERY_KEYS`, else `rookery/keys.json` under the user's config folder."""
     own = os.environ.get("ROOKERY_KEYS")
@@ -85,12 +88,12 @@ def remove_key(path: Path, *, name: str) -> int:
 def list_keys(path: Path) -> list[KeyRecord]:
     """What is stored of the keys, in order of their making."""
     try:
-        records: list[KeyRecord] = json.loads(path.read_text())
+        document = json.loads(path.read_text())
+        return [KeyRecord(**{key: str(row[key]) for key in _FIELDS}) for row in document]  # type: ignore[typeddict-item]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"The key file {path} cannot be read: {error}") from error
-    return records
 
 
 class Keys:
@@ -112,6 +115,8 @@ class Keys:
         except FileNotFoundError:
             self._stamp, self._tenants = None, {}
             return
+        except OSError as error:
+            raise ConfigError(f"The key file {self._path} cannot be read: {error}") from error
         stamp = (status.st_mtime_ns, status.st_ino)
         if stamp != self._stamp:
             self._tenants = {record["sha256"]: record["name"] for record in list_keys(self._path)}
@@ -194,11 +199,21 @@ class Admission:
     def check_results(self, tenant: str) -> None:
         """Refuse new requests of whom does not fetch the results of earlier ones."""
         futures, most_mib = self._desk.futures, self._limits.results_mib
-        num, mib = futures.num_unfetched(tenant), futures.bytes_unfetched(tenant) / 2**20
+        num_bytes = futures.bytes_unfetched(tenant) + self._desk.answers[tenant]
+        num, mib = futures.num_unfetched(tenant), num_bytes / 2**20
         if num >= self._limits.results or mib > most_mib:
             raise _full(
                 f"{num} results of yours, {mib:.0f} MiB, were not fetched; at most "
                 f"{self._limits.results} and {most_mib:g} MiB are kept: fetch them."
+            )
+
+    def check_answers(self, tenant: str) -> None:
+        """Refuse to write another answer for whom does not read the earlier ones."""
+        mib = self._desk.answers[tenant] / 2**20
+        if mib > self._limits.results_mib:
+            raise _full(
+                f"Answers to you of {mib:.0f} MiB are on their way, of at most "
+                f"{self._limits.results_mib:g}: read them."
             )
 
     def check_losses(self, tenant: str) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Session",
     "StoredSequence",
     "encode",
+    "encode_parts",
     "read_records",
 ]
 
@@ -57,12 +58,16 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
+SLICE = 1024
+
+
 def encode(document: Mapping[str, Any]) -> bytes:
     """JSON of mappings whose ends are Rows or plain values."""
-    return b"".join(_parts(document))
+    return b"".join(encode_parts(document))
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def encode_parts(value: Any) -> Iterator[bytes]:
+    """The same a row at a time, and long lists of plain values a slice at a time."""
     if isinstance(value, Rows):
         yield b"["
         for number, row in enumerate(value.values):
@@ -73,8 +78,14 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield b"{"
         for number, (name, own) in enumerate(value.items()):
             yield (b"," if number else b"") + json.dumps(name).encode() + b":"
-            yield from _parts(own)
+            yield from encode_parts(own)
         yield b"}"
+    elif isinstance(value, list | tuple) and len(value) > SLICE:
+        yield b"["
+        for start in range(0, len(value), SLICE):
+            part = json.dumps(value[start : start + SLICE])[1:-1]
+            yield f",{part}".encode() if start else part.encode()
+        yield b"]"
     else:
         yield json.dumps(value).encode()
 

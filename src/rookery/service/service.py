@@ -28,7 +28,7 @@ from rookery.service.commands import CheckpointPath, EndSampler, EndSession, For
 from rookery.service.config import ServiceConfig
 from rookery.service.desk import Desk
 from rookery.service.drawing import Drawing, Samples
-from rookery.service.fair_queue import Turns
+from rookery.service.fair_queue import READERS, Turns
 from rookery.service.futures import Future
 from rookery.service.keys import Admission
 from rookery.service.metrics import Metrics
@@ -50,8 +50,6 @@ KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
 STOP_S = 5.0
 """How long a call of the trainer may still take at the end: it is done again at the next start."""
-READERS = 2
-"""The other threads encode results and wait for the disk."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -219,6 +217,7 @@ class Service:
 
     def check_draws(self, tenant: str, *, num: int) -> None:
         """Refuse draws without a number of their own when too many of them would wait."""
+        self.admission.check_results(tenant)
         num_waiting = self.drawing.turns.num_waiting_of(tenant)
         self.admission.check_draws(num_waiting, num=num)
 

@@ -11,14 +11,17 @@ from typing import Annotated, Any
 import httpx2
 import pytest
 from fastapi import APIRouter, FastAPI
+from fastapi.encoders import jsonable_encoder
+from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ValidationError
-from service.tenants import Client, serve
+from service.tenants import Client, fake_backend, serve
 
-from rookery.service.routes.gate import Gate
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.openai import CompletionRequest
 from rookery.service.wire import body
 from rookery.service.wire.body import load_json
+from rookery.testing import BASE
+from rookery.types import Completion
 
 ENDS = [1, -2.5, 1e300, "a]b[", 'x\\"é', True, None, [], {}, list(range(20)), float("inf")]
 
@@ -72,6 +75,28 @@ async def test_a_large_body_does_not_hold_up_the_event_loop(tmp_path: Path) -> N
     async with serve(tmp_path / "run") as served:
         answer, longest_s = await held_up(served.client(), "session_heartbeat", body)
     assert answer.status_code == 404
+    assert longest_s < whole_s * 0.6
+
+
+async def test_a_large_answer_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """The framework would walk through all of it."""
+    tokens = [1234] * 400_000
+    backend = fake_backend()
+    started = time.monotonic()
+    JSONResponse(jsonable_encoder({"prompt": tokens}))
+    whole_s = time.monotonic() - started
+
+    async def sample(requests: Any) -> Any:
+        answer = Completion(
+            model=BASE, tokens=tuple(tokens), logprobs=(-1.0,) * len(tokens), text="",
+            finish_reason="length",
+        )  # fmt: skip
+        return [(answer,) for _ in requests]
+
+    backend.engine.sample = sample  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        answer, longest_s = await held_up(served.client(), "sample", b'{"prompts": [[5]]}')
+    assert answer.json()["sequences"][0]["tokens"] == tokens
     assert longest_s < whole_s * 0.6
 
 
@@ -139,7 +164,7 @@ async def test_large_bodies_are_validated_once_and_in_a_thread(tmp_path: Path) -
         serve(tmp_path / "run") as served,
         httpx2.AsyncClient(transport=transport, base_url="http://tink") as http,
     ):
-        app.state.gate = Gate(served.service, None)
+        app.state.reading = served.service.reading
         answer = await Client(http).send("POST", "/api/v1/noted", json={"text": "x" * 100_000})
     assert answer.json() == 100_000
     [thread] = threads

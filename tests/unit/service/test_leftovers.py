@@ -1,12 +1,17 @@
 """What clients leave behind in a service that runs for long: bounded, or refused with words."""
 
+import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from service.tenants import Client, crashed_copy, serve
 
 from rookery.service.config import Limits, ServiceConfig
+from rookery.service.routes import json_route
+from rookery.service.routes.json_route import SLICE_BYTES
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
@@ -67,6 +72,54 @@ async def test_results_that_nobody_fetches_are_bounded(tmp_path: Path, limits: L
             await ada.samples(reply)
         await ada.samples(await ada.post("asample", {**body, "seq_id": 2}))
         assert futures.num_unfetched("ada") == futures.bytes_unfetched("ada") == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/sample", "/detokenize"])
+async def test_answers_that_nobody_reads_are_bounded(tmp_path: Path, path: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"model": "fake", "prompt": [5]},
+        "/api/v1/sample": {"prompts": [[5]]},
+        "/detokenize": {"tokens": [5] * 200_000},
+    }
+    body = bodies[path]
+    config = ServiceConfig(limits=Limits(results_mib=1e-4))
+    async with serve(tmp_path / "run", config=config, key_file=tmp_path / "keys.json") as served:
+        ada, parts, is_left = served.client("ada"), list[bytes](), asyncio.Event()
+        may_read = asyncio.Event()
+
+        async def slow_app(scope: Any, receive: Any, send: Any) -> None:
+            async def slow_send(message: Any) -> None:
+                parts.append(message.get("body", b""))
+                is_left.set()
+                await may_read.wait()
+                await send(message)
+
+            await served.app(scope, receive, slow_send)
+
+        transport = httpx2.ASGITransport(app=slow_app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://tink") as http:
+            slow = asyncio.create_task(Client(http, ada._key).send("POST", path, json=body))
+            await is_left.wait()
+            full = await ada.send("POST", path, json=body)
+            assert full.status_code == 429 and "MiB" in full.text, full.text
+            other = await served.client("bob").send("POST", path, json=body)
+            assert other.status_code == 200
+            may_read.set()
+            assert (await slow).status_code == 200
+        assert max(map(len, parts)) <= SLICE_BYTES
+        assert (await ada.send("POST", path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/v1/sample"])
+async def test_an_answer_has_a_largest_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(json_route, "ANSWER_MIB", 1e-4)
+    told = {"model": "fake", "messages": [{"role": "user", "content": "5"}], "prompt": [5]}
+    body = {"prompts": [[5]]} if path == "/api/v1/sample" else told
+    async with serve(tmp_path / "run") as served:
+        answer = await served.client().send("POST", path, json=body)
+        assert answer.status_code == 400 and "fewer samples" in answer.json()["error"]
 
 
 async def test_a_result_that_nobody_fetches_expires(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from service.tenants import (
     train_body,
 )
 
-from rookery.service import service
+from rookery.service import drawing, service
 from rookery.service.config import ServiceConfig
 from rookery.service.wal import Wal
 
@@ -310,6 +311,30 @@ async def test_a_pass_that_is_left_at_a_stop_in_order_does_not_count(
             assert not served.service.desk.pending.is_suspect(work)
     async with serve(tmp_path / "run") as served:
         assert (await served.client().outputs(reply)).metrics["loss:sum"]
+
+
+async def test_a_sample_is_blamed_until_its_answer_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes as much memory as drawing."""
+    encode, begun, may_end = drawing.encode_samples, threading.Event(), threading.Event()
+
+    def held(*args: Any, **options: Any) -> bytes:
+        begun.set()
+        assert may_end.wait(30)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(drawing, "encode_samples", held)
+    async with serve(tmp_path / "run") as served:
+        ada, pending = served.client(), served.service.desk.pending
+        sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
+        reply = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler})
+        await asyncio.to_thread(begun.wait, 30)
+        assert pending.attempts[reply["request_id"]] == 1
+        assert served.service.drawing.turns.place(reply["request_id"]) is None
+        may_end.set()
+        assert len((await ada.samples(reply)).sequences) == 2
+        assert not pending.attempts
 
 
 def has_both(attempts: Counter[str]) -> bool:

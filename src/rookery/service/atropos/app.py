@@ -17,6 +17,7 @@ from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.gateway import Gateway
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
 from rookery.service.atropos import engine, groups
+from rookery.service.fair_queue import READERS, Turns
 from rookery.service.wire.body import too_large
 from rookery.service.work import Refusal, bad
 
@@ -36,6 +37,7 @@ def make_atropos_app(
 ) -> FastAPI:
     """Without a delivery the trainer is in this process; without an engine side there is none."""
     app = FastAPI(title="Rookery", summary="The Atropos API, with groups that are not lost.")
+    app.state.reading = Turns(READERS)
     app.include_router(groups.make_router(gateway, delivery))
     if side is not None:
         app.include_router(engine.make_router(side))

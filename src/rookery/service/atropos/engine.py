@@ -10,15 +10,18 @@
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Mapping
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
-from rookery.service.routes.json_route import DrawingRoute
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, SlicedResponse, encode_answer
 from rookery.service.routes.openai import (
     MAX_COUNT,
     ChatRequest,
@@ -29,6 +32,7 @@ from rookery.service.routes.openai import (
     response_of,
     text_choice,
 )
+from rookery.service.routes.openai_stream import usage_of
 from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.service.work import bad
 from rookery.types import Completion, SamplingParams, Score, TokenIds
@@ -107,12 +111,12 @@ def make_router(side: EngineSide) -> APIRouter:
         return {"status": "ok"}
 
     @router.post("/generate")
-    async def generate(body: GenerateRequest) -> dict[str, Any]:
-        return await _generate(side, body)
+    async def generate(body: GenerateRequest) -> Response:
+        return await _written(_generate(side, body))
 
     @router.post("/inference/v1/generate")
-    async def generate_tokens(body: TokensRequest) -> dict[str, Any]:
-        return await _generate_tokens(side, body)
+    async def generate_tokens(body: TokensRequest) -> Response:
+        return await _written(_generate_tokens(side, body))
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -120,14 +124,18 @@ def make_router(side: EngineSide) -> APIRouter:
         return {"object": "list", "data": [row | {"max_model_len": side.context_tokens}]}
 
     @router.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> dict[str, Any]:
-        return await _complete(side, body)
+    async def completions(body: CompletionRequest) -> Response:
+        return await _written(_complete(side, body))
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> dict[str, Any]:
-        return await _chat(side, body)
+    async def chat(body: ChatRequest) -> Response:
+        return await _written(_chat(side, body))
 
     return router
+
+
+async def _written(answer: Awaitable[Mapping[str, Any]]) -> Response:
+    return SlicedResponse(await asyncio.to_thread(encode_answer, await answer))
 
 
 async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
@@ -137,21 +145,15 @@ async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
     score = None
     if body.prompt_logprobs is not None:
         score = await side.score(prompt, top_logprobs=body.prompt_logprobs)
-    return await asyncio.to_thread(_generated, body, prompt, drawn, score)
-
-
-def _generated(
-    body: GenerateRequest, prompt: TokenIds, drawn: tuple[Completion, ...], score: Score | None
-) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "text": [one.text for one in drawn],
         "prompt": body.prompt if isinstance(body.prompt, str) else "",
         "finish_reasons": [one.finish_reason for one in drawn],
-        "prompt_token_ids": list(prompt),
-        "token_ids": [list(one.tokens) for one in drawn],
+        "prompt_token_ids": prompt,
+        "token_ids": Rows(drawn, lambda one: one.tokens),
     }
     if body.logprobs is not None:
-        answer["logprobs"] = [_vllm_logprobs(one) for one in drawn]
+        answer["logprobs"] = Rows(drawn, _vllm_logprobs)
     if score is not None:
         answer["prompt_logprobs"] = _prompt_logprobs(prompt, score)
     return answer
@@ -164,15 +166,9 @@ async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, A
     return {
         "request_id": body.request_id or secrets.token_hex(8),
         "model": MODEL,
-        "choices": await asyncio.to_thread(
-            lambda: [_token_choice(place, one) for place, one in enumerate(drawn)]
-        ),
-        "prompt_token_ids": list(prompt),
-        "usage": {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": sum(len(one.tokens) for one in drawn),
-            "total_tokens": len(prompt) + sum(len(one.tokens) for one in drawn),
-        },
+        "choices": Rows(list(enumerate(drawn)), lambda row: _token_choice(*row)),
+        "prompt_token_ids": prompt,
+        "usage": usage_of([prompt], sum(len(one.tokens) for one in drawn)),
     }
 
 
@@ -200,15 +196,8 @@ async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]
         return await side.draw(prompt, params)
 
     answers = await together(draw(prompt) for prompt in prompts)
-    has_logprobs = body.logprobs is not None
-    choices = await asyncio.to_thread(
-        lambda: [
-            text_choice(one, side.codec, prompt, has_logprobs=has_logprobs)
-            for prompt, drawn in zip(prompts, answers, strict=True)
-            for one in drawn
-        ]
-    )
-    return response_of("text_completion", body.model, choices, prompts)
+    choice = partial(text_choice, side.codec, has_logprobs=body.logprobs is not None)
+    return response_of("text_completion", body.model, (prompts, answers), choice)
 
 
 async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
@@ -224,10 +213,8 @@ async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
     top = (body.top_logprobs or 0) if body.logprobs else 0
     seed = _seed() if body.seed is None else body.seed
     drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
-    choices = await asyncio.to_thread(
-        lambda: [chat_choice(one, side.codec, prompt, body) for one in drawn]
-    )
-    return response_of("chat.completion", body.model, choices, [prompt])
+    choice = partial(chat_choice, side.codec, body)
+    return response_of("chat.completion", body.model, ([prompt], [drawn]), choice)
 
 
 async def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> TokenIds:

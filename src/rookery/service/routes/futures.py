@@ -1,6 +1,5 @@
 """Results of accepted requests: one at a time, or those of a sampling session together."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -8,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from rookery.service.futures import Future
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.json_route import JsonRoute, SlicedResponse, write_answer
 from rookery.service.wire.body import PROTOBUF, accepts_protobuf
 from rookery.service.wire.requests import CancelFuture, RetrieveFuture, RetrieveFutures
 from rookery.service.wire.samples import samples_as_json
@@ -33,11 +32,10 @@ def make_router(gate: Gate) -> APIRouter:
         if result is None:
             return _pending(gate, future)
         if result.form == "json":
-            return Response(result.payload, media_type="application/json")
+            return SlicedResponse(result.payload)
         if accepts_protobuf(request.headers.get("accept", "")):
-            return Response(result.payload, media_type=PROTOBUF)
-        document = await asyncio.to_thread(_as_json, future, result)
-        return Response(document, media_type="application/json")
+            return SlicedResponse(result.payload, media_type=PROTOBUF)
+        return await write_answer(gate, tenant, lambda: _document(future, result))
 
     @router.post("/retrieve_futures")
     async def retrieve_many(body: RetrieveFutures, tenant: Tenant) -> dict[str, Any]:
@@ -75,10 +73,9 @@ def _pending(gate: Gate, future: Future) -> Response:
     return Response(json.dumps(document), status_code=408, media_type="application/json")
 
 
-def _as_json(future: Future, result: Result) -> bytes:
+def _document(future: Future, result: Result) -> dict[str, Any]:
     is_sample = "sample_sequence_ids" in future.reply
-    document = (samples_as_json if is_sample else outputs_as_json)(result.payload)
-    return json.dumps(document).encode()
+    return (samples_as_json if is_sample else outputs_as_json)(result.payload)
 
 
 def _cursor(given: int | str | None) -> int:

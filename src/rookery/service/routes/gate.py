@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
+from rookery.errors import ConfigError
 from rookery.service.config import read_recipient
 from rookery.service.keys import Keys
 from rookery.service.service import Service, new_id
@@ -108,7 +109,10 @@ def tenant_of(request: Request) -> str:
         key = request.headers.get("x-api-key", "")
         bearer = request.headers.get("authorization", "")
         key = key or bearer.removeprefix("Bearer ").strip()
-        tenant = gate.keys.tenant(key) if key else None
+        try:
+            tenant = gate.keys.tenant(key) if key else None
+        except ConfigError as error:  # it is being edited: nothing of where it is
+            raise Refusal(503, "The keys of this service cannot be read now.") from error
     if tenant is None:
         raise Refusal(
             401, "The key is missing or not known: make one with `rookery keys add NAME`."

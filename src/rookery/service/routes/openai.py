@@ -4,12 +4,12 @@ Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so t
 can be trained on. With `stream` they are sent as they are drawn: `openai_stream.py`.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from operator import add
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,9 +22,9 @@ from rookery.ports import Codec
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import Draw
-from rookery.service.records import Rows, encode
+from rookery.service.records import Rows
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import DrawingRoute
+from rookery.service.routes.json_route import DrawingRoute, write_answer
 from rookery.service.routes.openai_stream import (
     Answers,
     CallReader,
@@ -331,14 +331,10 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
             )
             return await _stream(gate, draw, form)
         answers = await draw(None)
-        choices = await asyncio.to_thread(
-            lambda: [
-                text_choice(one, codec, prompt, has_logprobs=has_logprobs)
-                for prompt, drawn in zip(prompts, answers, strict=True)
-                for one in drawn
-            ]
-        )
-        return await _answer(response_of("text_completion", body.model, choices, prompts))
+
+        choice = partial(text_choice, codec, has_logprobs=has_logprobs)
+        document = response_of("text_completion", body.model, (prompts, answers), choice)
+        return await write_answer(gate, tenant, lambda: document)
 
 
 def _add_chats(router: APIRouter, gate: Gate) -> None:
@@ -372,21 +368,11 @@ def _add_chats(router: APIRouter, gate: Gate) -> None:
                 store=store,
             )
             return await _stream(gate, draw, form)
-        [drawn] = await draw(None)
-        choices = await asyncio.to_thread(
-            lambda: [chat_choice(one, codec, prompt, body) for one in drawn]
-        )
-        if store is not None:
-            for one, choice in zip(drawn, choices, strict=True):
-                choice["sequence_id"] = await store(one)
-        return await _answer(response_of("chat.completion", body.model, choices, [prompt]))
-
-
-async def _answer(document: dict[str, Any]) -> Response:
-    """Written beside the event loop, a choice at a time: each may tell a long prompt."""
-    rows = Rows(document["choices"], dict)
-    data = await asyncio.to_thread(encode, {**document, "choices": rows})
-    return Response(data, media_type="application/json")
+        answers = await draw(None)
+        stored = [{"sequence_id": await store(one)} for one in answers[0]] if store else []
+        choice = partial(chat_choice, codec, body)
+        document = response_of("chat.completion", body.model, ([prompt], answers), choice, stored)
+        return await write_answer(gate, tenant, lambda: document)
 
 
 def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
@@ -490,7 +476,7 @@ async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Comp
 
 
 def text_choice(
-    one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
+    codec: Codec, one: Completion, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
     """One answer to a prompt."""
     return {
@@ -503,7 +489,7 @@ def text_choice(
 
 
 def chat_choice(
-    one: Completion, codec: Codec, prompt: TokenIds, body: ChatRequest
+    codec: Codec, body: ChatRequest, one: Completion, prompt: TokenIds
 ) -> dict[str, Any]:
     """One answer to a chat, with its tool calls apart."""
     message: dict[str, Any] = {"role": "assistant", "content": one.text}
@@ -526,16 +512,21 @@ def chat_choice(
 def response_of(
     kind: Literal["text_completion", "chat.completion"],
     model: str,
-    choices: list[dict[str, Any]],
-    prompts: list[TokenIds],
+    drawn: tuple[list[TokenIds], Answers],
+    choice: Callable[[Completion, TokenIds], dict[str, Any]],
+    more: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """The answer to a request, with what it cost."""
-    num_drawn = sum(len(choice["token_ids"]) for choice in choices)
+    """The answer to a request, with what it cost. Its choices are Rows, made as they are written:
+    each may tell a long prompt. `more`: what they have besides."""
+    prompts, answers = drawn
+    pairs = [(one, prompt) for prompt, own in zip(*drawn, strict=True) for one in own]
+    rows = list(enumerate(zip_longest(pairs, more, fillvalue={})))
+    num_drawn = sum(len(one.tokens) for own in answers for one in own)
     return {
         "id": new_id("cmpl"),
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": place, **choice} for place, choice in enumerate(choices)],
+        "choices": Rows(rows, lambda row: {"index": row[0], **choice(*row[1][0]), **row[1][1]}),
         "usage": usage_of(prompts, num_drawn),
     }

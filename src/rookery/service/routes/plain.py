@@ -19,18 +19,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
-from rookery.service.drawing import Draw
+from rookery.service.drawing import Draw, Drawn
+from rookery.service.records import Rows
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import DrawingRoute, JsonRoute
+from rookery.service.routes.json_route import DrawingRoute, JsonRoute, write_answer
 from rookery.service.routes.openai import encode_prompts
 from rookery.service.routes.sessions import find_source
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.body import IN_SLICES
 from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt, Stops
-from rookery.service.wire.samples import PromptScores, prompt_tokens
+from rookery.service.wire.samples import prompt_tokens
 from rookery.service.work import Refusal, bad
-from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
+from rookery.types import LoraShape, SamplingParams, TokenIds
 
 __all__ = [
     "AdapterName",
@@ -153,7 +154,7 @@ def _sample_router(gate: Gate) -> APIRouter:
     router = APIRouter(route_class=DrawingRoute)
 
     @router.post("/sample")
-    async def sample(body: PlainSample, tenant: Tenant) -> dict[str, Any]:
+    async def sample(body: PlainSample, tenant: Tenant) -> Response:
         """`n` completions of every prompt, in order, as texts and as tokens."""
         gate.service.admission.check_rate(tenant)
         name = body.model_id or body.adapter_id or body.model_path or body.base_model
@@ -176,7 +177,7 @@ def _sample_router(gate: Gate) -> APIRouter:
         ]
         gate.service.check_draws(tenant, num=len(draws))
         answers = await together(gate.service.drawing.draw(draw) for draw in draws)
-        return _answer(answers)
+        return await write_answer(gate, tenant, lambda: _answer(answers))
 
     return router
 
@@ -241,19 +242,15 @@ def _draw(
     )
 
 
-def _answer(answers: list[tuple[tuple[Completion, ...], PromptScores]]) -> dict[str, Any]:
+def _answer(answers: list[Drawn]) -> dict[str, Any]:
     completions = [one for completions, _ in answers for one in completions]
     scores = [None if s.logprobs is None else list(s.logprobs) for _, s in answers]
     has_scores = any(row is not None for row in scores)
     return {
-        "sequences": [
-            {
-                "stop_reason": one.finish_reason,
-                "tokens": list(one.tokens),
-                "logprobs": list(one.logprobs),
-            }
-            for one in completions
-        ],
+        "sequences": Rows(
+            [(one.finish_reason, one.tokens, one.logprobs) for one in completions],
+            lambda row: dict(zip(("stop_reason", "tokens", "logprobs"), row, strict=True)),
+        ),
         "completions": [one.text for one in completions],
         "prompt_logprobs": scores if has_scores else None,
     }

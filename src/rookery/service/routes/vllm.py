@@ -5,7 +5,6 @@ the other programs of its tenant.
 """
 
 from importlib.metadata import version as version_of
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.service.commands import AdapterId
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.json_route import JsonRoute, write_answer
 from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, read_chat
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
 from rookery.service.routes.sessions import find_source
@@ -97,7 +96,7 @@ def _add_facts(router: APIRouter) -> None:
 
 def _add_tokens(router: APIRouter, gate: Gate) -> None:
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> Response:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
@@ -109,12 +108,13 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
 
         tokens = await read_chat(gate, tenant, request, encode)
         context = backend.engine.context_tokens
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
+        document = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+        return await write_answer(gate, tenant, lambda: document)
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> Response:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
         text = await gate.service.reading.in_thread(
             tenant, lambda: backend.codec.decode(body.tokens), tokens=len(body.tokens)
         )
-        return {"prompt": text}
+        return await write_answer(gate, tenant, lambda: {"prompt": text})
