@@ -72,15 +72,15 @@ def encode_parts(value: Any) -> Iterator[bytes]:
         yield b"["
         for number, row in enumerate(value.values):
             yield b"," if number else b""
-            yield json.dumps(value.describe(row)).encode()
+            yield from encode_parts(value.describe(row))
         yield b"]"
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and not all(map(_is_short, value.values())):
         yield b"{"
         for number, (name, own) in enumerate(value.items()):
             yield (b"," if number else b"") + json.dumps(name).encode() + b":"
             yield from encode_parts(own)
         yield b"}"
-    elif isinstance(value, list | tuple) and len(value) > SLICE:
+    elif not _is_short(value):
         yield b"["
         for start in range(0, len(value), SLICE):
             part = json.dumps(value[start : start + SLICE])[1:-1]
@@ -88,6 +88,15 @@ def encode_parts(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield json.dumps(value).encode()
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is written at once."""
+    if isinstance(value, Mapping):
+        return all(map(_is_short, value.values()))
+    return not isinstance(value, Rows) and not (
+        isinstance(value, list | tuple) and len(value) > SLICE
+    )
 
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
