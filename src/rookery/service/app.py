@@ -30,7 +30,7 @@ from rookery.service.routes import (
     training,
     vllm,
 )
-from rookery.service.routes.gate import Gate
+from rookery.service.routes.request_context import RequestContext
 from rookery.service.routes.sessions import fill_gap
 from rookery.service.service import Service
 from rookery.service.wire.body import too_large
@@ -46,13 +46,13 @@ __all__ = [
 
 def read_status(service: Service) -> ServiceStatus:
     """As it is now. Costs grow with what tenants have."""
-    desk, training, drawing = service.desk, service.training, service.drawing
-    live = Counter(model.tenant for model in desk.state.models.values() if model.is_live)
-    saved = Counter(checkpoint.tenant for checkpoint in desk.state.checkpoints.values())
-    tokens = desk.metrics.tokens_by_tenant()
-    names = sorted({*live, *saved, *tokens, *(s.tenant for s in desk.state.sessions.values())})
+    context, training, drawing = service.context, service.training, service.drawing
+    live = Counter(model.tenant for model in context.state.models.values() if model.is_live)
+    saved = Counter(checkpoint.tenant for checkpoint in context.state.checkpoints.values())
+    tokens = context.metrics.tokens_by_tenant()
+    names = sorted({*live, *saved, *tokens, *(s.tenant for s in context.state.sessions.values())})
     return ServiceStatus(
-        models=tuple(desk.backends),
+        models=tuple(context.backends),
         queues=(
             QueueStatus(
                 name="training",
@@ -70,14 +70,14 @@ def read_status(service: Service) -> ServiceStatus:
         tenants=tuple(
             TenantStatus(
                 name=name,
-                num_pending=desk.pending.count(name),
+                num_pending=context.pending.count(name),
                 num_models=live[name],
                 num_checkpoints=saved[name],
                 tokens=tokens.get(name, {}),
             )
             for name in names
         ),
-        journal_bytes=desk.wal.num_bytes,
+        journal_bytes=context.wal.num_bytes,
     )
 
 
@@ -103,7 +103,7 @@ def make_app(
     """The application over a running service; without keys everybody is one tenant. `render` makes
     the status page. Only this machine is shown it and the numbers of each tenant: they have the
     names of all."""
-    gate = Gate(service, keys)
+    api = RequestContext(service, keys)
     app = FastAPI(
         title="Rookery",
         version=version("rookery"),
@@ -111,15 +111,15 @@ def make_app(
         docs_url=None,  # its pages load their scripts from elsewhere
         redoc_url=None,
     )
-    app.state.gate = gate
+    app.state.api = api
     app.state.reading = service.reading
     for module in ROUTES:
-        app.include_router(module.make_router(gate))
+        app.include_router(module.make_router(api))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unread)
-    app.add_middleware(Passage, limit_bytes=gate.body_bytes, metrics=service.desk.metrics)
+    app.add_middleware(AuthMiddleware, limit_bytes=api.body_bytes, metrics=service.context.metrics)
 
     @app.get("/", include_in_schema=False)
     async def index() -> dict[str, Any]:
@@ -129,7 +129,7 @@ def make_app(
     @app.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> PlainTextResponse:
         service.show_queues()
-        text = service.desk.metrics.text(has_tenants=_is_local(request))
+        text = service.context.metrics.text(has_tenants=_is_local(request))
         return PlainTextResponse(text)
 
     @app.get("/status", include_in_schema=False)
@@ -147,7 +147,7 @@ def _is_local(request: Request) -> bool:
     return host in ("127.0.0.1", "::1") and "x-forwarded-for" not in request.headers
 
 
-class Passage:
+class AuthMiddleware:
     """Every request: bodies over the limit are refused as they arrive, and all are counted."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int, metrics: Metrics) -> None:
@@ -186,8 +186,8 @@ class Passage:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     status = status_of(error)
-    gate: Gate = request.app.state.gate
-    sentence = gate.service.desk.sentence(error)
+    api: RequestContext = request.app.state.api
+    sentence = api.service.context.sentence(error)
     if status not in (401, 429, 503):  # of nobody, or sent again
         await fill_gap(request, sentence)
     headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None

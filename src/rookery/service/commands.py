@@ -179,7 +179,9 @@ def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
 
 def _forget_models(state: State, _: Command, request: ForgetModels) -> Reply:
     """But for those that a checkpoint was copied to meanwhile."""
-    for model_id in set(request.model_ids) - {own.model_id for own in state.checkpoints.values()}:
+    for model_id in set(request.model_ids) - {
+        checkpoint.model_id for checkpoint in state.checkpoints.values()
+    }:
         state.models.pop(model_id, None)
     return {}
 
@@ -224,7 +226,7 @@ def _create_loss(state: State, command: Command, request: CreateCustomLoss) -> R
         session_id=session.id,
         tenant=command.tenant,
         name=request.name,
-        inputs=[own.model_dump() for own in request.inputs],
+        inputs=[entry.model_dump() for entry in request.inputs],
         graph=request.graph,
     )
     if state.losses.setdefault(loss.id, loss) != loss:
@@ -233,26 +235,28 @@ def _create_loss(state: State, command: Command, request: CreateCustomLoss) -> R
 
 
 def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) -> Reply:
-    found = state.checkpoints.get(request.path)
-    if found is None or found.tenant != command.tenant:
+    checkpoint = state.checkpoints.get(request.path)
+    if checkpoint is None or checkpoint.tenant != command.tenant:
         raise missing("checkpoint", request.path)
     del state.checkpoints[request.path]
     return {}
 
 
 def _publish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = True
+    state.checkpoint(command.tenant, request.path, now=command.time, must_own=True).is_public = True
     return {}
 
 
 def _unpublish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = False
+    state.checkpoint(
+        command.tenant, request.path, now=command.time, must_own=True
+    ).is_public = False
     return {}
 
 
 def _set_ttl(state: State, command: Command, request: CheckpointTtl) -> Reply:
-    found = state.checkpoint(command.tenant, request.path, now=command.time, own=True)
-    found.expires = request.expires
+    checkpoint = state.checkpoint(command.tenant, request.path, now=command.time, must_own=True)
+    checkpoint.expires = request.expires
     return {}
 
 
@@ -355,12 +359,12 @@ def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
     """The oldest of too many of a tenant goes."""
-    own = state.sequences.setdefault(command.tenant, {})
-    own[request.id] = StoredSequence(
+    sequences = state.sequences.setdefault(command.tenant, {})
+    sequences[request.id] = StoredSequence(
         tenant=command.tenant, created=command.time, **request.model_dump()
     )
-    if len(own) > MAX_SEQUENCES:
-        del own[next(iter(own))]
+    if len(sequences) > MAX_SEQUENCES:
+        del sequences[next(iter(sequences))]
     return {}
 
 

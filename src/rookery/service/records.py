@@ -47,10 +47,10 @@ class Rows:
 
 def read_records(records: Iterable[Any]) -> Rows:
     """Dataclasses of one kind. What their fields hold is replaced, never changed."""
-    given = list(records)
-    names = tuple(field.name for field in fields(given[0])) if given else ()
-    read = attrgetter(*names) if given else tuple
-    values = [read(record) for record in given]
+    kept = list(records)
+    names = tuple(field.name for field in fields(kept[0])) if kept else ()
+    read = attrgetter(*names) if kept else tuple
+    values = [read(record) for record in kept]
     return Rows(values, lambda row: {n: _plain(v) for n, v in zip(names, row, strict=True)})
 
 
@@ -76,9 +76,9 @@ def encode_parts(value: Any) -> Iterator[bytes]:
         yield b"]"
     elif isinstance(value, Mapping) and not all(map(_is_short, value.values())):
         yield b"{"
-        for number, (name, own) in enumerate(value.items()):
+        for number, (name, item) in enumerate(value.items()):
             yield (b"," if number else b"") + json.dumps(name).encode() + b":"
-            yield from encode_parts(own)
+            yield from encode_parts(item)
         yield b"}"
     elif not _is_short(value):
         yield b"["
@@ -190,7 +190,7 @@ class CustomLoss:
     @property
     def input_names(self) -> list[str]:
         """What it reads besides log-probabilities."""
-        return [str(own["name"]) for own in self.inputs[1:]]
+        return [str(entry["name"]) for entry in self.inputs[1:]]
 
 
 @dataclass(slots=True, kw_only=True)

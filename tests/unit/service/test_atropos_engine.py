@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 from service.tenants import WordCodec
 
-from rookery.environments.atropos.engine_side import DrawBook, EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
 from rookery.service.atropos.engine import make_router
-from rookery.service.fair_queue import Turns
+from rookery.service.fair_queue import FairSemaphore
 from rookery.service.work import Refusal
 from rookery.testing import FakeSampler
 from rookery.types import Completion, ModelRef, SampleRequest, TokenIds
@@ -44,9 +44,9 @@ class Engine(FakeSampler):
 @asynccontextmanager
 async def asking(codec: WordCodec) -> AsyncIterator[httpx2.AsyncClient]:
     app = FastAPI()
-    app.state.reading = Turns(1)
+    app.state.reading = FairSemaphore(1)
     engine = cast(ServingEngine, Engine())  # what else engines do is not asked for
-    app.include_router(make_router(EngineSide(engine, codec=codec, book=DrawBook())))
+    app.include_router(make_router(EngineSide(engine, codec=codec, samples=SampleIndex())))
     transport = httpx2.ASGITransport(app=app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client
@@ -118,7 +118,7 @@ class WaitingEngine(Engine):
 
 async def test_nothing_is_drawn_for_who_has_gone() -> None:
     engine = WaitingEngine()
-    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), book=DrawBook())
+    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), samples=SampleIndex())
     app = FastAPI()
     app.include_router(make_router(side))
     scope = {

@@ -42,7 +42,7 @@ async def test_sampling_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None
             service._seen[name] = time.monotonic() - config.session_s - 1
         await ada.samples(await ada.post("asample", {**SAMPLE, "sampling_session_id": names[0]}))
         await service.clean_up()
-        assert [name for name in names if name in service.desk.state.samplers] == [
+        assert [name for name in names if name in service.context.state.samplers] == [
             names[0], *names[2:]
         ]  # fmt: skip
         await sampler(ada, session, 4)
@@ -52,7 +52,7 @@ async def test_sampling_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None
 async def test_results_that_nobody_fetches_are_bounded(tmp_path: Path, limits: Limits) -> None:
     config = ServiceConfig(limits=limits)
     async with serve(tmp_path / "run", config=config, key_file=tmp_path / "keys.json") as served:
-        ada, futures = served.client("ada"), served.service.desk.futures
+        ada, futures = served.client("ada"), served.service.context.futures
         owner = (await sampler(ada, await ada.session(), 0))["sampling_session_id"]
         body = {**SAMPLE, "sampling_session_id": owner}
         turns = served.service.drawing.turns
@@ -127,14 +127,14 @@ async def test_a_result_that_nobody_fetches_expires(tmp_path: Path) -> None:
         ada, service = served.client(), served.service
         owner = (await sampler(ada, await ada.session(), 0))["sampling_session_id"]
         reply = await ada.post("asample", {**SAMPLE, "sampling_session_id": owner})
-        future = service.desk.futures.known(reply["request_id"])
+        future = service.context.futures.known(reply["request_id"])
         assert future is not None
         await future.done.wait()
-        future.finished -= service.desk.config.unfetched_s
+        future.finished -= service.context.config.unfetched_s
         await service.clean_up()
-        assert service.desk.futures.num_unfetched(future.tenant) == 0
+        assert service.context.futures.num_unfetched(future.tenant) == 0
         assert future.fetched is not None
-        future.fetched -= service.desk.config.result_s
+        future.fetched -= service.context.config.result_s
         await service.clean_up()
         assert (await ada.retrieve(future.id)).status_code == 404
 
@@ -142,7 +142,7 @@ async def test_a_result_that_nobody_fetches_expires(tmp_path: Path) -> None:
 async def test_a_sample_that_was_given_up_is_not_waited_for_to_be_fetched(tmp_path: Path) -> None:
     config = ServiceConfig(limits=Limits(results=1), samples_in_flight=1)
     async with serve(tmp_path / "run", config=config) as served:
-        ada, futures = served.client(), served.service.desk.futures
+        ada, futures = served.client(), served.service.context.futures
         owner = (await sampler(ada, await ada.session(), 0))["sampling_session_id"]
         body = {**SAMPLE, "sampling_session_id": owner}
         async with served.service.drawing.turns.take("bob", tokens=1, width=1, id="other"):
@@ -162,21 +162,21 @@ async def test_a_refused_number_stays_taken_while_it_waits(tmp_path: Path, is_ki
         model = await ada.model(await ada.session())
         wrong = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": -1}}
         await ada.post("optim_step", wrong, status=422)
-        [work] = service.desk.pending
-        future = service.desk.futures.known(work.id)
+        [work] = service.context.pending
+        future = service.context.futures.known(work.id)
         assert future is not None and future.fetched is not None
-        future.fetched -= service.desk.config.result_s + 1
+        future.fetched -= service.context.config.result_s + 1
         await service.clean_up()
         if is_killed:
             await service.snapshot()
         else:
             await ada.post("optim_step", wrong, status=422)
-            assert [one.id for one in service.desk.pending] == [work.id]
+            assert [one.id for one in service.context.pending] == [work.id]
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed) as served:
         ada, service = served.client(), served.service
         await ada.post("optim_step", wrong, status=422)
-        assert [one.id for one in service.desk.pending] == [work.id]
+        assert [one.id for one in service.context.pending] == [work.id]
         await ada.result(await ada.step(model, 1))
         await ada.result(await ada.step(model, 3))
-        assert not len(service.desk.pending)
+        assert not len(service.context.pending)

@@ -17,7 +17,7 @@ from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.gateway import Gateway
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
 from rookery.service.atropos import engine, groups
-from rookery.service.fair_queue import READERS, Turns
+from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.wire.body import too_large
 from rookery.service.work import Refusal, bad
 
@@ -37,18 +37,18 @@ def make_atropos_app(
 ) -> FastAPI:
     """Without a delivery the trainer is in this process; without an engine side there is none."""
     app = FastAPI(title="Rookery", summary="The Atropos API, with groups that are not lost.")
-    app.state.reading = Turns(READERS)
+    app.state.reading = FairSemaphore(READERS)
     app.include_router(groups.make_router(gateway, delivery))
     if side is not None:
         app.include_router(engine.make_router(side))
     app.add_exception_handler(RookeryError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES)
-    app.add_middleware(Passage, limit_bytes=limit_bytes, key=key)
+    app.add_middleware(AuthMiddleware, limit_bytes=limit_bytes, key=key)
     return app
 
 
-class Passage:
+class AuthMiddleware:
     """Every request: keys are checked, and bodies are read up to the limit and decompressed."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int, key: str) -> None:
@@ -87,8 +87,8 @@ class Passage:
         await self._app(scope, receive_body, send)
 
     def _check_key(self, headers: Headers) -> None:
-        given = _given_key(headers.get("authorization", ""))
-        if self._key and not secrets.compare_digest(given.encode(), self._key.encode()):
+        key = _given_key(headers.get("authorization", ""))
+        if self._key and not secrets.compare_digest(key.encode(), self._key.encode()):
             raise Refusal(
                 401,
                 "This gateway asks for a key: send it as Authorization: Bearer KEY, or give its "
@@ -123,11 +123,11 @@ class Passage:
 
 def _given_key(authorization: str) -> str:
     """Of a bearer token, or the password of an address: atroposlib sends its API nothing else."""
-    kind, _, given = authorization.partition(" ")
+    kind, _, credentials = authorization.partition(" ")
     if kind.lower() != "basic":
         return authorization.removeprefix("Bearer ").strip()
     try:
-        return base64.b64decode(given).decode().partition(":")[2]
+        return base64.b64decode(credentials).decode().partition(":")[2]
     except ValueError:
         return ""
 

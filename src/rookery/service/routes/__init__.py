@@ -1,4 +1,4 @@
-"""HTTP: one file per group of paths, each a function from the gate to a router.
+"""HTTP: one file per group of paths, each a function from the request context to a router.
 
 gate.py         who is asking, and the body of a request
 sessions.py     config, health, capabilities, sessions, telemetry

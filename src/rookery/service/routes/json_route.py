@@ -14,9 +14,9 @@ from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from rookery.service.drawing import ANSWER_MIB
-from rookery.service.fair_queue import Turns
+from rookery.service.fair_queue import FairSemaphore
 from rookery.service.records import encode_parts
-from rookery.service.routes.gate import Gate, tenant_of
+from rookery.service.routes.request_context import RequestContext, tenant_of
 from rookery.service.wire.body import LARGE_BYTES, PROTOBUF, parse_json, refuse_half_characters
 from rookery.service.work import bad
 
@@ -55,7 +55,7 @@ class JsonRoute(APIRoute):
                 return await handler(request)
             if field is None or "json" not in request.headers.get("content-type", ""):
                 return await handler(request)  # it reads the body itself, or refuses it
-            reading: Turns = request.app.state.reading
+            reading: FairSemaphore = request.app.state.reading
             value, errors = await reading.in_thread(
                 tenant,
                 lambda: field.validate(parse_json(body), loc=("body",)),
@@ -150,13 +150,13 @@ class SlicedResponse(Response):
 
 
 async def write_answer(
-    gate: Gate, tenant: str, describe: Callable[[], Mapping[str, Any]]
+    api: RequestContext, tenant: str, describe: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """JSON of what `describe` gives, whose ends may be Rows; both in a thread, and in turn."""
-    service = gate.service
+    service = api.service
     service.admission.check_answers(tenant)
     data = await service.reading.in_thread(tenant, lambda: encode_answer(describe()), tokens=1)
-    return SlicedResponse(data, counts=service.desk.answers, tenant=tenant)
+    return SlicedResponse(data, counts=service.context.answers, tenant=tenant)
 
 
 def encode_answer(document: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,6 @@ from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import Draw
 from rookery.service.records import Rows
-from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import DrawingRoute, write_answer
 from rookery.service.routes.openai_stream import (
     Answers,
@@ -41,6 +40,7 @@ from rookery.service.routes.openai_stream import (
     text_logprobs,
     usage_of,
 )
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source, model_names
 from rookery.service.service import new_id
 from rookery.service.wire.body import IN_SLICES
@@ -108,13 +108,13 @@ class _Options(PenaltyOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unserved(cls, given: Any) -> Any:
+    def _refuse_unserved(cls, body: Any) -> Any:
         """What would change the answer, and is not there, is not passed over."""
-        if isinstance(given, dict):
-            for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & given.keys()):
-                if given[name] not in (None, False, [], {}, *UNSERVED[name]):
+        if isinstance(body, dict):
+            for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & body.keys()):
+                if body[name] not in (None, False, [], {}, *UNSERVED[name]):
                     raise ValueError(f"{name} is not there: leave it out")
-        return given
+        return body
 
     @property
     def has_usage(self) -> bool:
@@ -209,8 +209,8 @@ class ChatMessage(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
-        return Message(role=self.role, content=text, fields=given)
+        told = {name: value for name, value in fields.items() if value is not None}
+        return Message(role=self.role, content=text, fields=told)
 
 
 class JsonSchema(BaseModel):
@@ -288,36 +288,36 @@ class _Order:
     json_schema: str = ""
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=DrawingRoute)
 
     @router.get("/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "rookery"}
-            for name in model_names(gate, tenant)
+            for name in model_names(api, tenant)
         ]
         return {"object": "list", "data": rows}
 
-    _add_completions(router, gate)
-    _add_chats(router, gate)
+    _add_completions(router, api)
+    _add_chats(router, api)
     return router
 
 
-def _add_completions(router: APIRouter, gate: Gate) -> None:
+def _add_completions(router: APIRouter, api: RequestContext) -> None:
     @router.post("/completions")
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
-        gate.service.admission.check_rate(tenant)
-        codec = _codec(gate, tenant, body)
-        gate.service.admission.check_samples(num_prompts(body) * body.n)
-        given = read_prompts(body)
-        prompts = await gate.service.reading.in_thread(
-            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        api.service.admission.check_rate(tenant)
+        codec = _codec(api, tenant, body)
+        api.service.admission.check_samples(num_prompts(body) * body.n)
+        texts = read_prompts(body)
+        prompts = await api.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, texts), tokens=sum(map(len, texts))
         )
-        gate.service.check_draws(tenant, num=len(prompts))
+        api.service.check_draws(tenant, num=len(prompts))
         top = body.logprobs or 0
         order = _Order(prompts=prompts, max_tokens=body.max_tokens, top_logprobs=top)
-        draw = partial(_draw, gate, tenant, body, order)
+        draw = partial(_draw, api, tenant, body, order)
         has_logprobs = body.logprobs is not None
         if body.stream:
             form = ChunkForm(
@@ -329,32 +329,32 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
                 has_logprobs=has_logprobs,
                 has_usage=body.has_usage,
             )
-            return await _stream(gate, draw, form)
+            return await _stream(api, draw, form)
         answers = await draw(None)
 
         choice = partial(text_choice, codec, has_logprobs=has_logprobs)
         document = response_of("text_completion", body.model, (prompts, answers), choice)
-        return await write_answer(gate, tenant, lambda: document)
+        return await write_answer(api, tenant, lambda: document)
 
 
-def _add_chats(router: APIRouter, gate: Gate) -> None:
+def _add_chats(router: APIRouter, api: RequestContext) -> None:
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request, tenant: Tenant) -> Response:
-        gate.service.admission.check_rate(tenant)
-        gate.service.admission.check_samples(body.n)
-        codec = _codec(gate, tenant, body)
+        api.service.admission.check_rate(tenant)
+        api.service.admission.check_samples(body.n)
+        codec = _codec(api, tenant, body)
         prompt, json_schema = await read_chat(
-            gate, tenant, request, lambda: (body.encode(codec), body.json_schema)
+            api, tenant, request, lambda: (body.encode(codec), body.json_schema)
         )
-        gate.service.check_draws(tenant, num=1)
+        api.service.check_draws(tenant, num=1)
         order = _Order(
             prompts=[prompt],
             max_tokens=body.max_completion_tokens or body.max_tokens,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
             json_schema=json_schema,
         )
-        draw = partial(_draw, gate, tenant, body, order)
-        store = partial(_store, gate, tenant, (body.model, prompt)) if body.store else None
+        draw = partial(_draw, api, tenant, body, order)
+        store = partial(_store, api, tenant, (body.model, prompt)) if body.store else None
         if body.stream:
             form = ChunkForm(
                 kind="chat.completion.chunk",
@@ -367,34 +367,34 @@ def _add_chats(router: APIRouter, gate: Gate) -> None:
                 read_calls=body.read_calls,
                 store=store,
             )
-            return await _stream(gate, draw, form)
+            return await _stream(api, draw, form)
         answers = await draw(None)
         stored = [{"sequence_id": await store(one)} for one in answers[0]] if store else []
         choice = partial(chat_choice, codec, body)
         document = response_of("chat.completion", body.model, ([prompt], answers), choice, stored)
-        return await write_answer(gate, tenant, lambda: document)
+        return await write_answer(api, tenant, lambda: document)
 
 
-def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
-    source = find_source(gate, tenant, body.model)
-    return gate.service.desk.backend(source.base_model).codec
+def _codec(api: RequestContext, tenant: str, body: _Options) -> Codec:
+    source = find_source(api, tenant, body.model)
+    return api.service.context.backend(source.base_model).codec
 
 
 async def read_chat(
-    gate: Gate, tenant: str, request: Request, read: Callable[[], Answer]
+    api: RequestContext, tenant: str, request: Request, read: Callable[[], Answer]
 ) -> Answer:
     """In turn with other tenants. Whatever the body holds goes through the template."""
     num_bytes = len(await request.body())
     try:
-        return await gate.service.reading.in_thread(tenant, read, tokens=num_bytes)
+        return await api.service.reading.in_thread(tenant, read, tokens=num_bytes)
     except TaskError as error:
         raise bad(str(error)) from error
 
 
 async def _stream(
-    gate: Gate, draw: Callable[[Tell], Coroutine[Any, Any, Answers]], form: ChunkForm
+    api: RequestContext, draw: Callable[[Tell], Coroutine[Any, Any, Answers]], form: ChunkForm
 ) -> Response:
-    stream = DrawStream(draw, form=form, sentence=gate.service.desk.sentence)
+    stream = DrawStream(draw, form=form, sentence=api.service.context.sentence)
     await stream.begin()
     return EventStream(stream)
 
@@ -407,12 +407,12 @@ def num_prompts(body: CompletionRequest) -> int:
 
 def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     """Texts or tokens, at least one."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):  # then all are
-        return [tuple(given)]
-    prompts = [one if isinstance(one, str) else tuple(one) for one in given if one != 0]  # type: ignore[arg-type]
+    asked = body.prompt
+    if isinstance(asked, str):
+        return [asked]
+    if asked and isinstance(asked[0], int):  # then all are
+        return [tuple(asked)]
+    prompts = [one if isinstance(one, str) else tuple(one) for one in asked if one != 0]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")
     return prompts
@@ -424,18 +424,18 @@ def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[Toke
 
 
 async def _draw(
-    gate: Gate, tenant: str, body: _Options, order: _Order, tell: Tell | None
+    api: RequestContext, tenant: str, body: _Options, order: _Order, tell: Tell | None
 ) -> Answers:
     """The answers to each prompt; `tell` gets what they gain meanwhile."""
     places = range(len(order.prompts))
     tells = [None if tell is None else partial(tell, place) for place in places]
     return await together(
-        _complete(gate, tenant, body, order, place, tells[place]) for place in places
+        _complete(api, tenant, body, order, place, tells[place]) for place in places
     )
 
 
 async def _complete(
-    gate: Gate,
+    api: RequestContext,
     tenant: str,
     body: _Options,
     order: _Order,
@@ -443,9 +443,9 @@ async def _complete(
     on_delta: Callable[[CompletionDelta], None] | None,
 ) -> tuple[Completion, ...]:
     """The answers to the prompt at this place."""
-    source = find_source(gate, tenant, body.model)
+    source = find_source(api, tenant, body.model)
     request_id, prompt = new_id("cmpl"), order.prompts[place]
-    drawing = gate.service.drawing
+    drawing = api.service.drawing
     limit = drawing.max_tokens(source.base_model, asked=order.max_tokens, num_prompt=len(prompt))
     seed = stream_seed(0, request_id) if body.seed is None else stream_seed(body.seed, place)
     draw = Draw(
@@ -462,7 +462,9 @@ async def _complete(
     return completions
 
 
-async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Completion) -> str:
+async def _store(
+    api: RequestContext, tenant: str, asked: tuple[str, TokenIds], one: Completion
+) -> str:
     model, prompt = asked
     sequence = StoreSequence(
         id=new_id("seq"),
@@ -471,7 +473,7 @@ async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Comp
         tokens=list(one.tokens),
         logprobs=list(one.logprobs),
     )
-    await gate.service.change("store_sequence", tenant, sequence)
+    await api.service.change("store_sequence", tenant, sequence)
     return sequence.id
 
 
@@ -519,9 +521,11 @@ def response_of(
     """The answer to a request, with what it cost. Its choices are Rows, made as they are written:
     each may tell a long prompt. `more`: what they have besides."""
     prompts, answers = drawn
-    pairs = [(one, prompt) for prompt, own in zip(*drawn, strict=True) for one in own]
+    pairs = [
+        (one, prompt) for prompt, completions in zip(*drawn, strict=True) for one in completions
+    ]
     rows = list(enumerate(zip_longest(pairs, more, fillvalue={})))
-    num_drawn = sum(len(one.tokens) for own in answers for one in own)
+    num_drawn = sum(len(one.tokens) for completions in answers for one in completions)
     return {
         "id": new_id("cmpl"),
         "object": kind,

@@ -281,12 +281,12 @@ class PenaltyOptions(BaseModel):
 
     @property
     def penalties(self) -> Penalties | None:
-        own = Penalties(
+        penalties = Penalties(
             repetition=self.repetition_penalty,
             presence=self.presence_penalty,
             frequency=self.frequency_penalty,
         )
-        return None if own == Penalties() else own
+        return None if penalties == Penalties() else penalties
 
 
 class SamplingOptions(_Request, PenaltyOptions):

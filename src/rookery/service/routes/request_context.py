@@ -18,7 +18,7 @@ from rookery.service.state import State
 from rookery.service.wire.body import as_json
 from rookery.service.work import Command, Form, Refusal, bad
 
-__all__ = ["Body", "Gate", "Tenant", "digest_of", "tenant_of"]
+__all__ = ["Body", "RequestContext", "Tenant", "digest_of", "tenant_of"]
 
 ANONYMOUS = "local"
 """The tenant of everybody, where no keys are asked for."""
@@ -37,7 +37,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class RequestContext:
     """The service, and the keys that open it; None: it asks for none."""
 
     service: Service
@@ -45,11 +45,11 @@ class Gate:
 
     @property
     def state(self) -> State:
-        return self.service.desk.state
+        return self.service.context.state
 
     @property
     def body_bytes(self) -> int:
-        return int(self.service.desk.config.limits.body_mib * 2**20)
+        return int(self.service.context.config.limits.body_mib * 2**20)
 
     def command(
         self, kind: str, tenant: str, request: BaseModel, *, owner: str, seq: int
@@ -81,7 +81,7 @@ class Gate:
     def number(self, model_id: str, seq_id: int | None) -> int:
         """The number of a request; the next one for clients that do not number them."""
         if seq_id is None:
-            return self.service.training.lane(model_id).free_seq
+            return self.service.training.buffer(model_id).free_seq
         if seq_id < 1:
             raise bad(f"seq_id is {seq_id}; the requests of a model are numbered 1, 2, 3, ...")
         return seq_id
@@ -96,21 +96,21 @@ class Gate:
             read_recipient(recipient)
 
     def _base_model(self, owner: str) -> str:
-        model = self.service.desk.state.models.get(owner)
+        model = self.service.context.state.models.get(owner)
         return model.base_model if model is not None else ""
 
 
 def tenant_of(request: Request) -> str:
     """Whose key the request has; 401 when it has none that is known."""
-    gate: Gate = request.app.state.gate
-    if gate.keys is None:
+    api: RequestContext = request.app.state.api
+    if api.keys is None:
         tenant: str | None = ANONYMOUS
     else:
         key = request.headers.get("x-api-key", "")
         bearer = request.headers.get("authorization", "")
         key = key or bearer.removeprefix("Bearer ").strip()
         try:
-            tenant = gate.keys.tenant(key) if key else None
+            tenant = api.keys.tenant(key) if key else None
         except ConfigError as error:  # it is being edited: nothing of where it is
             raise Refusal(503, "The keys of this service cannot be read now.") from error
     if tenant is None:
