@@ -16,7 +16,7 @@ import numpy as np
 
 from rookery.concurrency import task_group, together
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
-from rookery.ports import AdapterFolders
+from rookery.ports import AdapterFolders, Codec
 from rookery.seeding import stream_seed
 from rookery.service.context import ServiceContext
 from rookery.service.fair_queue import FairSemaphore
@@ -52,6 +52,7 @@ __all__ = [
     "Drawn",
     "Residency",
     "Samples",
+    "encode_prompts",
     "read_draw",
 ]
 
@@ -435,6 +436,11 @@ class Samples:
         if not done.cancelled() and done.exception() is None:
             self._context.pending.remove(work.id)
             self._context.futures.finish(work.id, result)
+
+
+def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
+    """Texts as tokens. A long one takes seconds: not in the event loop."""
+    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
 def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> Draw:

@@ -41,8 +41,8 @@ __all__ = [
 class Rows:
     """Values that do not change any more, and what makes JSON of each."""
 
-    values: Sequence[tuple[Any, ...]]
-    describe: Callable[[tuple[Any, ...]], Any]
+    values: Sequence[Any]
+    describe: Callable[[Any], Any]
 
 
 def read_records(records: Iterable[Any]) -> Rows:

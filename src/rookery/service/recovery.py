@@ -7,13 +7,13 @@ and samples that were drawn are given as they were. What was accepted and not do
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
 from rookery.service.commands import is_immediate
 from rookery.service.context import ServiceContext
-from rookery.service.futures import Futures
+from rookery.service.futures import Future, Futures
 from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.state import State
@@ -21,10 +21,7 @@ from rookery.service.trainer_calls import STATE
 from rookery.service.wal import read_entry
 from rookery.service.work import Command, Result
 
-if TYPE_CHECKING:
-    from rookery.service.service import Service
-
-__all__ = ["recover", "take_snapshot"]
+__all__ = ["Restarted", "recover", "take_snapshot"]
 
 
 async def take_snapshot(context: ServiceContext) -> set[str]:
@@ -54,7 +51,29 @@ async def take_snapshot(context: ServiceContext) -> set[str]:
     return blobs
 
 
-async def recover(service: "Service") -> None:
+class Restarted(Protocol):
+    """What a restart asks of the service."""
+
+    @property
+    def context(self) -> ServiceContext: ...
+
+    def apply(self, command: Command) -> object:
+        """Do a request that is done at once."""
+
+    def enqueue(self, command: Command) -> Future:
+        """Put a request into its queue."""
+
+    def queue(self, command: Command) -> None:
+        """The same for a request whose future is there."""
+
+    async def replay(self, record: PassRecord) -> None:
+        """Do a pass again."""
+
+    def go_on(self) -> None:
+        """Do what was accepted, now that it is known what is done."""
+
+
+async def recover(service: Restarted) -> None:
     """Bring the service to where it was."""
     context = service.context
     restart = await asyncio.to_thread(context.wal.read)
@@ -78,7 +97,7 @@ async def recover(service: "Service") -> None:
     service.go_on()
 
 
-async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: int) -> None:
+async def _replay(service: Restarted, header: dict[str, Any], body: bytes, seq: int) -> None:
     context = service.context
     match header.pop("entry"):
         case "command":
@@ -89,7 +108,7 @@ async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: 
             service.enqueue(command).durable.set()
             context.pending.set_durable(command.id, seq)
         case "pass":
-            await service.training.replay(PassRecord.read(header))
+            await service.replay(PassRecord.read(header))
         case "answer":
             context.pending.remove(header["id"])
             result = Result(body, form=header["form"], is_failure=header["is_failure"])

@@ -16,7 +16,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,12 +32,13 @@ from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
 from rookery.service.keys import Admission
 from rookery.service.metrics import Metrics
+from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
 from rookery.service.wire.body import as_json
-from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
+from rookery.service.wire.requests import CreateModel, Sample
 from rookery.service.work import SAMPLING, Backend, Command, bad, failed, finished
 from rookery.types import LoraShape
 
@@ -101,33 +102,19 @@ class Service:
 
     def apply(self, command: Command) -> dict[str, Any]:
         """Change the state, now or after a restart."""
-        if command.kind == "create_custom_loss":
-            session_id = CreateCustomLoss.model_validate_json(command.body).session_id
-            return self._finish_at_once(
-                command, apply(self.context.state, command), owner=session_id
-            )
-        if command.kind == "unload_model":
-            model_id = GetInfo.model_validate_json(command.body).model_id
-            model = self.context.state.run(command.tenant, model_id)
-            is_live = model.is_live
-            reply = apply(self.context.state, command)
-            if is_live:  # not when it is sent again
-                self.context.futures.end_owners({model_id})
-                self._end_model(model)
-            return self._finish_at_once(command, reply, owner=model_id)
-        if command.kind == "end_sampler":
-            reply = apply(self.context.state, command)
-            self._end_sampler(EndSampler.model_validate_json(command.body).sampling_session_id)
-            return reply
-        if command.kind != "end_session":
-            return apply(self.context.state, command)
-        session_id = EndSession.model_validate_json(command.body).session_id
-        samplers = [
-            s.id for s in self.context.state.samplers.values() if s.session_id == session_id
-        ]
-        reply = apply(self.context.state, command)
-        self._end_session(session_id, samplers)
-        return reply
+        done = apply(self.context.state, command)
+        for owner in done.ended_owners:
+            self._seen.pop(owner, None)
+        self.context.futures.end_owners(done.ended_owners)
+        for model in done.ended_models:
+            self._end_model(model)
+        if done.result_owner:
+            return self._finish_at_once(command, done.reply, owner=done.result_owner)
+        return done.reply
+
+    async def replay(self, record: PassRecord) -> None:
+        """Do a pass again that was done before a restart."""
+        await self.training.replay(record)
 
     def _finish_at_once(
         self, command: Command, reply: dict[str, Any], *, owner: str
@@ -297,18 +284,6 @@ class Service:
             oldest = [model_id for model_id in model_ids[:-KEPT_RUNS] if model_id not in busy]
             if oldest:
                 await self.change("forget_models", tenant, ForgetModels(model_ids=oldest))
-
-    def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
-        models = self.context.state.models_of(session_id)
-        for name in (session_id, *samplers):
-            self._seen.pop(name, None)
-        self.context.futures.end_owners({session_id, *samplers, *(model.id for model in models)})
-        for model in models:
-            self._end_model(model)
-
-    def _end_sampler(self, sampler_id: str) -> None:
-        self._seen.pop(sampler_id, None)
-        self.context.futures.end_owners({sampler_id})
 
     def _end_model(self, model: Model) -> None:
         if not self._is_open:

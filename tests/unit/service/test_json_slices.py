@@ -15,9 +15,9 @@ from fastapi import APIRouter, FastAPI
 from pydantic import AfterValidator, BaseModel, ValidationError
 from service.tenants import Client, fake_backend, serve
 
+from rookery.service.openai.routes import CompletionRequest
 from rookery.service.records import SLICE
 from rookery.service.routes.json_route import JsonRoute
-from rookery.service.routes.openai import CompletionRequest
 from rookery.service.wire import body
 from rookery.service.wire.body import load_json
 from rookery.testing import BASE
@@ -105,7 +105,7 @@ async def test_a_large_answer_does_not_hold_up_the_event_loop(tmp_path: Path) ->
         )
         return [(one,)]
 
-    backend.engine.sample = sample  # type: ignore[method-assign]
+    backend.engine.sample = sample  # type: ignore[method-assign, assignment]
     async with serve(tmp_path / "run", backend=backend) as served:
         answer = await served.client().post("sample", {"prompts": [[5]]})
     assert threading.main_thread() not in tokens.threads

@@ -24,7 +24,7 @@ from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.fair_queue import FairSemaphore
-from rookery.service.routes.openai_stream import CallReader, Tool
+from rookery.service.openai.stream import CallReader, Tool
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
 from rookery.types import Completion, CompletionDelta, SampleRequest

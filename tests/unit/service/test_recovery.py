@@ -22,6 +22,7 @@ from service.tenants import (
 from rookery.service import drawing, service
 from rookery.service.config import ServiceConfig
 from rookery.service.wal import Wal
+from rookery.service.wire.samples import encode_samples
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
@@ -317,7 +318,7 @@ async def test_a_sample_is_blamed_until_its_answer_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing takes as much memory as drawing."""
-    encode, begun, may_end = drawing.encode_samples, threading.Event(), threading.Event()
+    encode, begun, may_end = encode_samples, threading.Event(), threading.Event()
 
     def held(*args: Any, **options: Any) -> bytes:
         begun.set()

@@ -20,19 +20,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
-from rookery.service.records import Rows
-from rookery.service.routes.json_route import DrawingRoute, SlicedResponse, encode_answer
-from rookery.service.routes.openai import (
+from rookery.service.drawing import encode_prompts
+from rookery.service.openai.routes import (
     MAX_COUNT,
     ChatRequest,
     CompletionRequest,
     chat_choice,
-    encode_prompts,
     read_prompts,
     response_of,
     text_choice,
 )
-from rookery.service.routes.openai_stream import usage_of
+from rookery.service.openai.stream import usage_of
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, SlicedResponse, encode_answer
 from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.service.work import bad
 from rookery.types import Completion, SamplingParams, Score, TokenIds

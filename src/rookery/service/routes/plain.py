@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
-from rookery.service.drawing import Draw, Drawn
+from rookery.service.drawing import Draw, Drawn, encode_prompts
 from rookery.service.records import Rows
 from rookery.service.routes.json_route import DrawingRoute, JsonRoute, write_answer
-from rookery.service.routes.openai import encode_prompts
 from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source
 from rookery.service.service import new_id

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
+from rookery.app_shell import key_of
 from rookery.errors import ConfigError
 from rookery.service.config import read_recipient
 from rookery.service.keys import Keys
@@ -106,9 +107,7 @@ def tenant_of(request: Request) -> str:
     if api.keys is None:
         tenant: str | None = ANONYMOUS
     else:
-        key = request.headers.get("x-api-key", "")
-        bearer = request.headers.get("authorization", "")
-        key = key or bearer.removeprefix("Bearer ").strip()
+        key = key_of(request.headers)
         try:
             tenant = api.keys.tenant(key) if key else None
         except ConfigError as error:  # it is being edited: nothing of where it is

@@ -89,9 +89,9 @@ _PATHS = frozenset(
 )
 
 
-async def fill_gap(request: Request, sentence: str) -> None:
+async def fill_gap(request: Request, status: int, sentence: str) -> None:
     """Give the number of a request that can never be done to its refusal."""
-    if request.url.path not in _PATHS:
+    if request.url.path not in _PATHS or status in (401, 429, 503):  # of nobody, or sent again
         return
     api: RequestContext = request.app.state.api
     raw = await request.body()

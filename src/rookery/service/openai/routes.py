@@ -1,7 +1,7 @@
 """`/v1` for OpenAI clients: completions and chats of base models, adapters and checkpoints.
 
 Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so that what was drawn
-can be trained on. With `stream` they are sent as they are drawn: `openai_stream.py`.
+can be trained on. With `stream` they are sent as they are drawn: `stream.py`.
 """
 
 import json
@@ -21,10 +21,8 @@ from rookery.errors import TaskError
 from rookery.ports import Codec
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
-from rookery.service.drawing import Draw
-from rookery.service.records import Rows
-from rookery.service.routes.json_route import DrawingRoute, write_answer
-from rookery.service.routes.openai_stream import (
+from rookery.service.drawing import Draw, encode_prompts
+from rookery.service.openai.stream import (
     Answers,
     CallReader,
     ChunkForm,
@@ -40,6 +38,8 @@ from rookery.service.routes.openai_stream import (
     text_logprobs,
     usage_of,
 )
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, write_answer
 from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source, model_names
 from rookery.service.service import new_id
@@ -54,7 +54,6 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "chat_choice",
-    "encode_prompts",
     "make_router",
     "read_chat",
     "read_prompts",
@@ -418,11 +417,6 @@ def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     return prompts
 
 
-def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
-    """Texts as tokens. A long one takes seconds: not in the event loop."""
-    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
-
-
 async def _draw(
     api: RequestContext, tenant: str, body: _Options, order: _Order, tell: Tell | None
 ) -> Answers:
@@ -524,7 +518,7 @@ def response_of(
     pairs = [
         (one, prompt) for prompt, completions in zip(*drawn, strict=True) for one in completions
     ]
-    rows = list(enumerate(zip_longest(pairs, more, fillvalue={})))
+    rows: list[Any] = list(enumerate(zip_longest(pairs, more, fillvalue={})))
     num_drawn = sum(len(one.tokens) for completions in answers for one in completions)
     return {
         "id": new_id("cmpl"),

@@ -11,8 +11,8 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.service.commands import AdapterId
+from rookery.service.openai.routes import MOST_MESSAGES, ChatMessage, read_chat
 from rookery.service.routes.json_route import JsonRoute, write_answer
-from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, read_chat
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
 from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source
