@@ -17,11 +17,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import RookeryError, ServiceError
 
 __all__ = [
+    "CLIENT_CLOSED",
     "AuthMiddleware",
     "ErrorAnswers",
     "Refusal",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 RETRY_AFTER_S = "1"
+CLIENT_CLOSED = 499
 
 
 class Refusal(ServiceError):
@@ -193,6 +196,8 @@ class AuthMiddleware:
 
         try:
             await self._app(scope, counted_receive, noted_send)
+        except ClientDisconnect:  # in the middle of its body: nobody is there to be answered
+            status = CLIENT_CLOSED
         finally:
             # The route's pattern: ids in paths would make a number of its own each.
             path = getattr(scope.get("route"), "path", "other")

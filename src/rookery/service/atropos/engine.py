@@ -22,7 +22,6 @@ from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
 from rookery.service.drawing import encode_prompts
 from rookery.service.openai.routes import (
-    MAX_COUNT,
     ChatRequest,
     CompletionRequest,
     chat_choice,
@@ -33,9 +32,9 @@ from rookery.service.openai.routes import (
 from rookery.service.openai.stream import usage_of
 from rookery.service.records import Rows
 from rookery.service.routes.json_route import DrawingRoute, SlicedResponse, encode_answer
-from rookery.service.wire.requests import Finite, PenaltyOptions
+from rookery.service.wire.requests import MAX_COUNT, TokenOptions
 from rookery.service.work import bad
-from rookery.types import Completion, SamplingParams, Score, TokenIds
+from rookery.types import Completion, Score, TokenIds
 
 __all__ = ["make_router"]
 
@@ -45,40 +44,15 @@ DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
 
 
-class Sampling(PenaltyOptions):
+class Sampling(TokenOptions):
     """How to draw, in vLLM's words."""
 
     model_config = ConfigDict(extra="ignore")
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int | None = Field(default=DEFAULT_TOKENS, ge=1, le=MAX_COUNT)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, le=MAX_COUNT)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-
-    def params(self, *, max_tokens: int, top_logprobs: int = 0) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            n=self.n,
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            penalties=self.penalties,
-            stop=stop,
-            stop_tokens=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=_seed() if self.seed is None else self.seed,
-            top_logprobs=top_logprobs,
-        )
 
 
 class TokenPrompt(BaseModel):
@@ -140,7 +114,7 @@ async def _written(answer: Awaitable[Mapping[str, Any]]) -> Response:
 
 async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
     prompt = await _tokens(side, body.prompt)
-    params = body.params(max_tokens=_room(side, body.max_tokens, prompt))
+    params = body.params(max_tokens=_room(side, body.max_tokens, prompt), seed=_seed(body))
     drawn = await side.draw(prompt, params)
     score = None
     if body.prompt_logprobs is not None:
@@ -161,7 +135,7 @@ async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
 
 async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, Any]:
     prompt, how = tuple(body.token_ids), body.sampling_params
-    params = how.params(max_tokens=_room(side, how.max_tokens, prompt))
+    params = how.params(max_tokens=_room(side, how.max_tokens, prompt), seed=_seed(how))
     drawn = await side.draw(prompt, params)
     return {
         "request_id": body.request_id or secrets.token_hex(8),
@@ -191,8 +165,7 @@ async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]
 
     async def draw(prompt: TokenIds) -> tuple[Completion, ...]:
         limit = _room(side, body.max_tokens, prompt)
-        seed = _seed() if body.seed is None else body.seed
-        params = body.params(max_tokens=limit, seed=seed, top_logprobs=body.logprobs or 0)
+        params = body.params(max_tokens=limit, seed=_seed(body), top_logprobs=body.logprobs or 0)
         return await side.draw(prompt, params)
 
     answers = await together(draw(prompt) for prompt in prompts)
@@ -211,8 +184,9 @@ async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
         raise bad(str(error)) from error
     limit = _room(side, body.max_completion_tokens or body.max_tokens, prompt)
     top = (body.top_logprobs or 0) if body.logprobs else 0
-    seed = _seed() if body.seed is None else body.seed
-    drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
+    drawn = await side.draw(
+        prompt, body.params(max_tokens=limit, seed=_seed(body), top_logprobs=top)
+    )
     choice = partial(chat_choice, side.codec, body)
     return response_of("chat.completion", body.model, ([prompt], [drawn]), choice)
 
@@ -255,5 +229,5 @@ def _refuse(option: str, *, is_given: bool) -> None:
         raise bad(f"{option} is not there: leave it out.")
 
 
-def _seed() -> int:
-    return secrets.randbits(62)
+def _seed(options: TokenOptions) -> int:
+    return secrets.randbits(62) if options.seed is None else options.seed

@@ -44,12 +44,11 @@ from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source, model_names
 from rookery.service.service import new_id
 from rookery.service.wire.body import IN_SLICES
-from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
+from rookery.service.wire.requests import MAX_COUNT, TokenOptions
 from rookery.service.work import bad
-from rookery.types import Completion, CompletionDelta, Json, Message, SamplingParams, TokenIds
+from rookery.types import Completion, CompletionDelta, Json, Message, TokenIds
 
 __all__ = [
-    "MAX_COUNT",
     "MOST_MESSAGES",
     "ChatRequest",
     "CompletionRequest",
@@ -62,8 +61,6 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
-MAX_COUNT = 2**31 - 1
-"""Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
 MOST_MESSAGES = 4096
 MOST_TOOLS = 256
@@ -87,21 +84,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Options(PenaltyOptions):
+class _Options(TokenOptions):
     """What both kinds of requests share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str
-    n: int = Field(default=1, ge=1, le=4096)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, le=MAX_COUNT)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: Stops[str] | str | None = None
-    stop_token_ids: Stops[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -119,23 +107,6 @@ class _Options(PenaltyOptions):
     def has_usage(self) -> bool:
         """Whether the last chunk of a stream tells what it cost."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def params(self, *, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            penalties=self.penalties,
-            stop=stop,
-            stop_tokens=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=seed,
-            n=self.n,
-            top_logprobs=top_logprobs,
-        )
 
 
 class CompletionRequest(_Options):

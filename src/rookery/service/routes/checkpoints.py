@@ -76,23 +76,17 @@ def _add_lists(router: APIRouter, api: RequestContext) -> None:
 def _add_changes(router: APIRouter, api: RequestContext) -> None:
     change = api.service.change
 
-    @router.delete(_ITEM, status_code=204)
-    async def delete(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("delete_checkpoint", tenant, path)
-        return Response(status_code=204)
+    def add(method: str, path: str, command: str) -> None:
+        async def endpoint(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
+            await change(command, tenant, CheckpointPath(path=_path(run_id, kind, name)))
+            return Response(status_code=204)
 
-    @router.post(f"{_ITEM}/publish", status_code=204)
-    async def publish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("publish_checkpoint", tenant, path)
-        return Response(status_code=204)
+        name = command.removesuffix("_checkpoint")
+        router.add_api_route(path, endpoint, methods=[method], name=name, status_code=204)
 
-    @router.delete(f"{_ITEM}/publish", status_code=204)
-    async def unpublish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("unpublish_checkpoint", tenant, path)
-        return Response(status_code=204)
+    add("DELETE", _ITEM, "delete_checkpoint")
+    add("POST", f"{_ITEM}/publish", "publish_checkpoint")
+    add("DELETE", f"{_ITEM}/publish", "unpublish_checkpoint")
 
     @router.put(f"{_ITEM}/ttl", status_code=204)
     async def set_ttl(run_id: str, kind: str, name: str, body: SetTtl, tenant: Tenant) -> Response:

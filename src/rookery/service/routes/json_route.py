@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
+from rookery.app_shell import CLIENT_CLOSED
 from rookery.service.drawing import ANSWER_MIB
 from rookery.service.fair_queue import FairSemaphore
 from rookery.service.records import encode_parts
@@ -85,9 +86,6 @@ class _LargeRequest(Request):
 
 
 # Routes that draw while their client waits: what nobody waits for is not drawn to its end.
-
-
-CLIENT_CLOSED = 499
 
 
 class DrawingRoute(JsonRoute):

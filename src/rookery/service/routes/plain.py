@@ -27,10 +27,10 @@ from rookery.service.routes.sessions import find_source
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.body import IN_SLICES
-from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt, Stops
+from rookery.service.wire.requests import DrawOptions, Prompt
 from rookery.service.wire.samples import prompt_tokens
 from rookery.service.work import Refusal, bad
-from rookery.types import LoraShape, SamplingParams, TokenIds
+from rookery.types import LoraShape, TokenIds
 
 __all__ = [
     "AdapterName",
@@ -86,19 +86,13 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
 
 
-class PlainOptions(PenaltyOptions):
+class PlainOptions(DrawOptions):
     """How to draw; min_p and penalties are beyond what the SDK can send."""
 
     model_config = ConfigDict(extra="forbid")
 
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=16, ge=1)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: Stops[str] | str = Field(default_factory=list)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
 class PlainSample(BaseModel):
@@ -219,17 +213,7 @@ def _draw(
         model[0], asked=options.max_tokens, num_prompt=len(prompt)
     )
     seed = stream_seed(0, request_id) if options.seed is None else stream_seed(options.seed, place)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=max(options.top_k, 0),
-        min_p=options.min_p,
-        penalties=options.penalties,
-        stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop),
-        seed=seed,
-        n=body.num_samples or options.n,
-    )
+    params = options.params(max_tokens=max_tokens, seed=seed, n=body.num_samples or options.n)
     return Draw(
         id=request_id,
         tenant=tenant,
