@@ -84,7 +84,7 @@ def work(kind: str, folder: Path, steps: range, kill: int) -> None:
     trainer = make(kind, folder, processes)
     if processes.is_first:
         asyncio.run(train(kind, folder, steps, trainer, kill))
-        processes.tell("over")
+        processes.broadcast("over")
     else:
-        assert trainer.help() == "over"
+        assert trainer.serve_rank() == "over"
     processes.leave()

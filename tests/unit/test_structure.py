@@ -1,6 +1,7 @@
 """The rules that a program can check: layers, names, sizes, light imports, configs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "cache", "model_names", "seeding", "signal_names"},
-    {"concurrency", "config", "loop_thread", "runtime"},
+    {"types", "errors", "model_names", "seeding"},
+    {"app_shell", "concurrency", "config", "runtime"},
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
@@ -66,6 +67,28 @@ def test_imports_go_strictly_down(path: Path) -> None:
         other = rest.partition(".")[0]
         if package == "rookery" and other and other != part:
             assert LEVEL[other] < LEVEL[part], f"{path}:{line} imports {name}, which is not lower"
+
+
+def test_the_service_knows_only_the_routers_of_its_peers() -> None:
+    """Atropos environments are OpenAI clients too."""
+    service = SOURCE / "service"
+    inside = ("openai", "atropos", "app.py")
+    for path in service.rglob("*.py"):
+        if path.relative_to(service).parts[0] not in inside:
+            for name, line in _imports(path):
+                assert not name.startswith(("rookery.service.openai", "rookery.service.atropos")), (
+                    f"{path}:{line} imports {name}"
+                )
+
+
+def test_the_list_of_files_of_the_service_is_right() -> None:
+    for folder in (SOURCE / "service", *(SOURCE / "service").glob("*/")):
+        if (folder / "__init__.py").exists():
+            text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+            lines = [line for line in text.splitlines() if re.match(r"[a-z_]+(\.py|/) ", line)]
+            listed = {line.split()[0].rstrip("/") for line in lines}
+            there = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
+            assert listed == there, folder
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

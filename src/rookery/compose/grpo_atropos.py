@@ -134,7 +134,7 @@ async def _open_side(
     engine = await stack.enter_async_context(open_engine(config.engine))
     if not isinstance(engine, Fleet | EmbeddedEngine):
         raise ConfigError("The gateway's engine is embedded or a fleet.")
-    return EngineSide(engine, codec=TemplateCodec(template), book=gateway.book)
+    return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
 
 
 @contextmanager
@@ -195,7 +195,7 @@ async def open_feed(
     )
     num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
     codec = TemplateCodec(files.template)
-    side = EngineSide(engine, codec=codec, book=gateway.book, num_kept=num_kept)
+    side = EngineSide(engine, codec=codec, samples=gateway.samples, num_kept=num_kept)
     app = make_atropos_app(
         gateway, delivery=None, side=side, key=key, limit_bytes=int(own.body_mib * 2**20)
     )

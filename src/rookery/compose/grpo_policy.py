@@ -218,7 +218,7 @@ def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
     device, dtype = trainer_place(config)
     model = load_model(files.start, device=device, dtype=dtype, names=files.folder.names)
     processes = join_processes(model.device.type)
-    outcome = make_trainer(config, files.start, model=model, processes=processes).help()
+    outcome = make_trainer(config, files.start, model=model, processes=processes).serve_rank()
     if not isinstance(outcome, Outcome):
         raise TrainError(f"The first process told {type(outcome).__name__} at its end.")
     processes.leave()
@@ -227,5 +227,5 @@ def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
 
 def end_processes(processes: Processes, outcome: Outcome[GrpoReport]) -> None:
     """Called by the first process when all is done."""
-    processes.tell(outcome)
+    processes.broadcast(outcome)
     processes.leave()

@@ -413,7 +413,7 @@ async def serving(
                 try:
                     yield url
                 finally:
-                    on_stop(len(service.desk.pending))
+                    on_stop(len(service.context.pending))
 
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:

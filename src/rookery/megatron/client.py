@@ -193,7 +193,7 @@ class MegatronEngine:
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         answer = read_json(await self._server.records("sample", requests, down=EngineDownError))
-        return [tuple(read_record(Completion, one) for one in own) for own in answer]
+        return [tuple(read_record(Completion, one) for one in row) for row in answer]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         answer = await self._server.records("score", requests, down=EngineDownError)

@@ -3,7 +3,7 @@
 | who        | does                                             | waits for                  |
 |------------|--------------------------------------------------|----------------------------|
 | first rank | tells a call, then computes it                   | the other ranks, in a pass |
-| the others | hear a call, compute the same (`follow`)         | a call                     |
+| the others | receive a call, compute the same (`follow`)         | a call                     |
 
 Calls of both go through one thread: ranks that computed them in different orders would wait for
 each other. All ranks see the same logits, so they draw the same tokens.
@@ -126,7 +126,9 @@ class _RanksBatcher(Batcher):
     def step(self, added: Sequence[Job], dropped: Sequence[Job]) -> list[Job]:
         if self.ranks.is_first:
             numbered = {id(job): job for job in added}
-            self.ranks.tell(_EngineCall("step", added=numbered, dropped=tuple(map(id, dropped))))
+            self.ranks.broadcast(
+                _EngineCall("step", added=numbered, dropped=tuple(map(id, dropped)))
+            )
         with self.ranks.together():
             return super().step(added, dropped)
 
@@ -174,16 +176,16 @@ class RanksEngine(EmbeddedEngine):
     def _put(self, slot: int, adapter: Adapter, cut: int) -> None:
         self._model.bank.check(adapter, max_rank=self.config.max_rank)
         if self._ranks.is_first:
-            self._ranks.tell(_EngineCall("put", (slot, adapter, cut)))
+            self._ranks.broadcast(_EngineCall("put", (slot, adapter, cut)))
         super()._put(slot, adapter, cut)
 
     def _free(self, slot: int) -> None:
         if self._ranks.is_first:
-            self._ranks.tell(_EngineCall("free", (slot,)))
+            self._ranks.broadcast(_EngineCall("free", (slot,)))
         super()._free(slot)
 
 
 def follow(trainer: RanksTrainer, engine: RanksEngine) -> None:
     """In a rank that is not the first: compute what it computes, until that one ends."""
-    while isinstance(told := trainer.help(), _EngineCall):
+    while isinstance(told := trainer.serve_rank(), _EngineCall):
         engine.do_part(told)

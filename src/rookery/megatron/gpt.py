@@ -67,24 +67,24 @@ def make_gpt(config: Any, weights: Tensors, *, ranks: Ranks, current: CurrentPas
     _check_divisible(config, ranks)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks.size)
-    own = _RankWeights(config, weights, ranks)
+    rank_weights = _RankWeights(config, weights, ranks)
     any_weight = next(iter(weights.values()))
-    spec = get_gpt_layer_local_spec(qk_layernorm=own.has_qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(qk_layernorm=rank_weights.has_qk_norm, normalization="RMSNorm")
     attention = spec.submodules.self_attention
     attention.module = PackedAttention
     attention.params = {"attn_mask_type": AttnMaskType.causal, "current": current}
     attention.submodules.core_attention = IdentityOp
     gpt = GPTModel(
-        config=_transformer_config(config, own, ranks, any_weight),
+        config=_transformer_config(config, rank_weights, ranks, any_weight),
         transformer_layer_spec=spec,
-        vocab_size=own.padded_vocab,
+        vocab_size=rank_weights.padded_vocab,
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="none",
         share_embeddings_and_output_weights="lm_head.weight" not in weights,
     )
-    result = gpt.load_state_dict(own.state(), strict=False)
+    result = gpt.load_state_dict(rank_weights.state(), strict=False)
     missing = [name for name in result.missing_keys if "_extra_state" not in name]
-    wrong = [*missing, *result.unexpected_keys, *own.unused]
+    wrong = [*missing, *result.unexpected_keys, *rank_weights.unused]
     if wrong:
         raise ModelError(
             f"megatron-core's layers and the weights of this {config.model_type} model do not "
@@ -103,14 +103,14 @@ def _check_divisible(config: Any, ranks: Ranks) -> None:
 
 
 def _transformer_config(
-    config: Any, own: "_RankWeights", ranks: Ranks, like: torch.Tensor
+    config: Any, rank_weights: "_RankWeights", ranks: Ranks, like: torch.Tensor
 ) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=own.head_dim,
+        kv_channels=rank_weights.head_dim,
         ffn_hidden_size=config.intermediate_size,
         tensor_model_parallel_size=ranks.size,
         params_dtype=like.dtype,
@@ -119,8 +119,8 @@ def _transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,
         add_bias_linear=False,
-        add_qkv_bias=own.has_qkv_bias,
-        qk_layernorm=own.has_qk_norm,
+        add_qkv_bias=rank_weights.has_qkv_bias,
+        qk_layernorm=rank_weights.has_qk_norm,
         gated_linear_unit=True,
         activation_func=functional.silu,
         normalization="RMSNorm",

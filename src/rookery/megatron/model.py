@@ -142,10 +142,12 @@ class ParallelModel(SlottedModel):
         tied = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if tied else None
         with self._rows(rows):
-            own, _ = gpt.output_layer(gpt.decoder.final_layernorm(hidden[:, None]), weight=weight)
-        # megatron-core's own gather needs a GPU.
-        before, width = self._ranks.rank * own.shape[-1], self._ranks.size * own.shape[-1]
-        padded = functional.pad(own, (before, width - before - own.shape[-1]))
+            logits, _ = gpt.output_layer(
+                gpt.decoder.final_layernorm(hidden[:, None]), weight=weight
+            )
+        # megatron-core's logits gather needs a GPU.
+        before, width = self._ranks.rank * logits.shape[-1], self._ranks.size * logits.shape[-1]
+        padded = functional.pad(logits, (before, width - before - logits.shape[-1]))
         whole: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(padded)
         return whole[:, 0, : self.shape.vocab_size].float()
 
@@ -173,15 +175,15 @@ class ParallelModel(SlottedModel):
             del module
             if not self._is_adapted([linear]):
                 return output
-            own = self._product(args[0], linear, of_rows=False)
-            delta = tensor_parallel.reduce_from_tensor_model_parallel_region(own[:, None])
+            product = self._product(args[0], linear, of_rows=False)
+            delta = tensor_parallel.reduce_from_tensor_model_parallel_region(product[:, None])
             return output[0] + delta, output[1]
 
         return add
 
     def _is_adapted(self, linears: Sequence[SlottedLinear]) -> bool:
         rows = self._active.rows
-        return any(linear.banks(own) is not None for own in rows for linear in linears)
+        return any(linear.banks(row) is not None for row in rows for linear in linears)
 
     def _product(self, x: torch.Tensor, linear: SlottedLinear, *, of_rows: bool) -> torch.Tensor:
         """B A x of this rank: with its rows of B, or with its columns of A."""
@@ -195,8 +197,8 @@ class ParallelModel(SlottedModel):
         return out
 
     def _rows_part(self, a: torch.Tensor, b: torch.Tensor, width: int) -> SlotFactors:
-        own = b[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
-        return a, functional.pad(own, (0, 0, 0, width - own.shape[1]))
+        part = b[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
+        return a, functional.pad(part, (0, 0, 0, width - part.shape[1]))
 
     def _columns_part(self, a: torch.Tensor, b: torch.Tensor, _: int) -> SlotFactors:
         return a.chunk(self._ranks.size, dim=2)[self._ranks.rank], b

@@ -15,7 +15,6 @@ refused (409): what it trained is gone.
 """
 
 import asyncio
-import hmac
 import secrets
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -25,9 +24,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from rookery.app_shell import ErrorAnswers, Refusal, key_check
+from rookery.app_shell import make_app as make_shell
 from rookery.config import parse_config
 from rookery.embedded import EmbeddedEngine
-from rookery.errors import RookeryError, ServiceError
 from rookery.megatron.wire import (
     INSTANCE_HEADER,
     LoraStart,
@@ -76,30 +76,27 @@ class Hosted:
 
 
 def make_app(hosted: Hosted) -> FastAPI:
-    app = FastAPI(title="Rookery on Megatron", docs_url=None, redoc_url=None, openapi_url=None)
+    app = make_shell(
+        "Rookery on Megatron",
+        answers=ErrorAnswers(
+            status=lambda _: 400,
+            document=lambda error, told: {"error": told, "kind": type(error).__name__},
+        ),
+        check=key_check(hosted.key, "MEGATRON_SERVER_KEY is missing or wrong."),
+        openapi_url=None,
+    )
     methods = {**_trainee_methods(hosted), **_record_methods(hosted)}
 
     @app.post("/v1/{method}", response_model=None)
     async def call(method: str, request: Request) -> Response:
-        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if hosted.key and not hmac.compare_digest(shown.encode(), hosted.key.encode()):
-            return _refused(ServiceError("MEGATRON_SERVER_KEY is missing or wrong."), 401)
         if request.headers.get(INSTANCE_HEADER, hosted.instance) != hosted.instance:
-            return _refused(ServiceError("It was started anew and has lost its trainees."), 409)
+            raise Refusal(409, "It was started anew and has lost its trainees.")
         if method not in methods:
-            return _refused(ServiceError(f"There are: {', '.join(methods)}."), 404)
-        try:
-            name, body = request.query_params.get("name", ""), await request.body()
-            return Response(await methods[method](name, body))
-        except RookeryError as error:
-            return _refused(error, 400)
+            raise Refusal(404, f"There are: {', '.join(methods)}.")
+        name, body = request.query_params.get("name", ""), await request.body()
+        return Response(await methods[method](name, body))
 
     return app
-
-
-def _refused(error: RookeryError, status: int) -> Response:
-    body = write_json({"error": str(error), "kind": type(error).__name__})
-    return Response(body, status_code=status, media_type="application/json")
 
 
 def _trainee_methods(hosted: Hosted) -> dict[str, Method]:

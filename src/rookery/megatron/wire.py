@@ -85,8 +85,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, KeptTokens):
         return [row.tolist() for row in value.rows]
     if is_dataclass(value):
-        own = (field.name for field in fields(value) if field.name not in _OF_ONE_PROCESS)
-        return {name: getattr(value, name) for name in own}
+        names = (field.name for field in fields(value) if field.name not in _OF_ONE_PROCESS)
+        return {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be sent")

@@ -3,38 +3,32 @@
 app = make_app(service, keys=Keys(path))
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, MutableMapping
-from importlib.metadata import version
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from rookery.errors import RookeryError
+from rookery.app_shell import ErrorAnswers
+from rookery.app_shell import make_app as make_shell
 from rookery.reports import QueueStatus, ServiceStatus, TenantStatus
 from rookery.service.keys import Keys
-from rookery.service.metrics import Metrics
+from rookery.service.openai import routes as openai
+from rookery.service.openai import vllm
 from rookery.service.routes import (
     checkpoints,
     futures,
-    openai,
     plain,
     sampling,
     sequences,
     sessions,
     training,
-    vllm,
 )
-from rookery.service.routes.gate import Gate
+from rookery.service.routes.request_context import RequestContext
 from rookery.service.routes.sessions import fill_gap
 from rookery.service.service import Service
-from rookery.service.wire.body import too_large
-from rookery.service.work import Refusal, missing, status_of
+from rookery.service.work import missing, status_of
 
 __all__ = [
     "make_app",
@@ -46,13 +40,13 @@ __all__ = [
 
 def read_status(service: Service) -> ServiceStatus:
     """As it is now. Costs grow with what tenants have."""
-    desk, training, drawing = service.desk, service.training, service.drawing
-    live = Counter(model.tenant for model in desk.state.models.values() if model.is_live)
-    saved = Counter(checkpoint.tenant for checkpoint in desk.state.checkpoints.values())
-    tokens = desk.metrics.tokens_by_tenant()
-    names = sorted({*live, *saved, *tokens, *(s.tenant for s in desk.state.sessions.values())})
+    context, training, drawing = service.context, service.training, service.drawing
+    live = Counter(model.tenant for model in context.state.models.values() if model.is_live)
+    saved = Counter(checkpoint.tenant for checkpoint in context.state.checkpoints.values())
+    tokens = context.metrics.tokens_by_tenant()
+    names = sorted({*live, *saved, *tokens, *(s.tenant for s in context.state.sessions.values())})
     return ServiceStatus(
-        models=tuple(desk.backends),
+        models=tuple(context.backends),
         queues=(
             QueueStatus(
                 name="training",
@@ -70,18 +64,17 @@ def read_status(service: Service) -> ServiceStatus:
         tenants=tuple(
             TenantStatus(
                 name=name,
-                num_pending=desk.pending.count(name),
+                num_pending=context.pending.count(name),
                 num_models=live[name],
                 num_checkpoints=saved[name],
                 tokens=tokens.get(name, {}),
             )
             for name in names
         ),
-        journal_bytes=desk.wal.num_bytes,
+        journal_bytes=context.wal.num_bytes,
     )
 
 
-RETRY_AFTER_S = "1"
 INDEX = {
     "/openapi.json": "all routes, and what they take",
     "/v1/models": "the models, for OpenAI clients",
@@ -103,23 +96,35 @@ def make_app(
     """The application over a running service; without keys everybody is one tenant. `render` makes
     the status page. Only this machine is shown it and the numbers of each tenant: they have the
     names of all."""
-    gate = Gate(service, keys)
-    app = FastAPI(
-        title="Rookery",
-        version=version("rookery"),
-        summary="Sampling and training over HTTP, by the protocol of the tinker SDK.",
-        docs_url=None,  # its pages load their scripts from elsewhere
-        redoc_url=None,
-    )
-    app.state.gate = gate
-    for module in ROUTES:
-        app.include_router(module.make_router(gate))
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(RookeryError, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _unread)
-    app.add_middleware(Passage, limit_bytes=gate.body_bytes, metrics=service.desk.metrics)
+    api, metrics = RequestContext(service, keys), service.context.metrics
 
+    def note(path: str, status: int, seconds: float) -> None:
+        metrics.requests.labels(path, status).inc()
+        metrics.seconds.labels(path).observe(seconds)
+
+    app = make_shell(
+        "Rookery",
+        summary="Sampling and training over HTTP, by the protocol of the tinker SDK.",
+        answers=ErrorAnswers(
+            status=status_of,
+            sentence=service.context.sentence,
+            document=lambda _, told: {"error": told, "detail": told, "category": "user"},
+            before=fill_gap,
+        ),
+        limit_bytes=api.body_bytes,
+        note=note,
+    )
+    app.state.api = api
+    app.state.reading = service.reading
+    for module in ROUTES:
+        app.include_router(module.make_router(api))
+    _add_pages(app, service, render)
+    return app
+
+
+def _add_pages(
+    app: FastAPI, service: Service, render: Callable[[ServiceStatus], str] | None
+) -> None:
     @app.get("/", include_in_schema=False)
     async def index() -> dict[str, Any]:
         """What this is, and where to look."""
@@ -128,7 +133,7 @@ def make_app(
     @app.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> PlainTextResponse:
         service.show_queues()
-        text = service.desk.metrics.text(has_tenants=_is_local(request))
+        text = service.context.metrics.text(has_tenants=_is_local(request))
         return PlainTextResponse(text)
 
     @app.get("/status", include_in_schema=False)
@@ -137,84 +142,8 @@ def make_app(
             raise missing("page", "/status")
         return HTMLResponse(render(read_status(service)))
 
-    return app
-
 
 def _is_local(request: Request) -> bool:
     """Sent by a program of this machine, and not passed on by one."""
     host = request.client.host if request.client is not None else ""
     return host in ("127.0.0.1", "::1") and "x-forwarded-for" not in request.headers
-
-
-class Passage:
-    """Every request: bodies over the limit are refused as they arrive, and all are counted."""
-
-    def __init__(self, app: ASGIApp, *, limit_bytes: int, metrics: Metrics) -> None:
-        self._app = app
-        self._limit_bytes = limit_bytes
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started, num_bytes, status = time.monotonic(), 0, 500
-
-        async def counted_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit_bytes:
-                raise HTTPException(413, str(too_large(self._limit_bytes)))
-            return message
-
-        async def noted_send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, counted_receive, noted_send)
-        finally:
-            # The route's pattern: ids in paths would make a number of its own each.
-            path = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(path, status).inc()
-            self._metrics.seconds.labels(path).observe(time.monotonic() - started)
-
-
-async def _refused(request: Request, error: Exception) -> JSONResponse:
-    status = status_of(error)
-    gate: Gate = request.app.state.gate
-    sentence = gate.service.desk.sentence(error)
-    if status not in (401, 429, 503):  # of nobody, or sent again
-        await fill_gap(request, sentence)
-    headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
-    return JSONResponse(_document(sentence), status_code=status, headers=headers)
-
-
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    lines = []
-    for detail in error.errors():
-        parts = [str(part) for part in detail["loc"] if part != "body"]
-        # Which of several types it was validated as is no part of the place.
-        place = ".".join(part for part in parts if not part.endswith("]")) or "the body"
-        if detail["type"] == "json_invalid":
-            place = f"The body is not JSON at character {place}"
-        lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")
-    sentence = f"{'; '.join(lines[:5])}."
-    await fill_gap(request, sentence)
-    return JSONResponse(_document(sentence), status_code=422)
-
-
-async def _unread(_: Request, error: Exception) -> JSONResponse:
-    """No route has read it: there is none, or the body is too large."""
-    assert isinstance(error, HTTPException)
-    return JSONResponse(
-        _document(error.detail), status_code=error.status_code, headers=error.headers
-    )
-
-
-def _document(sentence: str) -> dict[str, str]:
-    return {"error": sentence, "detail": sentence, "category": "user"}

@@ -1,14 +1,14 @@
-"""Requests that change the state at once, one function each: command -> reply.
+"""Requests that change the state at once, one function each: command -> what came of it.
 
-    reply = apply(state, command)
+    done = apply(state, command)
 
 A function refuses before it changes anything, and depends on the command and the state alone: the
 same commands in the same order make the same state after a restart. Limits, which may be set anew
 for a restart, are looked at before.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -36,6 +36,7 @@ from rookery.types import LoraShape
 
 __all__ = [
     "AdapterId",
+    "Applied",
     "CheckpointPath",
     "CheckpointTtl",
     "EndSampler",
@@ -122,15 +123,29 @@ class AdapterId(BaseModel):
     adapter_id: str
 
 
-def apply(state: State, command: Command) -> Reply:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What came of a command."""
+
+    reply: Reply = field(default_factory=dict)
+    ended_models: Sequence[Model] = ()
+    """They are not trained any more."""
+    ended_owners: Collection[str] = ()
+    """Sessions, sampling sessions and models: nobody asks for their results any more."""
+    result_owner: str = ""
+    """Whose result the reply is too, for clients that ask for one."""
+
+
+def apply(state: State, command: Command) -> Applied:
     """Change the state, or raise a Refusal."""
-    change = _CHANGES[command.kind]
-    return change.function(state, command, change.request.model_validate_json(command.body))
+    request, handle = _HANDLERS[command.kind]
+    done = handle(state, command, request.model_validate_json(command.body))
+    return done if isinstance(done, Applied) else Applied(reply=done)
 
 
 def is_immediate(kind: str) -> bool:
     """Whether a command is done when it is accepted; the others take their turn."""
-    return kind in _CHANGES
+    return kind in _HANDLERS
 
 
 def _create_session(state: State, command: Command, request: CreateSession) -> Reply:
@@ -145,19 +160,22 @@ def _create_session(state: State, command: Command, request: CreateSession) -> R
     return {"type": "create_session", "session_id": command.id}
 
 
-def _end_session(state: State, command: Command, request: EndSession) -> Reply:
+def _end_session(state: State, command: Command, request: EndSession) -> Applied:
     session = state.sessions.get(request.session_id)
     if session is None or session.tenant != command.tenant:
         raise missing("session", request.session_id)
     session.is_over = True
-    for model in state.models_of(session.id):
+    models = state.models_of(session.id)
+    for model in models:
         model.is_live = False
-    for sampler in [s for s in state.samplers.values() if s.session_id == session.id]:
-        del state.samplers[sampler.id]
+    samplers = [s.id for s in state.samplers.values() if s.session_id == session.id]
+    for sampler_id in samplers:
+        del state.samplers[sampler_id]
     for loss in [loss for loss in state.losses.values() if loss.session_id == session.id]:
         del state.losses[loss.id]
     _forget_ended(state, command.tenant)
-    return {}
+    owners = {session.id, *samplers, *(model.id for model in models)}
+    return Applied(ended_models=models, ended_owners=owners)
 
 
 def _forget_ended(state: State, tenant: str) -> None:
@@ -172,21 +190,31 @@ def _forget_ended(state: State, tenant: str) -> None:
         del state.sessions[session_id]
 
 
-def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
-    state.run(command.tenant, request.model_id).is_live = False
-    return {"type": "unload_model", "model_id": request.model_id}
+def _end_model(state: State, command: Command, request: GetInfo) -> Applied:
+    """Once, however often it is sent."""
+    model = state.run(command.tenant, request.model_id)
+    ended, model.is_live = [model] if model.is_live else [], False
+    return Applied(
+        reply={"type": "unload_model", "model_id": model.id},
+        ended_models=ended,
+        ended_owners=[model.id for model in ended],
+        result_owner=model.id,
+    )
 
 
 def _forget_models(state: State, _: Command, request: ForgetModels) -> Reply:
     """But for those that a checkpoint was copied to meanwhile."""
-    for model_id in set(request.model_ids) - {own.model_id for own in state.checkpoints.values()}:
+    for model_id in set(request.model_ids) - {
+        checkpoint.model_id for checkpoint in state.checkpoints.values()
+    }:
         state.models.pop(model_id, None)
     return {}
 
 
-def _end_sampler(state: State, command: Command, request: EndSampler) -> Reply:
-    del state.samplers[state.sampler(command.tenant, request.sampling_session_id).id]
-    return {}
+def _end_sampler(state: State, command: Command, request: EndSampler) -> Applied:
+    sampler = state.sampler(command.tenant, request.sampling_session_id)
+    del state.samplers[sampler.id]
+    return Applied(ended_owners=[sampler.id])
 
 
 def _create_sampler(state: State, command: Command, request: CreateSamplingSession) -> Reply:
@@ -217,42 +245,45 @@ def _join_sampler(state: State, command: Command, request: JoinSamplingSession) 
     return {"type": "join_sampling_session", "client_counter": sampler.num_joined}
 
 
-def _create_loss(state: State, command: Command, request: CreateCustomLoss) -> Reply:
+def _create_loss(state: State, command: Command, request: CreateCustomLoss) -> Applied:
     session = state.session(command.tenant, request.session_id)
     loss = CustomLoss(
         id=f"{session.id}:loss:{request.custom_loss_seq_id}",
         session_id=session.id,
         tenant=command.tenant,
         name=request.name,
-        inputs=[own.model_dump() for own in request.inputs],
+        inputs=[entry.model_dump() for entry in request.inputs],
         graph=request.graph,
     )
     if state.losses.setdefault(loss.id, loss) != loss:
         raise bad(f"The custom loss {loss.id} was made before, with another graph.")
-    return {"type": "create_custom_loss", "loss_id": loss.id}
+    reply = {"type": "create_custom_loss", "loss_id": loss.id}
+    return Applied(reply=reply, result_owner=session.id)
 
 
 def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) -> Reply:
-    found = state.checkpoints.get(request.path)
-    if found is None or found.tenant != command.tenant:
+    checkpoint = state.checkpoints.get(request.path)
+    if checkpoint is None or checkpoint.tenant != command.tenant:
         raise missing("checkpoint", request.path)
     del state.checkpoints[request.path]
     return {}
 
 
 def _publish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = True
+    state.checkpoint(command.tenant, request.path, now=command.time, must_own=True).is_public = True
     return {}
 
 
 def _unpublish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = False
+    state.checkpoint(
+        command.tenant, request.path, now=command.time, must_own=True
+    ).is_public = False
     return {}
 
 
 def _set_ttl(state: State, command: Command, request: CheckpointTtl) -> Reply:
-    found = state.checkpoint(command.tenant, request.path, now=command.time, own=True)
-    found.expires = request.expires
+    checkpoint = state.checkpoint(command.tenant, request.path, now=command.time, must_own=True)
+    checkpoint.expires = request.expires
     return {}
 
 
@@ -355,12 +386,12 @@ def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
     """The oldest of too many of a tenant goes."""
-    own = state.sequences.setdefault(command.tenant, {})
-    own[request.id] = StoredSequence(
+    sequences = state.sequences.setdefault(command.tenant, {})
+    sequences[request.id] = StoredSequence(
         tenant=command.tenant, created=command.time, **request.model_dump()
     )
-    if len(own) > MAX_SEQUENCES:
-        del own[next(iter(own))]
+    if len(sequences) > MAX_SEQUENCES:
+        del sequences[next(iter(sequences))]
     return {}
 
 
@@ -370,28 +401,23 @@ def _remove_sequence(state: State, command: Command, request: SequenceId) -> Rep
     return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    request: type[BaseModel]
-    function: Callable[[State, Command, Any], Reply]
-
-
-_CHANGES = {
-    "create_session": _Change(CreateSession, _create_session),
-    "end_session": _Change(EndSession, _end_session),
-    "unload_model": _Change(GetInfo, _end_model),
-    "forget_models": _Change(ForgetModels, _forget_models),
-    "end_sampler": _Change(EndSampler, _end_sampler),
-    "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
-    "create_custom_loss": _Change(CreateCustomLoss, _create_loss),
-    "join_sampling_session": _Change(JoinSamplingSession, _join_sampler),
-    "delete_checkpoint": _Change(CheckpointPath, _delete_checkpoint),
-    "publish_checkpoint": _Change(CheckpointPath, _publish),
-    "unpublish_checkpoint": _Change(CheckpointPath, _unpublish),
-    "set_checkpoint_ttl": _Change(CheckpointTtl, _set_ttl),
-    "copy_weights": _Change(CopyWeights, _copy),
-    "store_sequence": _Change(StoreSequence, _store_sequence),
-    "remove_sequence": _Change(SequenceId, _remove_sequence),
-    "register_adapter": _Change(NewAdapter, _register_adapter),
-    "remove_adapter": _Change(AdapterId, _remove_adapter),
+Handler = Callable[[State, Command, Any], Reply | Applied]
+_HANDLERS: dict[str, tuple[type[BaseModel], Handler]] = {
+    "create_session": (CreateSession, _create_session),
+    "end_session": (EndSession, _end_session),
+    "unload_model": (GetInfo, _end_model),
+    "forget_models": (ForgetModels, _forget_models),
+    "end_sampler": (EndSampler, _end_sampler),
+    "create_sampling_session": (CreateSamplingSession, _create_sampler),
+    "create_custom_loss": (CreateCustomLoss, _create_loss),
+    "join_sampling_session": (JoinSamplingSession, _join_sampler),
+    "delete_checkpoint": (CheckpointPath, _delete_checkpoint),
+    "publish_checkpoint": (CheckpointPath, _publish),
+    "unpublish_checkpoint": (CheckpointPath, _unpublish),
+    "set_checkpoint_ttl": (CheckpointTtl, _set_ttl),
+    "copy_weights": (CopyWeights, _copy),
+    "store_sequence": (StoreSequence, _store_sequence),
+    "remove_sequence": (SequenceId, _remove_sequence),
+    "register_adapter": (NewAdapter, _register_adapter),
+    "remove_adapter": (AdapterId, _remove_adapter),
 }

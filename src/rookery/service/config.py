@@ -37,7 +37,7 @@ class Limits(Config):
     results: int = Field(default=16_384, ge=1)
     """Results of one tenant that wait to be fetched; with more, requests are answered with 429."""
     results_mib: float = Field(default=1024.0, gt=0)
-    """The same in bytes."""
+    """The same in bytes, with answers that were written and are not read yet."""
     models: int = Field(default=64, ge=1)
     """Models in training of one tenant."""
     rank: int = Field(default=64, ge=1)

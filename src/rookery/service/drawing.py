@@ -2,7 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -11,10 +16,10 @@ import numpy as np
 
 from rookery.concurrency import task_group, together
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
-from rookery.ports import AdapterFolders
+from rookery.ports import AdapterFolders, Codec
 from rookery.seeding import stream_seed
-from rookery.service.desk import Desk
-from rookery.service.fair_queue import Turns
+from rookery.service.context import ServiceContext
+from rookery.service.fair_queue import FairSemaphore
 from rookery.service.metrics import Throughput
 from rookery.service.records import Rows, SamplingSession, encode
 from rookery.service.trainer_calls import ADAPTER
@@ -41,10 +46,13 @@ from rookery.types import (
 )
 
 __all__ = [
+    "ANSWER_MIB",
     "Draw",
     "Drawing",
+    "Drawn",
     "Residency",
     "Samples",
+    "encode_prompts",
     "read_draw",
 ]
 
@@ -142,83 +150,99 @@ class Draw:
         return len(self.prompt) * (1 + self.alternatives) + num_scored + num_drawn
 
 
+Drawn = tuple[tuple[Completion, ...], PromptScores]
+
+
 class Drawing:
     """The engines behind fair turns."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self.turns = Turns(desk.config.samples_in_flight)
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self.turns = FairSemaphore(context.config.samples_in_flight)
         self._residencies: dict[int, Residency] = {}
         """By the identity of the backend: names may share one."""
         self.throughput = Throughput()
         """In tokens that were asked for: answers that end early make it higher."""
 
-    async def draw(self, draw: Draw) -> tuple[tuple[Completion, ...], PromptScores]:
+    async def draw(self, draw: Draw) -> Drawn:
         """Wait for a turn, then for the engine."""
-        params, work = draw.params, self._desk.pending.get(draw.id)
-        async with (
-            self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id),
-            self._desk.computing([work] if work is not None else []),
-            self._model(draw.base_model, draw.blob) as model,
-        ):
-            engine = self._desk.backend(draw.base_model).engine
-            request = SampleRequest(
-                model=model,
-                prompt=draw.prompt,
-                params=params,
-                json_schema=draw.json_schema,
-                on_delta=draw.on_delta,
-            )
-            with self.throughput.running(draw.tokens):
-                async with task_group() as group:
-                    sampling = group.create_task(engine.sample([request]))
-                    scoring = group.create_task(self._scores(draw, model))
+        async with self.drawn(draw) as answer:
+            return answer
+
+    @asynccontextmanager
+    async def drawn(self, draw: Draw) -> AsyncIterator[Drawn]:
+        """The same, for who computes on inside the block: others have the turn meanwhile, and the
+        request is blamed for what happens there."""
+        params, work = draw.params, self._context.pending.get(draw.id)
+        async with AsyncExitStack() as computing:
+            async with self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id):
+                works = [work] if work is not None else []
+                await computing.enter_async_context(self._context.computing(works))
+                async with self._model(draw.base_model, draw.blob) as model:
+                    completions, scores = await self._ask(draw, model)
+            num_drawn = sum(len(completion.tokens) for completion in completions)
+            tokens = self._context.metrics.tokens
+            tokens.labels("sampled", draw.tenant).inc(num_drawn)
+            tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
+            yield completions, scores
+
+    async def _ask(self, draw: Draw, model: ModelRef) -> Drawn:
+        engine = self._context.backend(draw.base_model).engine
+        request = SampleRequest(
+            model=model,
+            prompt=draw.prompt,
+            params=draw.params,
+            json_schema=draw.json_schema,
+            on_delta=draw.on_delta,
+        )
+        with self.throughput.running(draw.tokens):
+            async with task_group() as group:
+                sampling = group.create_task(engine.sample([request]))
+                scoring = group.create_task(self._scores(draw, model))
         [completions], scores = sampling.result(), scoring.result()
-        num_drawn = sum(len(completion.tokens) for completion in completions)
-        tokens = self._desk.metrics.tokens
-        tokens.labels("sampled", draw.tenant).inc(num_drawn)
-        tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
         return completions, scores
 
-    async def score(self, work: Command, sampler: SamplingSession, body: ScoreBody) -> Score:
-        """Log-probabilities of given tokens, in their turn."""
+    @asynccontextmanager
+    async def scored(
+        self, work: Command, sampler: SamplingSession, body: ScoreBody
+    ) -> AsyncIterator[Score]:
+        """Log-probabilities of given tokens, in their turn; as `drawn`."""
         num_tokens = len(body.tokens)
-        async with (
-            self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id),
-            self._desk.computing([work]),
-            self._model(sampler.base_model, sampler.blob) as model,
-        ):
-            engine = self._desk.backend(sampler.base_model).engine
-            with self.throughput.running(num_tokens):
-                [score] = await engine.score([body.request(model)])
-        self._desk.metrics.tokens.labels("prompt", work.tenant).inc(num_tokens)
-        return score
+        async with AsyncExitStack() as computing:
+            async with self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id):
+                await computing.enter_async_context(self._context.computing([work]))
+                engine = self._context.backend(sampler.base_model).engine
+                async with self._model(sampler.base_model, sampler.blob) as model:
+                    with self.throughput.running(num_tokens):
+                        [score] = await engine.score([body.request(model)])
+            self._context.metrics.tokens.labels("prompt", work.tenant).inc(num_tokens)
+            yield score
 
     def max_tokens(self, base_model: str, *, asked: int | None, num_prompt: int) -> int:
         """How many tokens may follow the prompt; a refusal when none may."""
-        context = self._desk.backend(base_model).engine.context_tokens
-        if context is None:
+        context_tokens = self._context.backend(base_model).engine.context_tokens
+        if context_tokens is None:
             if asked is None:
                 raise bad("The servers do not tell their context length: give max_tokens.")
             return asked
-        if num_prompt >= context:
+        if num_prompt >= context_tokens:
             raise bad(
-                f"The prompt has {num_prompt} tokens; this model reads at most {context - 1} and "
-                "answers with at least one."
+                f"The prompt has {num_prompt} tokens; this model reads at most "
+                f"{context_tokens - 1} and answers with at least one."
             )
-        return min(asked or context, context - num_prompt)
+        return min(asked or context_tokens, context_tokens - num_prompt)
 
     def _model(self, base_model: str, blob: str) -> AbstractAsyncContextManager[ModelRef]:
-        backend = self._desk.backend(base_model)
+        backend = self._context.backend(base_model)
         if not blob:
             return nullcontext(backend.engine.base)
         residency = self._residencies.get(id(backend))
         if residency is None:
-            blobs = self._desk.wal.run.blobs
+            blobs = self._context.wal.run.blobs
             residency = self._residencies[id(backend)] = Residency(
                 backend.folders,
                 folder_of=lambda blob: blobs.path(blob) / ADAPTER,
-                limit=self._desk.config.loaded_adapters,
+                limit=self._context.config.loaded_adapters,
             )
         return residency.use(blob)
 
@@ -247,7 +271,7 @@ class Drawing:
         request = ScoreRequest(
             model=model, tokens=draw.prompt, start=start, top_logprobs=draw.top_k
         )
-        [score] = await self._desk.backend(draw.base_model).engine.score([request])
+        [score] = await self._context.backend(draw.base_model).engine.score([request])
         return score
 
     async def _targets(self, draw: Draw, model: ModelRef) -> list[Array]:
@@ -261,7 +285,7 @@ class Drawing:
             )
             for place in asked
         ]
-        engine = self._desk.backend(draw.base_model).engine
+        engine = self._context.backend(draw.base_model).engine
         scores = await self._in_slices(engine.score, requests, width=1)
         answers: Array = np.full(draw.targets.shape, np.nan, dtype="<f4")
         for place, score in zip(asked, scores, strict=True):
@@ -285,7 +309,7 @@ class Drawing:
             )
             for place in range(len(draw.prompt) - 1)
         ]
-        engine = self._desk.backend(draw.base_model).engine
+        engine = self._context.backend(draw.base_model).engine
         drawn = await self._in_slices(engine.sample, requests, width=draw.alternatives)
         tokens = [[completion.tokens[0] for completion in row] for row in drawn]
         logprobs = [[completion.logprobs[0] for completion in row] for row in drawn]
@@ -300,7 +324,7 @@ class Drawing:
     ) -> list[Answer]:
         """A request for every position of a prompt, so many at a time that others are served
         beside them."""
-        step = max(1, self._desk.config.samples_in_flight // width)
+        step = max(1, self._context.config.samples_in_flight // width)
         answers: list[Answer] = []
         for start in range(0, len(requests), step):
             answers += await call(requests[start : start + step])
@@ -319,8 +343,8 @@ cannot take ends the service."""
 class Samples:
     """The samples that wait or are drawn. The task group ends them with the service."""
 
-    def __init__(self, desk: Desk, drawing: Drawing) -> None:
-        self._desk = desk
+    def __init__(self, context: ServiceContext, drawing: Drawing) -> None:
+        self._context = context
         self._drawing = drawing
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -335,7 +359,7 @@ class Samples:
 
     async def cancel(self, work: Command) -> None:
         """Give a sample up: its result says so, unless it has one."""
-        if self._desk.futures.is_storing(work.id):
+        if self._context.futures.is_storing(work.id):
             return
         if (task := self._tasks.get(work.id)) is not None:
             task.cancel()
@@ -354,13 +378,13 @@ class Samples:
     async def _answer(self, work: Command) -> None:
         try:
             with boundary(ServiceError, "Drawing the sample failed"):
-                if self._desk.pending.is_given_up(work):
+                if self._context.pending.is_given_up(work):
                     raise ServiceError(GIVEN_UP)
                 result = await (self._score(work) if work.kind == "score" else self._draw(work))
         except (EngineDownError, FleetDownError) as error:
-            result = failed(self._desk.sentence(error), "server")
+            result = failed(self._context.sentence(error), "server")
         except RookeryError as error:
-            result = failed(self._desk.sentence(error), "user")
+            result = failed(self._context.sentence(error), "user")
         if len(result.payload) > ANSWER_MIB * 2**20:
             result = failed(
                 f"The answer has {len(result.payload) / 2**20:.0f} MiB, of at most {ANSWER_MIB}: "
@@ -370,30 +394,30 @@ class Samples:
         await self._finish(work, result)
 
     async def _draw(self, work: Command) -> Result:
-        draw = read_draw(self._desk, self._drawing, work)
-        completions, scores = await self._drawing.draw(draw)
-        payload = await asyncio.to_thread(
-            encode_samples,
-            completions,
-            scores,
-            top_k=draw.params.top_logprobs,
-            has_text=draw.has_text,
-        )
+        draw = read_draw(self._context, self._drawing, work)
+        async with self._drawing.drawn(draw) as (completions, scores):
+            payload = await asyncio.to_thread(
+                encode_samples,
+                completions,
+                scores,
+                top_k=draw.params.top_logprobs,
+                has_text=draw.has_text,
+            )
         return Result(payload, form="proto")
 
     async def _score(self, work: Command) -> Result:
-        sampler = self._desk.state.sampler(work.tenant, work.owner)
+        sampler = self._context.state.sampler(work.tenant, work.owner)
         body = ScoreBody.model_validate_json(work.body)
-        score = await self._drawing.score(work, sampler, body)
-        rows = Rows(score.top_logprobs, list)
-        document = {**score_document(score), "top_logprobs": rows}
-        return Result(await asyncio.to_thread(encode, document))
+        async with self._drawing.scored(work, sampler, body) as score:
+            rows = Rows(score.top_logprobs, list)
+            document = {**score_document(score), "top_logprobs": rows}
+            return Result(await asyncio.to_thread(encode, document))
 
     async def _finish(self, work: Command, result: Result) -> None:
         """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
         until the journal has its result: a snapshot has the one or the other."""
-        futures = self._desk.futures
-        if futures.is_storing(work.id) or work.id not in self._desk.pending:
+        futures = self._context.futures
+        if futures.is_storing(work.id) or work.id not in self._context.pending:
             return
         if (future := futures.known(work.id)) is not None:
             future.storing = result
@@ -403,18 +427,23 @@ class Samples:
             "form": result.form,
             "is_failure": result.is_failure,
         }
-        stored = self._desk.wal.append(header, result.payload)
+        stored = self._context.wal.append(header, result.payload)
         # Also when whoever waits here is cancelled.
         stored.add_done_callback(lambda done: self._stored(work, result, done))
         await asyncio.shield(stored)
 
     def _stored(self, work: Command, result: Result, done: "asyncio.Future[list[int]]") -> None:
         if not done.cancelled() and done.exception() is None:
-            self._desk.pending.remove(work.id)
-            self._desk.futures.finish(work.id, result)
+            self._context.pending.remove(work.id)
+            self._context.futures.finish(work.id, result)
 
 
-def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
+def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
+    """Texts as tokens. A long one takes seconds: not in the event loop."""
+    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
+
+
+def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> Draw:
     """What an accepted sample asks for; a refusal when it can never be drawn.
 
     Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
@@ -422,7 +451,7 @@ def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
     """
     request = Sample.model_validate_json(work.body)
     prompt = prompt_tokens(request.prompt)
-    sampler = desk.state.sampler(work.tenant, work.owner)
+    sampler = context.state.sampler(work.tenant, work.owner)
     options = request.sampling_params
     max_tokens = drawing.max_tokens(
         sampler.base_model, asked=options.max_tokens, num_prompt=len(prompt)

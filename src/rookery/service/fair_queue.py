@@ -21,9 +21,10 @@ from typing import Generic, TypeVar
 from rookery.concurrency import run_in_thread
 
 __all__ = [
+    "READERS",
     "FairQueue",
+    "FairSemaphore",
     "Place",
-    "Turns",
 ]
 
 Item = TypeVar("Item", bound=Hashable)
@@ -167,7 +168,9 @@ class FairQueue(Generic[Item]):
 
     def _look_at_sizes(self) -> None:
         if self._num_changes > len(self._sizes) // _CHANGES_PER_LINE:
-            self._sizes = {name: (len(own.items), own.tokens) for name, own in self._lines.items()}
+            self._sizes = {
+                name: (len(line.items), line.tokens) for name, line in self._lines.items()
+            }
             self._items = _Sizes(size for size, _ in self._sizes.values())
             self._tokens = _Sizes(size for _, size in self._sizes.values())
             self._num_changes = 0
@@ -181,9 +184,11 @@ class FairQueue(Generic[Item]):
 
 
 Answer = TypeVar("Answer")
+READERS = 2
+"""Who read and write large bodies at a time: other threads wait for the disk."""
 
 
-class Turns:
+class FairSemaphore:
     """Who waits is woken in fair order when enough width is free."""
 
     def __init__(self, width: int) -> None:

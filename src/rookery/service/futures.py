@@ -179,9 +179,9 @@ class Futures:
             except TimeoutError:
                 return [], cursor
         later = finished.ids[max(place - finished.num_dropped, 0) :]
-        found = [self._futures.get(future_id) for future_id in later]
+        futures = [self._futures.get(future_id) for future_id in later]
         next_cursor = self._epoch * _CURSOR_RANGE + finished.end
-        return [future for future in found if future is not None], next_cursor
+        return [future for future in futures if future is not None], next_cursor
 
     def release(self) -> None:
         """Wake all who wait, also without a result: the service ends."""

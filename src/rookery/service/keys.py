@@ -37,11 +37,14 @@ class KeyRecord(TypedDict):
     created: str
 
 
+_FIELDS = ("name", "sha256", "created")
+
+
 def default_key_file() -> Path:
     """`$ROOKERY_KEYS`, else `rookery/keys.json` under the user's config folder."""
-    own = os.environ.get("ROOKERY_KEYS")
-    if own:
-        return Path(own).expanduser()
+    path = os.environ.get("ROOKERY_KEYS")
+    if path:
+        return Path(path).expanduser()
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(home).expanduser() / "rookery" / "keys.json"
 
@@ -74,12 +77,12 @@ def remove_key(path: Path, *, name: str) -> int:
 def list_keys(path: Path) -> list[KeyRecord]:
     """What is stored of the keys, in order of their making."""
     try:
-        records: list[KeyRecord] = json.loads(path.read_text())
+        document = json.loads(path.read_text())
+        return [KeyRecord(**{key: str(row[key]) for key in _FIELDS}) for row in document]  # type: ignore[typeddict-item]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"The key file {path} cannot be read: {error}") from error
-    return records
 
 
 class Keys:
@@ -101,6 +104,8 @@ class Keys:
         except FileNotFoundError:
             self._stamp, self._tenants = None, {}
             return
+        except OSError as error:
+            raise ConfigError(f"The key file {self._path} cannot be read: {error}") from error
         stamp = (status.st_mtime_ns, status.st_ino)
         if stamp != self._stamp:
             self._tenants = {record["sha256"]: record["name"] for record in list_keys(self._path)}

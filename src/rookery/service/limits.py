@@ -2,12 +2,11 @@
 
 import time
 
-from rookery.service.desk import Desk
+from rookery.service.context import ServiceContext
 from rookery.service.wire.requests import CreateModel, SaveForSampler
 from rookery.service.work import Command, Refusal, bad
 
 __all__ = ["Admission"]
-
 
 MAX_LOSSES = 256
 """Of one tenant: their graphs are kept in memory until their sessions end."""
@@ -16,15 +15,15 @@ MAX_LOSSES = 256
 class Admission:
     """The limits of the config, per tenant."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._limits = desk.config.limits
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._limits = context.config.limits
         self._credit: dict[str, tuple[float, float]] = {}
         """Requests that a tenant may still send, and when that was so."""
 
     def check(self, command: Command) -> None:
         """Refuse what is too much: 429 when it may be sent again later."""
-        num_own = self._desk.pending.count(command.tenant)
+        num_own = self._context.pending.count(command.tenant)
         if num_own >= self._limits.waiting:
             raise _full(
                 f"{num_own} of your requests are waiting; at most {self._limits.waiting} may."
@@ -38,10 +37,10 @@ class Admission:
 
     def _check_bytes(self, command: Command) -> None:
         """Whoever has less than a tenant's share is not refused because others have more."""
-        pending, most = self._desk.pending, self._limits.waiting_mib * 2**20
-        own = pending.num_bytes_of(command.tenant) + len(command.body)
+        pending, most = self._context.pending, self._limits.waiting_mib * 2**20
+        num_bytes = pending.num_bytes_of(command.tenant) + len(command.body)
         share = most / max(pending.num_tenants, 1)
-        if pending.num_bytes + len(command.body) > most and own > share:
+        if pending.num_bytes + len(command.body) > most and num_bytes > share:
             raise _full(
                 f"The requests that wait hold {pending.num_bytes / 2**20:.0f} MiB, of at most "
                 f"{self._limits.waiting_mib:g}, and yours more than a tenant's share of it."
@@ -49,17 +48,27 @@ class Admission:
 
     def check_results(self, tenant: str) -> None:
         """Refuse new requests of whom does not fetch the results of earlier ones."""
-        futures, most_mib = self._desk.futures, self._limits.results_mib
-        num, mib = futures.num_unfetched(tenant), futures.bytes_unfetched(tenant) / 2**20
+        futures, most_mib = self._context.futures, self._limits.results_mib
+        num_bytes = futures.bytes_unfetched(tenant) + self._context.answers[tenant]
+        num, mib = futures.num_unfetched(tenant), num_bytes / 2**20
         if num >= self._limits.results or mib > most_mib:
             raise _full(
                 f"{num} results of yours, {mib:.0f} MiB, were not fetched; at most "
                 f"{self._limits.results} and {most_mib:g} MiB are kept: fetch them."
             )
 
+    def check_answers(self, tenant: str) -> None:
+        """Refuse to write another answer for whom does not read the earlier ones."""
+        mib = self._context.answers[tenant] / 2**20
+        if mib > self._limits.results_mib:
+            raise _full(
+                f"Answers to you of {mib:.0f} MiB are on their way, of at most "
+                f"{self._limits.results_mib:g}: read them."
+            )
+
     def check_losses(self, tenant: str) -> None:
         self.check_results(tenant)
-        num = sum(loss.tenant == tenant for loss in self._desk.state.losses.values())
+        num = sum(loss.tenant == tenant for loss in self._context.state.losses.values())
         if num >= MAX_LOSSES:
             raise bad(f"You have {num} custom losses, the most there may be: end their sessions.")
 
@@ -81,7 +90,7 @@ class Admission:
             )
 
     def check_sessions(self, tenant: str) -> None:
-        sessions = self._desk.state.sessions.values()
+        sessions = self._context.state.sessions.values()
         num_open = sum(one.tenant == tenant and not one.is_over for one in sessions)
         if num_open >= self._limits.sessions:
             raise _full(
@@ -90,7 +99,7 @@ class Admission:
 
     def check_samplers(self, tenant: str, sampler_id: str = "") -> None:
         """Refuse a new sampling session; one that is known may be sent again."""
-        samplers = self._desk.state.samplers
+        samplers = self._context.state.samplers
         num = sum(one.tenant == tenant for one in samplers.values())
         if num >= self._limits.samplers and sampler_id not in samplers:
             raise _full(
@@ -104,8 +113,8 @@ class Admission:
             raise bad(f"The request asks for {num} samples; at most {self._limits.samples} may be.")
 
     def check_checkpoints(self, tenant: str) -> None:
-        state = self._desk.state
-        num = sum(found.tenant == tenant for found in state.checkpoints.values())
+        state = self._context.state
+        num = sum(checkpoint.tenant == tenant for checkpoint in state.checkpoints.values())
         num += sum(who == tenant for who, _ in state.adapters)
         if num >= self._limits.checkpoints:
             raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
@@ -118,12 +127,12 @@ class Admission:
     def _check_model(self, command: Command) -> None:
         request = CreateModel.model_validate_json(command.body)
         rank = request.lora_config.rank
-        most = min(self._limits.rank, self._desk.backend(request.base_model).engine.max_rank)
+        most = min(self._limits.rank, self._context.backend(request.base_model).engine.max_rank)
         if rank > most:
             raise bad(f"rank is {rank}; this service trains ranks 1 to {most}.")
         live = [
             model
-            for model in self._desk.state.models.values()
+            for model in self._context.state.models.values()
             if model.tenant == command.tenant and model.is_live
         ]
         if len(live) >= self._limits.models:

@@ -95,13 +95,13 @@ class Metrics:
 
     def tokens_by_tenant(self) -> dict[str, dict[str, int]]:
         """Tenant -> kind -> tokens computed since the start."""
-        found: dict[str, dict[str, int]] = {}
+        tokens: dict[str, dict[str, int]] = {}
         for family in self.tokens.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
-                    own = found.setdefault(sample.labels["tenant"], {})
-                    own[sample.labels["kind"]] = int(sample.value)
-        return found
+                    by_kind = tokens.setdefault(sample.labels["tenant"], {})
+                    by_kind[sample.labels["kind"]] = int(sample.value)
+        return tokens
 
     def text(self, *, has_tenants: bool) -> bytes:
         """The page, with what has the names of tenants or without."""

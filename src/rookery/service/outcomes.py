@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rookery.errors import RunError
-from rookery.service.desk import Desk
+from rookery.service.context import ServiceContext
 from rookery.service.records import Checkpoint, SamplingSession
 from rookery.service.work import Category, Command, Result, failed
 
@@ -49,17 +49,19 @@ class Outcome:
         return cls(work=work, result=failed(sentence, category), error=(sentence, category))
 
 
-async def finish_pass(desk: Desk, outcomes: Sequence[Outcome], record: PassRecord | None) -> None:
+async def finish_pass(
+    context: ServiceContext, outcomes: Sequence[Outcome], record: PassRecord | None
+) -> None:
     """Change the state, make the pass durable, then let the results be fetched. A pass that has a
     record is durable: it is repeated after a restart."""
     if record is not None:
         _check_repeated(outcomes, record)
     for outcome in outcomes:
-        _apply(desk, outcome)
-        desk.pending.remove(outcome.work.id)
-    dropped = _outnumbered(desk, outcomes) if record is None else record.dropped
+        _apply(context, outcome)
+        context.pending.remove(outcome.work.id)
+    dropped = _outnumbered(context, outcomes) if record is None else record.dropped
     for path in dropped:
-        desk.state.checkpoints.pop(path, None)
+        context.state.checkpoints.pop(path, None)
     if record is None:
         header = {
             "entry": "pass",
@@ -69,9 +71,9 @@ async def finish_pass(desk: Desk, outcomes: Sequence[Outcome], record: PassRecor
             "failures": {o.work.id: o.error for o in outcomes if o.error is not None},
             "dropped": dropped,
         }
-        await desk.wal.append(header)
+        await context.wal.append(header)
     for outcome in outcomes:
-        desk.futures.finish(outcome.work.id, outcome.result)
+        context.futures.finish(outcome.work.id, outcome.result)
 
 
 def _check_repeated(outcomes: Sequence[Outcome], record: PassRecord) -> None:
@@ -85,8 +87,8 @@ def _check_repeated(outcomes: Sequence[Outcome], record: PassRecord) -> None:
             )
 
 
-def _apply(desk: Desk, outcome: Outcome) -> None:
-    work, state = outcome.work, desk.state
+def _apply(context: ServiceContext, outcome: Outcome) -> None:
+    work, state = outcome.work, context.state
     model = state.models[work.owner]
     model.next_seq = work.seq + 1
     model.last_request = max(model.last_request, work.time)
@@ -109,20 +111,20 @@ def _apply(desk: Desk, outcome: Outcome) -> None:
         state.samplers[sampler.id] = sampler
 
 
-def _outnumbered(desk: Desk, outcomes: Sequence[Outcome]) -> list[str]:
+def _outnumbered(context: ServiceContext, outcomes: Sequence[Outcome]) -> list[str]:
     """Paths of all but the last K of a kind that was saved now, where the config says so. Published
     ones stay."""
-    if desk.config.keep_last is None:
+    if context.config.keep_last is None:
         return []
     saved = [(o.work.owner, o.effect["checkpoint"]) for o in outcomes if "checkpoint" in o.effect]
     paths: list[str] = []
     for model_id, row in saved:
         same = [
             checkpoint
-            for checkpoint in desk.state.checkpoints.values()
+            for checkpoint in context.state.checkpoints.values()
             if (checkpoint.model_id, checkpoint.kind) == (model_id, row["kind"])
             and not checkpoint.is_public
         ]
         same.sort(key=lambda checkpoint: checkpoint.created)
-        paths += [checkpoint.path for checkpoint in same[: -desk.config.keep_last]]
+        paths += [checkpoint.path for checkpoint in same[: -context.config.keep_last]]
     return paths

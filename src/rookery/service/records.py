@@ -22,6 +22,7 @@ __all__ = [
     "Session",
     "StoredSequence",
     "encode",
+    "encode_parts",
     "read_records",
 ]
 
@@ -40,16 +41,16 @@ __all__ = [
 class Rows:
     """Values that do not change any more, and what makes JSON of each."""
 
-    values: Sequence[tuple[Any, ...]]
-    describe: Callable[[tuple[Any, ...]], Any]
+    values: Sequence[Any]
+    describe: Callable[[Any], Any]
 
 
 def read_records(records: Iterable[Any]) -> Rows:
     """Dataclasses of one kind. What their fields hold is replaced, never changed."""
-    given = list(records)
-    names = tuple(field.name for field in fields(given[0])) if given else ()
-    read = attrgetter(*names) if given else tuple
-    values = [read(record) for record in given]
+    kept = list(records)
+    names = tuple(field.name for field in fields(kept[0])) if kept else ()
+    read = attrgetter(*names) if kept else tuple
+    values = [read(record) for record in kept]
     return Rows(values, lambda row: {n: _plain(v) for n, v in zip(names, row, strict=True)})
 
 
@@ -57,26 +58,45 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
+SLICE = 1024
+
+
 def encode(document: Mapping[str, Any]) -> bytes:
     """JSON of mappings whose ends are Rows or plain values."""
-    return b"".join(_parts(document))
+    return b"".join(encode_parts(document))
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def encode_parts(value: Any) -> Iterator[bytes]:
+    """The same a row at a time, and long lists of plain values a slice at a time."""
     if isinstance(value, Rows):
         yield b"["
         for number, row in enumerate(value.values):
             yield b"," if number else b""
-            yield json.dumps(value.describe(row)).encode()
+            yield from encode_parts(value.describe(row))
         yield b"]"
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and not all(map(_is_short, value.values())):
         yield b"{"
-        for number, (name, own) in enumerate(value.items()):
+        for number, (name, item) in enumerate(value.items()):
             yield (b"," if number else b"") + json.dumps(name).encode() + b":"
-            yield from _parts(own)
+            yield from encode_parts(item)
         yield b"}"
+    elif not _is_short(value):
+        yield b"["
+        for start in range(0, len(value), SLICE):
+            part = json.dumps(value[start : start + SLICE])[1:-1]
+            yield f",{part}".encode() if start else part.encode()
+        yield b"]"
     else:
         yield json.dumps(value).encode()
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is written at once."""
+    if isinstance(value, Mapping):
+        return all(map(_is_short, value.values()))
+    return not isinstance(value, Rows) and not (
+        isinstance(value, list | tuple) and len(value) > SLICE
+    )
 
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
@@ -170,7 +190,7 @@ class CustomLoss:
     @property
     def input_names(self) -> list[str]:
         """What it reads besides log-probabilities."""
-        return [str(own["name"]) for own in self.inputs[1:]]
+        return [str(entry["name"]) for entry in self.inputs[1:]]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,13 +7,13 @@ and samples that were drawn are given as they were. What was accepted and not do
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
 from rookery.service.commands import is_immediate
-from rookery.service.desk import Desk
-from rookery.service.futures import Futures
+from rookery.service.context import ServiceContext
+from rookery.service.futures import Future, Futures
 from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.state import State
@@ -21,65 +21,84 @@ from rookery.service.trainer_calls import STATE
 from rookery.service.wal import read_entry
 from rookery.service.work import Command, Result
 
-if TYPE_CHECKING:
-    from rookery.service.service import Service
-
-__all__ = ["recover", "take_snapshot"]
+__all__ = ["Restarted", "recover", "take_snapshot"]
 
 
-async def take_snapshot(desk: Desk) -> set[str]:
+async def take_snapshot(context: ServiceContext) -> set[str]:
     """Save what has changed since the last one; the blobs that a restart may ask for. No pass may
     be running."""
-    for model in list(desk.state.models.values()):  # clients make and end models meanwhile
+    for model in list(context.state.models.values()):  # clients make and end models meanwhile
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
-            model.snapshot, model.snapshot_bytes = await _save(desk, model)
+            model.snapshot, model.snapshot_bytes = await _save(context, model)
             model.snapshot_seq = model.next_seq
     # A result on the way to the journal has its entry before the snapshot's: it is done.
-    pending = [work.id for work in desk.pending if not desk.futures.is_storing(work.id)]
-    blobs = set(desk.state.blobs())
+    pending = [work.id for work in context.pending if not context.futures.is_storing(work.id)]
+    blobs = set(context.state.blobs())
     document = {
-        "state": desk.state.read(),
-        "futures": desk.futures.read(),
+        "state": context.state.read(),
+        "futures": context.futures.read(),
         "pending": pending,
         "attempts": {
-            work_id: num for work_id in pending if (num := desk.pending.attempts[work_id])
+            work_id: num for work_id in pending if (num := context.pending.attempts[work_id])
         },
     }
     # In the same turn of the event loop as the document: entries before it are in there.
-    seq = await desk.wal.begin_snapshot()
+    seq = await context.wal.begin_snapshot()
     # A work that was done meanwhile is not queued again: its entry comes after the snapshot's.
-    seqs = [number for work_id in pending if (number := desk.pending.seq(work_id)) is not None]
-    await desk.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
-    desk.metrics.snapshots.inc()
+    seqs = [number for work_id in pending if (number := context.pending.seq(work_id)) is not None]
+    await context.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
+    context.metrics.snapshots.inc()
     return blobs
 
 
-async def recover(service: "Service") -> None:
+class Restarted(Protocol):
+    """What a restart asks of the service."""
+
+    @property
+    def context(self) -> ServiceContext: ...
+
+    def apply(self, command: Command) -> object:
+        """Do a request that is done at once."""
+
+    def enqueue(self, command: Command) -> Future:
+        """Put a request into its queue."""
+
+    def queue(self, command: Command) -> None:
+        """The same for a request whose future is there."""
+
+    async def replay(self, record: PassRecord) -> None:
+        """Do a pass again."""
+
+    def go_on(self) -> None:
+        """Do what was accepted, now that it is known what is done."""
+
+
+async def recover(service: Restarted) -> None:
     """Bring the service to where it was."""
-    desk = service.desk
-    restart = await asyncio.to_thread(desk.wal.read)
+    context = service.context
+    restart = await asyncio.to_thread(context.wal.read)
     pending: set[str] = set()
     if restart.document is not None:
-        desk.state = State.restore(restart.document["state"])
-        desk.futures = Futures.restore(restart.document["futures"])
+        context.state = State.restore(restart.document["state"])
+        context.futures = Futures.restore(restart.document["futures"])
         pending = set(restart.document["pending"])
-        desk.pending.attempts.update(restart.document.get("attempts", {}))
-        await _load_models(desk)
+        context.pending.attempts.update(restart.document.get("attempts", {}))
+        await _load_models(context)
     for entry in restart.entries:
         header, body = read_entry(entry.data)
         if entry.seq > restart.snapshot_seq:
-            desk.wal.num_bytes += len(entry.data)
+            context.wal.num_bytes += len(entry.data)
             await _replay(service, header, body, entry.seq)
         elif header["entry"] == "command" and header["id"] in pending:
             service.queue(_command(header, body))
-            desk.pending.set_durable(header["id"], entry.seq)
+            context.pending.set_durable(header["id"], entry.seq)
         elif header["entry"] == "answer" and header["id"] in pending:
             await _replay(service, header, body, entry.seq)  # it was being stored
     service.go_on()
 
 
-async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: int) -> None:
-    desk = service.desk
+async def _replay(service: Restarted, header: dict[str, Any], body: bytes, seq: int) -> None:
+    context = service.context
     match header.pop("entry"):
         case "command":
             command = _command(header, body)
@@ -87,17 +106,17 @@ async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: 
                 service.apply(command)
                 return
             service.enqueue(command).durable.set()
-            desk.pending.set_durable(command.id, seq)
+            context.pending.set_durable(command.id, seq)
         case "pass":
-            await service.training.replay(PassRecord.read(header))
+            await service.replay(PassRecord.read(header))
         case "answer":
-            desk.pending.remove(header["id"])
+            context.pending.remove(header["id"])
             result = Result(body, form=header["form"], is_failure=header["is_failure"])
-            desk.futures.finish(header["id"], result)
+            context.futures.finish(header["id"], result)
         case "began":
-            desk.pending.begin(header["ids"])
+            context.pending.begin(header["ids"])
         case "ended":
-            desk.pending.end(header["ids"])
+            context.pending.end(header["ids"])
         case "snapshot":
             pass  # the process was killed before the document was durable
         case other:
@@ -109,13 +128,13 @@ def _command(header: dict[str, Any], body: bytes) -> Command:
     return Command(body=body, **fields)
 
 
-async def _load_models(desk: Desk) -> None:
-    for model in desk.state.models.values():
+async def _load_models(context: ServiceContext) -> None:
+    for model in context.state.models.values():
         if not _has_weights(model):
             continue
-        backend = desk.backend(model.base_model)
+        backend = context.backend(model.base_model)
         await backend.trainees.create(model.id, model.lora)
-        folder = desk.wal.run.blobs.path(model.snapshot, verify=True)
+        folder = context.wal.run.blobs.path(model.snapshot, verify=True)
         await backend.trainer.load(model.id, folder / STATE)
 
 
@@ -123,11 +142,11 @@ def _has_weights(model: Model) -> bool:
     return model.is_live and model.next_seq > 0 and not model.failure
 
 
-async def _save(desk: Desk, model: Model) -> tuple[str, int]:
+async def _save(context: ServiceContext, model: Model) -> tuple[str, int]:
     """The digest of its state, and how large it is."""
-    blobs = desk.wal.run.blobs
+    blobs = context.wal.run.blobs
     with blobs.stage() as folder:
         state = folder / STATE
-        await desk.backend(model.base_model).trainer.save(model.id, state)
+        await context.backend(model.base_model).trainer.save(model.id, state)
         num_bytes = (await asyncio.to_thread(state.stat)).st_size
         return await run_in_thread(blobs.put_folder, folder), num_bytes

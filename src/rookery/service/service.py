@@ -16,7 +16,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,18 +26,19 @@ from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
 from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
-from rookery.service.desk import Desk
+from rookery.service.context import ServiceContext
 from rookery.service.drawing import Drawing, Samples
-from rookery.service.fair_queue import Turns
+from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
+from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
 from rookery.service.wire.body import as_json
-from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
+from rookery.service.wire.requests import CreateModel, Sample
 from rookery.service.work import SAMPLING, Backend, Command, bad, failed, finished
 from rookery.types import LoraShape
 
@@ -50,8 +51,6 @@ KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
 STOP_S = 5.0
 """How long a call of the trainer may still take at the end: it is done again at the next start."""
-READERS = 2
-"""The other threads encode results and wait for the disk."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -63,21 +62,23 @@ def new_id(prefix: str) -> str:
 class Service:
     """What the routes call. Made by `open_service`."""
 
-    def __init__(self, desk: Desk, group: asyncio.TaskGroup, *, link_secret: bytes) -> None:
-        self.desk = desk
+    def __init__(
+        self, context: ServiceContext, group: asyncio.TaskGroup, *, link_secret: bytes
+    ) -> None:
+        self.context = context
         self.link_secret = link_secret
         """What download links are signed with, also after a restart."""
-        self.training = TrainingLoop(desk)
-        self.drawing = Drawing(desk)
-        self.samples = Samples(desk, self.drawing)
-        self.admission = Admission(desk)
+        self.training = TrainingLoop(context)
+        self.drawing = Drawing(context)
+        self.samples = Samples(context, self.drawing)
+        self.admission = Admission(context)
         self.blob_lock = asyncio.Lock()
         """Held by who stores a blob and has not named it in the state yet, and while unused blobs
         are deleted."""
-        self.uploads = Turns(1)
+        self.uploads = FairSemaphore(1)
         """Adapters are stored one at a time, so that whoever waits for the lock beside them waits
         for no more than one."""
-        self.reading = Turns(READERS)
+        self.reading = FairSemaphore(READERS)
         """Who reads a large body or tokenizes texts, in a thread."""
         self._group = group
         self._is_open = False
@@ -101,29 +102,19 @@ class Service:
 
     def apply(self, command: Command) -> dict[str, Any]:
         """Change the state, now or after a restart."""
-        if command.kind == "create_custom_loss":
-            session_id = CreateCustomLoss.model_validate_json(command.body).session_id
-            return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
-        if command.kind == "unload_model":
-            model_id = GetInfo.model_validate_json(command.body).model_id
-            model = self.desk.state.run(command.tenant, model_id)
-            is_live = model.is_live
-            reply = apply(self.desk.state, command)
-            if is_live:  # not when it is sent again
-                self.desk.futures.end_owners({model_id})
-                self._end_model(model)
-            return self._finish_at_once(command, reply, owner=model_id)
-        if command.kind == "end_sampler":
-            reply = apply(self.desk.state, command)
-            self._end_sampler(EndSampler.model_validate_json(command.body).sampling_session_id)
-            return reply
-        if command.kind != "end_session":
-            return apply(self.desk.state, command)
-        session_id = EndSession.model_validate_json(command.body).session_id
-        samplers = [s.id for s in self.desk.state.samplers.values() if s.session_id == session_id]
-        reply = apply(self.desk.state, command)
-        self._end_session(session_id, samplers)
-        return reply
+        done = apply(self.context.state, command)
+        for owner in done.ended_owners:
+            self._seen.pop(owner, None)
+        self.context.futures.end_owners(done.ended_owners)
+        for model in done.ended_models:
+            self._end_model(model)
+        if done.result_owner:
+            return self._finish_at_once(command, done.reply, owner=done.result_owner)
+        return done.reply
+
+    async def replay(self, record: PassRecord) -> None:
+        """Do a pass again that was done before a restart."""
+        await self.training.replay(record)
 
     def _finish_at_once(
         self, command: Command, reply: dict[str, Any], *, owner: str
@@ -139,13 +130,15 @@ class Service:
             # A model that has ended does not end again, and its results with it.
             fetched=time.monotonic() if command.kind == "unload_model" else None,
         )
-        self.desk.futures.add(future)
-        self.desk.futures.finish(command.id, finished(reply))
+        self.context.futures.add(future)
+        self.context.futures.finish(command.id, finished(reply))
         return {"request_id": command.id}
 
     async def accept(self, command: Command) -> dict[str, Any]:
         """Have a request done in its turn, once: who sends it again gets the same reply."""
-        future = self.desk.futures.find(command.key, digest=command.digest) if command.key else None
+        future = (
+            self.context.futures.find(command.key, digest=command.digest) if command.key else None
+        )
         if future is None:
             self.admission.check(command)
             self._check_number(command)
@@ -154,7 +147,7 @@ class Service:
             logged.add_done_callback(lambda done: self._logged(command, future, done))
             await asyncio.shield(logged)
         await future.durable.wait()
-        self.desk.wal.check()
+        self.context.wal.check()
         return future.reply
 
     def enqueue(self, command: Command) -> Future:
@@ -169,15 +162,15 @@ class Service:
             # Nobody asks for the result of a refusal: its client was told at once.
             fetched=time.monotonic() if command.kind == "refused" else None,
         )
-        self.desk.futures.add(future)
+        self.context.futures.add(future)
         self.queue(command)
         return future
 
     def queue(self, command: Command) -> None:
         """The same for a request whose future is there."""
-        if command.kind == "create_model" and command.owner not in self.desk.state.models:
-            self.desk.state.models[command.owner] = _new_model(command)
-        self.desk.pending.add(command)
+        if command.kind == "create_model" and command.owner not in self.context.state.models:
+            self.context.state.models[command.owner] = _new_model(command)
+        self.context.pending.add(command)
         if command.kind in SAMPLING:
             self._seen[command.owner] = time.monotonic()
         if command.kind not in SAMPLING:
@@ -190,7 +183,7 @@ class Service:
         self._is_open = True
         for model in self._ended:
             self._end_model(model)
-        for work in self.desk.pending:
+        for work in self.context.pending:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
 
@@ -200,39 +193,40 @@ class Service:
         self.training.stop()
         for task in self.samples.tasks:  # they stay pending
             task.cancel()
-        self.desk.futures.release()
+        self.context.futures.release()
 
     def describe(self, future: Future) -> tuple[str, str]:
         """Where an unfinished request is: its queue state and a sentence."""
-        work = self.desk.pending.get(future.id)
+        work = self.context.pending.get(future.id)
         if work is None:
             return "active", "It is being stored."
         return (self.samples if work.kind in SAMPLING else self.training).describe(work)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Give a sample up; requests of other kinds are done all the same."""
-        future = self.desk.futures.get(request_id, tenant=tenant)
-        work = self.desk.pending.get(future.id)
+        future = self.context.futures.get(request_id, tenant=tenant)
+        work = self.context.pending.get(future.id)
         if work is not None and work.kind in SAMPLING:
-            self.desk.futures.set_fetched(future)  # nobody asks for what it gave up
+            self.context.futures.set_fetched(future)  # nobody asks for what it gave up
             await self.samples.cancel(work)
 
     def check_draws(self, tenant: str, *, num: int) -> None:
         """Refuse draws without a number of their own when too many of them would wait."""
+        self.admission.check_results(tenant)
         num_waiting = self.drawing.turns.num_waiting_of(tenant)
         self.admission.check_draws(num_waiting, num=num)
 
     def heartbeat(self, tenant: str, session_id: str) -> None:
-        self.desk.state.session(tenant, session_id)
+        self.context.state.session(tenant, session_id)
         self._seen[session_id] = time.monotonic()
 
     async def snapshot(self) -> None:
         """Take a snapshot. Called between passes."""
-        saved = await take_snapshot(self.desk)
+        saved = await take_snapshot(self.context)
         async with self.blob_lock:
             # What ended since the snapshot is in its document, and loaded from it after a crash.
-            keep = {*saved, *self.desk.state.blobs()}
-            await run_in_thread(self.desk.wal.prune, keep=keep)
+            keep = {*saved, *self.context.state.blobs()}
+            await run_in_thread(self.context.wal.prune, keep=keep)
 
     async def keep_house(self) -> None:
         """End what nobody uses any more, until cancelled."""
@@ -244,78 +238,66 @@ class Service:
     async def clean_up(self) -> None:
         """End what nobody uses any more. Clients may end the same things meanwhile."""
         await self._end_silent_sessions()
-        now, checkpoints = time.time(), self.desk.state.checkpoints
-        for found in list(checkpoints.values()):
-            is_expired = found.expires is not None and found.expires <= now
-            if is_expired and checkpoints.get(found.path) is found:
-                path = CheckpointPath(path=found.path)
-                await self.change("delete_checkpoint", found.tenant, path)
+        now, checkpoints = time.time(), self.context.state.checkpoints
+        for checkpoint in list(checkpoints.values()):
+            is_expired = checkpoint.expires is not None and checkpoint.expires <= now
+            if is_expired and checkpoints.get(checkpoint.path) is checkpoint:
+                path = CheckpointPath(path=checkpoint.path)
+                await self.change("delete_checkpoint", checkpoint.tenant, path)
         await self._end_idle_samplers()
         await self._forget_ended_models()
-        config = self.desk.config
+        config = self.context.config
         self.training.give_up_gaps(before=now - config.gap_s)
-        self.desk.futures.drop_old(fetched_s=config.result_s, unfetched_s=config.unfetched_s)
+        self.context.futures.drop_old(fetched_s=config.result_s, unfetched_s=config.unfetched_s)
         if self.training.is_snapshot_due:
             self.training.wake()
 
     def show_queues(self) -> None:
         """Update the gauges."""
-        metrics = self.desk.metrics
+        metrics = self.context.metrics
         metrics.waiting.labels("training").set(self.training.num_waiting)
         metrics.waiting.labels("sampling").set(self.drawing.turns.num_waiting)
-        metrics.models.set(sum(model.is_live for model in self.desk.state.models.values()))
+        metrics.models.set(sum(model.is_live for model in self.context.state.models.values()))
 
     async def _end_silent_sessions(self) -> None:
-        limit = time.monotonic() - self.desk.config.session_s
-        for session in list(self.desk.state.sessions.values()):
+        limit = time.monotonic() - self.context.config.session_s
+        for session in list(self.context.state.sessions.values()):
             if not session.is_over and self._seen.setdefault(session.id, time.monotonic()) < limit:
                 ended = EndSession(session_id=session.id)
                 await self.change("end_session", session.tenant, ended)
 
     async def _end_idle_samplers(self) -> None:
         """Those that nobody draws from any more, but for the newest."""
-        now, busy = time.monotonic(), {work.owner for work in self.desk.pending}
-        named = self.desk.config.limits.samplers // 2
-        for sampler in self.desk.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
-            if sampler.id not in self.desk.state.samplers or sampler.id in busy:
+        now, busy = time.monotonic(), {work.owner for work in self.context.pending}
+        named = self.context.config.limits.samplers // 2
+        for sampler in self.context.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
+            if sampler.id not in self.context.state.samplers or sampler.id in busy:
                 continue  # its session may have ended meanwhile
-            if self._seen.setdefault(sampler.id, now) < now - self.desk.config.session_s:
+            if self._seen.setdefault(sampler.id, now) < now - self.context.config.session_s:
                 ended = EndSampler(sampling_session_id=sampler.id)
                 await self.change("end_sampler", sampler.tenant, ended)
 
     async def _forget_ended_models(self) -> None:
         """Those that saved nothing and of which no request waits. The newest of a tenant stay."""
-        busy = {work.owner for work in self.desk.pending}
-        for tenant, model_ids in self.desk.state.unsaved_runs().items():
+        busy = {work.owner for work in self.context.pending}
+        for tenant, model_ids in self.context.state.unsaved_runs().items():
             oldest = [model_id for model_id in model_ids[:-KEPT_RUNS] if model_id not in busy]
             if oldest:
                 await self.change("forget_models", tenant, ForgetModels(model_ids=oldest))
-
-    def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
-        models = self.desk.state.models_of(session_id)
-        for name in (session_id, *samplers):
-            self._seen.pop(name, None)
-        self.desk.futures.end_owners({session_id, *samplers, *(model.id for model in models)})
-        for model in models:
-            self._end_model(model)
-
-    def _end_sampler(self, sampler_id: str) -> None:
-        self._seen.pop(sampler_id, None)
-        self.desk.futures.end_owners({sampler_id})
 
     def _end_model(self, model: Model) -> None:
         if not self._is_open:
             self._ended.append(model)
             return
         for work in self.training.end_model(model):
-            self.desk.pending.remove(work.id)
+            self.context.pending.remove(work.id)
             sentence = "The session ended before an earlier request of this model came."
-            self.desk.futures.finish(work.id, failed(sentence, "user"))
+            self.context.futures.finish(work.id, failed(sentence, "user"))
 
     def _check_number(self, command: Command) -> None:
         if command.kind in SAMPLING:
             return
-        expected = self.training.lane(command.owner).next_seq
+        expected = self.training.buffer(command.owner).next_seq
         if command.seq < expected:
             raise bad(
                 f"Request {command.seq} of {command.owner} was done before, and its result is not "
@@ -323,11 +305,11 @@ class Service:
             )
 
     def _log(self, command: Command) -> "asyncio.Future[list[int]]":
-        return self.desk.wal.append_command(command)
+        return self.context.wal.append_command(command)
 
     def _logged(self, command: Command, future: Future, done: "asyncio.Future[list[int]]") -> None:
         if not done.cancelled() and done.exception() is None:
-            self.desk.pending.set_durable(command.id, done.result()[0])
+            self.context.pending.set_durable(command.id, done.result()[0])
         future.durable.set()
 
 
@@ -337,10 +319,10 @@ async def open_service(
 ) -> AsyncIterator[Service]:
     """The service, running inside the block, with all that was accepted before a restart."""
     wal = await run_in_thread(Wal, run)
-    desk = Desk(config=config, backends=backends, wal=wal, metrics=Metrics())
+    context = ServiceContext(config=config, backends=backends, wal=wal, metrics=Metrics())
     secret = await _link_secret(run)
     async with task_group() as group:
-        service = Service(desk, group, link_secret=secret)
+        service = Service(context, group, link_secret=secret)
         await recover(service)
         training = group.create_task(service.training.run(service.snapshot), name="training")
         others = [
@@ -356,7 +338,7 @@ async def open_service(
             for task in (*others, *unfinished):
                 task.cancel()
     if not unfinished:  # weights are not saved in the middle of a call
-        await take_snapshot(desk)
+        await take_snapshot(context)
 
 
 async def _link_secret(run: Run) -> bytes:

@@ -76,36 +76,40 @@ class State:
             raise missing("sampling session", sampler_id)
         return sampler
 
-    def checkpoint(self, tenant: str, path: str, *, now: float, own: bool = False) -> Checkpoint:
-        """The tenant's own or, unless `own`, a published one."""
+    def checkpoint(
+        self, tenant: str, path: str, *, now: float, must_own: bool = False
+    ) -> Checkpoint:
+        """The tenant's own or, unless they `must_own` it, a published one."""
         if _PATH.fullmatch(path) is None:
             raise bad(
                 f"{path!r:.300} is not a checkpoint: write "
                 "tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME."
             )
-        found = self.checkpoints.get(path)
-        if found is None or (found.tenant != tenant and (own or not found.is_public)):
+        checkpoint = self.checkpoints.get(path)
+        if checkpoint is None or (
+            checkpoint.tenant != tenant and (must_own or not checkpoint.is_public)
+        ):
             raise missing("checkpoint", path)
-        if found.expires is not None and found.expires <= now:
+        if checkpoint.expires is not None and checkpoint.expires <= now:
             raise missing("checkpoint", path)
-        return found
+        return checkpoint
 
     def weights(self, tenant: str, path: str, *, now: float) -> Checkpoint:
         """A checkpoint to sample from or to train on."""
-        found = self.checkpoint(tenant, path, now=now)
-        if found.kind == "external_weights":
+        checkpoint = self.checkpoint(tenant, path, now=now)
+        if checkpoint.kind == "external_weights":
             raise bad(
                 f"{path!r:.300} is there to be downloaded, and may be merged or encrypted: sample "
                 "from weights or sampler_weights, and load weights."
             )
-        return found
+        return checkpoint
 
     def adapter(self, tenant: str, adapter_id: str) -> RegisteredAdapter:
         adapter = self.adapters.get((tenant, adapter_id))
         if adapter is None:
-            own = ", ".join(name for who, name in self.adapters if who == tenant) or "none"
+            names = ", ".join(name for who, name in self.adapters if who == tenant) or "none"
             raise Refusal(
-                404, f"There is no adapter {adapter_id!r:.200}. Your adapters: {own:.300}."
+                404, f"There is no adapter {adapter_id!r:.200}. Your adapters: {names:.300}."
             )
         return adapter
 
@@ -125,13 +129,13 @@ class State:
 
     def own_checkpoints(self, tenant: str, *, now: float) -> list[Checkpoint]:
         """Those of a tenant that have not expired, newest first."""
-        own = [
+        checkpoints = [
             checkpoint
             for checkpoint in self.checkpoints.values()
             if checkpoint.tenant == tenant
             and (checkpoint.expires is None or checkpoint.expires > now)
         ]
-        return sorted(own, key=lambda checkpoint: checkpoint.created, reverse=True)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created, reverse=True)
 
     def models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session_id == session_id]
@@ -149,12 +153,14 @@ class State:
         """All but the newest: of weights saved without a name so many of each session, of the
         others of each tenant."""
         groups: dict[tuple[bool, str], list[SamplingSession]] = {}
-        for own in self.samplers.values():
-            is_named = not own.blob or bool(own.path)
-            owner = own.tenant if is_named else own.session_id
-            groups.setdefault((is_named, owner), []).append(own)
+        for sampler in self.samplers.values():
+            is_named = not sampler.blob or bool(sampler.path)
+            owner = sampler.tenant if is_named else sampler.session_id
+            groups.setdefault((is_named, owner), []).append(sampler)
         kept = {True: named, False: unnamed}
-        return [own for (is_named, _), row in groups.items() for own in row[: -kept[is_named]]]
+        return [
+            sampler for (is_named, _), row in groups.items() for sampler in row[: -kept[is_named]]
+        ]
 
     def blobs(self) -> Iterator[str]:
         """The digests that are in use."""

@@ -13,7 +13,7 @@ import numpy as np
 from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.config import encrypt_folder
-from rookery.service.desk import Desk
+from rookery.service.context import ServiceContext
 from rookery.service.futures import Futures
 from rookery.service.outcomes import Outcome, PassRecord
 from rookery.service.records import Model
@@ -112,8 +112,8 @@ def read_call(work: Command) -> TrainCall | RecordCall:
 class TrainerCalls:
     """What the training loop asks of the trainers."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
 
     def sort_out(
         self, works: Sequence[Command], record: PassRecord | None
@@ -123,14 +123,14 @@ class TrainerCalls:
         doable: list[Command] = []
         outcomes: list[Outcome] = []
         for work in works:
-            model = self._desk.state.models[work.owner]
+            model = self._context.state.models[work.owner]
             if record is not None and work.id in record.failures:
                 outcomes.append(Outcome.failure(work, *record.failures[work.id]))
             elif work.kind == "refused":
                 outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
-            elif record is None and self._desk.pending.is_given_up(work):
+            elif record is None and self._context.pending.is_given_up(work):
                 outcomes.append(Outcome.failure(work, GIVEN_UP, "user"))
             elif not model.is_live and record is None:
                 outcomes.append(
@@ -158,10 +158,10 @@ class TrainerCalls:
                 return [await self._save(work) for work in works]
 
     async def _train(self, works: Sequence[Command]) -> list[Outcome]:
-        backend = self._desk.backend(works[0].base_model)
-        context = backend.engine.context_tokens
+        backend = self._context.backend(works[0].base_model)
+        context_tokens = backend.engine.context_tokens
         trained, failures = await asyncio.to_thread(
-            self._read_each, works, lambda work: self._read(work, context_tokens=context)
+            self._read_each, works, lambda work: self._read(work, context_tokens=context_tokens)
         )
         if not trained:
             return failures
@@ -169,7 +169,7 @@ class TrainerCalls:
         call = trainer.forward if works[0].kind == "forward" else trainer.forward_backward
         outputs = await call([one.request for one in trained])
         return failures + await asyncio.to_thread(
-            lambda: [one.outcome(own) for one, own in zip(trained, outputs, strict=True)]
+            lambda: [one.outcome(output) for one, output in zip(trained, outputs, strict=True)]
         )
 
     def _read_each(
@@ -177,19 +177,19 @@ class TrainerCalls:
     ) -> tuple[list[Read], list[Outcome]]:
         """What the works ask for, and outcomes of those that cannot be read: what was right when it
         came may not be any more, as its loss may be gone. That is the result of this work alone."""
-        found: list[Read] = []
+        requests: list[Read] = []
         failures: list[Outcome] = []
         for work in works:
             try:
                 with boundary(ServiceError, "Reading the request failed"):
-                    found.append(read(work))
+                    requests.append(read(work))
             except RookeryError as error:
-                failures.append(Outcome.failure(work, self._desk.sentence(error), "user"))
-        return found, failures
+                failures.append(Outcome.failure(work, self._context.sentence(error), "user"))
+        return requests, failures
 
     def _read(self, work: Command, *, context_tokens: int | None) -> "_Trained":
         call = read_call(work)
-        custom = partial(self._desk.state.loss, work.tenant)
+        custom = partial(self._context.state.loss, work.tenant)
         request = train_request(call, context_tokens=context_tokens, custom=custom)
         drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
         return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
@@ -198,11 +198,11 @@ class TrainerCalls:
         """The sampler's log-probabilities of each datum, where the loss does not have them."""
         if call.loss in LOSSES and LOSSES[call.loss].is_policy:
             return ()
-        return drawn_logprobs(self._desk.futures, work.tenant, call.data)
+        return drawn_logprobs(self._context.futures, work.tenant, call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
         steps, outcomes = self._read_each(works, lambda work: (work, _optim_step(work)))
-        trainer = self._desk.backend(works[0].base_model).trainer
+        trainer = self._context.backend(works[0].base_model).trainer
         outputs = await trainer.optim_step([step for _, step in steps])
         for (work, _), output in zip(steps, outputs, strict=True):
             if output.error:
@@ -214,7 +214,7 @@ class TrainerCalls:
 
     async def _create(self, work: Command) -> Outcome:
         model = self._model(work)
-        await self._desk.backend(model.base_model).trainees.create(model.id, model.lora)
+        await self._context.backend(model.base_model).trainees.create(model.id, model.lora)
         result = finished({"type": "create_model", "model_id": model.id})
         return Outcome(work=work, result=result)
 
@@ -224,7 +224,7 @@ class TrainerCalls:
         is_external = work.kind == "save_weights_external"
         path = f"tinker://{model.id}/{_KINDS[work.kind]}/{request.path}"
         may_replace = work.kind == "save_weights" and request.overwrite
-        if request.path is not None and path in self._desk.state.checkpoints and not may_replace:
+        if request.path is not None and path in self._context.state.checkpoints and not may_replace:
             return Outcome.failure(
                 work, f"There is a checkpoint {path} already: save under another name.", "user"
             )
@@ -240,7 +240,7 @@ class TrainerCalls:
         self, model: Model, *, has_state: bool, recipients: Sequence[str], is_merged: bool
     ) -> tuple[str, int]:
         """The digest and size of its weights, and the trainer's state if it is to be trained on."""
-        backend, blobs = self._desk.backend(model.base_model), self._desk.wal.run.blobs
+        backend, blobs = self._context.backend(model.base_model), self._context.wal.run.blobs
         with blobs.stage() as folder:
             if has_state:
                 await backend.trainer.save(model.id, folder / STATE)
@@ -255,12 +255,12 @@ class TrainerCalls:
     async def _load(self, work: Command, record: PassRecord | None) -> Outcome:
         model = self._model(work)
         request = LoadWeights.model_validate_json(work.body)
-        backend = self._desk.backend(model.base_model)
+        backend = self._context.backend(model.base_model)
         try:
             blob = self._source(work, model, request, record)
         except Refusal as refusal:
             return Outcome.failure(work, str(refusal), "user")
-        folder = self._desk.wal.run.blobs.path(blob)
+        folder = self._context.wal.run.blobs.path(blob)
         if request.optimizer:
             if not (folder / STATE).exists():
                 sentence = f"{request.path} has no optimizer state: load it without the optimizer."
@@ -276,7 +276,7 @@ class TrainerCalls:
     ) -> str:
         if record is not None:
             return str(record.effects[work.id]["loaded"])
-        source = self._desk.state.checkpoint(work.tenant, request.path, now=work.time)
+        source = self._context.state.checkpoint(work.tenant, request.path, now=work.time)
         if source.lora.rank != model.lora.rank or source.base_model != model.base_model:
             raise Refusal(
                 400,
@@ -286,7 +286,7 @@ class TrainerCalls:
         return source.blob
 
     def _model(self, work: Command) -> Model:
-        return self._desk.state.models[work.owner]
+        return self._context.state.models[work.owner]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The training loop: ready requests -> calls of the trainer -> results.
 
-    lanes (order by number) -> fair queue (by tokens) -> stages -> trainer -> journal -> futures
+    buffers (order by number) -> fair queue (by tokens) -> stages -> trainer -> journal -> futures
 
 | stage    | consumes            | produces            | waits for                          |
 |----------|---------------------|---------------------|------------------------------------|
@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 from rookery.errors import RookeryError, ServiceError, boundary
-from rookery.service.desk import Desk
+from rookery.service.context import ServiceContext
 from rookery.service.fair_queue import FairQueue
 from rookery.service.metrics import Throughput
 from rookery.service.outcomes import Outcome, PassRecord, finish_pass
@@ -28,16 +28,16 @@ from rookery.service.trainer_calls import TrainerCalls
 from rookery.service.work import Command
 
 __all__ = [
-    "Lane",
+    "ReorderBuffer",
     "TrainingLoop",
     "stages",
 ]
 
 # Requests of one model in the order of their numbers, however they arrive.
 #
-#     lane = Lane(next_seq=1)
-#     lane.add(2, "b")        # -> []          2 waits for 1
-#     lane.add(1, "a")        # -> ["a", "b"]
+#     buffer = ReorderBuffer(next_seq=1)
+#     buffer.add(2, "b")        # -> []          2 waits for 1
+#     buffer.add(1, "a")        # -> ["a", "b"]
 #
 # The SDK sends the chunks of one call side by side, the first of them last.
 
@@ -45,7 +45,7 @@ __all__ = [
 Item = TypeVar("Item")
 
 
-class Lane(Generic[Item]):
+class ReorderBuffer(Generic[Item]):
     """The numbers of one model that have not been released yet."""
 
     def __init__(self, *, next_seq: int) -> None:
@@ -155,10 +155,10 @@ LEAST_JOURNAL_BYTES = 8 << 20
 class TrainingLoop:
     """Takes works in, and gives each of them a result. Run by one task."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._calls = TrainerCalls(desk)
-        self._lanes: dict[str, Lane[Command]] = {}
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._calls = TrainerCalls(context)
+        self._buffers: dict[str, ReorderBuffer[Command]] = {}
         # Filled by `add`, drained by `run`; bounded by the limits that are looked at before.
         self._queue: FairQueue[str] = FairQueue()
         self._changed = asyncio.Event()
@@ -172,16 +172,18 @@ class TrainingLoop:
         self._snapshot_bytes = 0
         """Of all models, when the last snapshot was taken: there may be many that have ended."""
 
-    def lane(self, model_id: str) -> Lane[Command]:
-        lane = self._lanes.get(model_id)
-        if lane is None:
-            model = self._desk.state.models.get(model_id)
-            lane = self._lanes[model_id] = Lane(next_seq=model.next_seq if model else 0)
-        return lane
+    def buffer(self, model_id: str) -> ReorderBuffer[Command]:
+        buffer = self._buffers.get(model_id)
+        if buffer is None:
+            model = self._context.state.models.get(model_id)
+            buffer = self._buffers[model_id] = ReorderBuffer(
+                next_seq=model.next_seq if model else 0
+            )
+        return buffer
 
     def add(self, work: Command) -> None:
         """Queue a work, and those that waited for it."""
-        self._put(self.lane(work.owner).add(work.seq, work))
+        self._put(self.buffer(work.owner).add(work.seq, work))
 
     def _put(self, ready: Sequence[Command]) -> None:
         for work in ready:
@@ -190,11 +192,11 @@ class TrainingLoop:
 
     def give_up_gaps(self, *, before: float) -> None:
         """Have requests fail that came before this time and still wait for an earlier one."""
-        for model_id, lane in self._lanes.items():
-            overdue = [work.seq for work in lane.waiting if work.time < before]
+        for model_id, buffer in self._buffers.items():
+            overdue = [work.seq for work in buffer.waiting if work.time < before]
             # What was released is done first: a model's numbers go up.
-            if overdue and self._desk.state.models[model_id].next_seq == lane.next_seq:
-                lost, ready = lane.skip(max(overdue))
+            if overdue and self._context.state.models[model_id].next_seq == buffer.next_seq:
+                lost, ready = buffer.skip(max(overdue))
                 self._overdue += lost
                 self._put(ready)
 
@@ -202,10 +204,10 @@ class TrainingLoop:
         """Forget a model; the works that wait for numbers that never came are returned."""
         self._removals.append(model)
         self._changed.set()
-        lane = self._lanes.pop(model.id, None)
+        buffer = self._buffers.pop(model.id, None)
         given_up = [work for work in self._overdue if work.owner == model.id]
         self._overdue = [work for work in self._overdue if work.owner != model.id]
-        return [*given_up, *(lane.clear() if lane is not None else [])]
+        return [*given_up, *(buffer.clear() if buffer is not None else [])]
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
         """Serve until `stop`; `snapshot` is called between passes when it is time."""
@@ -226,13 +228,13 @@ class TrainingLoop:
 
     @property
     def is_snapshot_due(self) -> bool:
-        config = self._desk.config
+        config = self._context.config
         most = max(self._snapshot_bytes // 2, LEAST_JOURNAL_BYTES)
         limit = min(config.journal_mib * 2**20, most)
-        return self.trained_s > config.snapshot_s or self._desk.wal.num_bytes > limit
+        return self.trained_s > config.snapshot_s or self._context.wal.num_bytes > limit
 
     def _measure_snapshots(self) -> None:
-        models = self._desk.state.models.values()
+        models = self._context.state.models.values()
         self._snapshot_bytes = sum(model.snapshot_bytes for model in models if model.is_live)
 
     def wake(self) -> None:
@@ -246,9 +248,9 @@ class TrainingLoop:
 
     async def replay(self, record: PassRecord) -> None:
         """Do again what was done in a pass before a restart."""
-        works = [self._desk.pending[work_id] for work_id in record.ids]
+        works = [self._context.pending[work_id] for work_id in record.ids]
         for work in works:  # those that were given up may still wait
-            lost, ready = self.lane(work.owner).skip(work.seq)
+            lost, ready = self.buffer(work.owner).skip(work.seq)
             self._overdue += [one for one in lost if one.id not in record.ids]
             self._put(ready)
         for work in works:
@@ -261,7 +263,7 @@ class TrainingLoop:
             return "active", "It is being computed."
         place = self._queue.place(work.id)
         if place is None:
-            number = self.lane(work.owner).next_seq
+            number = self.buffer(work.owner).next_seq
             return "active", f"It waits for request {number} of this model, which has not come."
         sentence = f"Place {place.ahead + 1} of {len(self._queue)} in the training queue"
         if self.throughput.per_s:
@@ -280,7 +282,7 @@ class TrainingLoop:
         """Compute some works in stages."""
         works = self._take()
         self._running = frozenset(work.id for work in works)
-        for stage in stages(works, is_alone=self._desk.pending.is_suspect):
+        for stage in stages(works, is_alone=self._context.pending.is_suspect):
             if self._is_stopping:
                 return
             await self._perform(stage, None)
@@ -291,7 +293,7 @@ class TrainingLoop:
         no more than that, however much others have queued."""
         room, works, tokens = self._pass_tokens, list[Command](), 0
         while (work_id := self._queue.head()) is not None:
-            work = self._desk.pending[work_id]
+            work = self._context.pending[work_id]
             cost = self._cost(work)
             if works and tokens + cost > room:
                 break
@@ -306,7 +308,7 @@ class TrainingLoop:
     @property
     def _pass_tokens(self) -> int:
         """That are computed in `pass_s`."""
-        config = self._desk.config
+        config = self._context.config
         per_pass = config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS
         return int(min(config.pass_tokens, max(per_pass, LEAST_PASS_TOKENS)))
 
@@ -319,7 +321,7 @@ class TrainingLoop:
             outcomes = await self._outcomes(works, record)
         self.trained_s += time.monotonic() - started
         self._count(works)
-        await finish_pass(self._desk, outcomes, record)
+        await finish_pass(self._context, outcomes, record)
 
     async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
@@ -328,16 +330,16 @@ class TrainingLoop:
             is_new = record is None
             try:
                 with boundary(ServiceError, f"{doable[0].kind} failed"):
-                    async with self._desk.computing(doable) if is_new else nullcontext():
+                    async with self._context.computing(doable) if is_new else nullcontext():
                         outcomes += await self._calls.call(doable, record)
             except RookeryError as error:
-                sentence = self._desk.sentence(error)
+                sentence = self._context.sentence(error)
                 outcomes += [Outcome.failure(work, sentence, "server") for work in doable]
         by_id = {outcome.work.id: outcome for outcome in outcomes}
         return [by_id[work.id] for work in works]
 
     def _count(self, works: Sequence[Command]) -> None:
-        metrics, call = self._desk.metrics, works[0].kind
+        metrics, call = self._context.metrics, works[0].kind
         metrics.passes.labels(call).inc()
         metrics.pass_requests.labels(call).inc(len(works))
         for work in works:
@@ -347,15 +349,16 @@ class TrainingLoop:
         lost, self._overdue = self._overdue, []
         if lost:
             sentence = (
-                f"An earlier request of this model did not come within {self._desk.config.gap_s:g} "
-                "s: send its requests with numbers that follow each other."
+                "An earlier request of this model did not come within "
+                f"{self._context.config.gap_s:g} s: send its requests with numbers that follow "
+                "each other."
             )
             outcomes = [Outcome.failure(work, sentence, "user") for work in lost]
-            await finish_pass(self._desk, outcomes, None)
+            await finish_pass(self._context, outcomes, None)
 
     async def _remove_models(self) -> None:
         while self._removals:
             model = self._removals.pop()
             # One that was never made may be of a base model that is not served any more.
-            if (backend := self._desk.backends.get(model.base_model)) is not None:
+            if (backend := self._context.backends.get(model.base_model)) is not None:
                 await backend.trainees.remove(model.id)

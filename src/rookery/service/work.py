@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.errors import EngineDownError, FleetDownError, RunError, ServiceError
+from rookery.app_shell import Refusal
+from rookery.errors import EngineDownError, FleetDownError, RunError
 from rookery.ports import AdapterFolders, Codec, Engine, Trainees, Trainer
 
 __all__ = [
@@ -57,14 +58,6 @@ class Backend:
 # | 429    | too many now                               | waits and sends it again           |
 #
 # Never 409 and never 5xx for a wrong request: the SDK repeats those silently for five minutes.
-
-
-class Refusal(ServiceError):
-    """A request that is refused."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
 
 
 def status_of(error: Exception) -> int:

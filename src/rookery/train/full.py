@@ -226,7 +226,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         return await self._in_turn(self._version)
 
     def _version(self) -> str:
-        self.tell("weights_of", self._name)
+        self.broadcast("weights_of", self._name)
         return _content_hash(self._whole_weights())
 
     def compute(self, turns: Sequence[tuple[RunningRequest[FullTrainee], PackedPass]]) -> None:

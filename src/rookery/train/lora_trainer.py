@@ -41,13 +41,13 @@ from rookery.weights import write_adapter
 
 __all__ = [
     "LoraTrainer",
-    "ParkingLot",
+    "TraineeCache",
 ]
 
 # Where trainees are while they are not used: on the model's device, in main memory, in files.
 #
-#     lot = ParkingLot(device=model.device, device_bytes=2**30, memory_bytes=None)
-#     lot.wake([ada, bob])        # on the device now; those used longest ago made room
+#     cache = TraineeCache(device=model.device, device_bytes=2**30, memory_bytes=None)
+#     cache.wake([ada, bob])        # on the device now; those used longest ago made room
 #
 # A trainee that is needed comes back by itself, with the same bits.
 
@@ -55,7 +55,7 @@ __all__ = [
 MEMORY = torch.device("cpu")
 
 
-class ParkingLot:
+class TraineeCache:
     """For one thread. None is no limit; where the device is the CPU the two limits are one, the
     lower. What is used at the same time is never moved away, whatever the limits."""
 
@@ -172,7 +172,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         super().__init__(model, config=config, publisher=publisher, processes=processes)
         self._is_in_place = False
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
-        self.parking = ParkingLot(
+        self.cache = TraineeCache(
             device=model.device,
             device_bytes=_num_bytes(config.trainees_gib),
             memory_bytes=_num_bytes(config.trainees_memory_gib),
@@ -187,7 +187,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
-        self._worker.submit(self.tell, "add", trainee, start).result()
+        self._worker.submit(self.broadcast, "add", trainee, start).result()
         added = LoraTrainee(start, name=trainee, device=self._model.device)
         self._worker.submit(self.wake, [added]).result()
         self.trainees[trainee] = added
@@ -197,9 +197,9 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         not wait for them."""
         removed = self.trainee(trainee)
         # If the other processes are lost, the next call says so too.
-        self._worker.submit(self.tell, "remove", trainee)
+        self._worker.submit(self.broadcast, "remove", trainee)
         del self.trainees[trainee]
-        self._worker.submit(self.parking.forget, removed)
+        self._worker.submit(self.cache.forget, removed)
 
     def do_part(self, call: Call) -> None:
         match call.method, call.argument:
@@ -228,7 +228,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         return text.logprobs(trainee.factors)
 
     def wake(self, trainees: Sequence[LoraTrainee]) -> None:
-        self.parking.wake(trainees)
+        self.cache.wake(trainees)
 
     def publish_in_place(self) -> None:
         """Hand the publisher copies on the model's device, named by their steps. Call it before
@@ -249,7 +249,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         if len(pairs) == 1 or self._processes.size > 1:
             return super().train_all(pairs)
         wanted = [trainee if isinstance(trainee, LoraTrainee) else None for _, trainee in pairs]
-        slices = self.parking.slices(wanted)
+        slices = self.cache.slices(wanted)
         return [output for own in slices for output in self._train_together(pairs[own])]
 
     def _train_together(

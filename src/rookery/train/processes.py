@@ -7,7 +7,7 @@ The first one owns the run and tells the others what it does; each does its part
 | who        | does                                                | waits for                  |
 |------------|-----------------------------------------------------|----------------------------|
 | the first  | tells a call, does its part, puts parts together    | the parts, STEP_S at most  |
-| the others | hear a call, do their part                          | a call, CALL_S at most     |
+| the others | receive a call, do their part                          | a call, CALL_S at most     |
 
 A process that dies closes its connections: who waits for it is told at once.
 """
@@ -99,15 +99,15 @@ class Processes:
         by_length = sorted(range(len(data)), key=lambda place: len(data[place].tokens))
         return sorted(by_length[self.rank :: self.size])
 
-    def tell(self, call: object) -> None:
-        """Called by the first process: the others `hear` it."""
+    def broadcast(self, call: object) -> None:
+        """Called by the first process: the others `receive` it."""
         if self.size == 1:
             return
         assert self.is_first
         with _lost():
             dist.broadcast_object_list([call], src=0, group=self._calls)
 
-    def hear(self) -> object:
+    def receive(self) -> object:
         """What the first process told."""
         told: list[object] = [None]
         with _lost(), boundary(TrainError, "reading a call", foreign=(pickle.UnpicklingError,)):

@@ -186,7 +186,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def _step(self, step: OptimStep, trainee: Trained | TrainError) -> StepOutput:
         if isinstance(trainee, TrainError):
             return StepOutput(error=str(trainee))
-        self.tell("optim_step", step.trainee, step)
+        self.broadcast("optim_step", step.trainee, step)
         self.wake([trainee])
         try:
             with boundary(TrainError, "The step failed"):
@@ -206,7 +206,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         if isinstance(trainee, TrainError):
             return TrainOutput(error=str(trainee))
         method: Method = "forward_backward" if torch.is_grad_enabled() else "forward"
-        self.tell(method, request.trainee, request)
+        self.broadcast(method, request.trainee, request)
         self.wake([trainee])
         running = self.prepared(request, trainee)
         if not running.has_failed:
@@ -247,34 +247,34 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self._processes.add_up(gradients)
 
     def _save(self, trainee: Trained, name: str, path: Path) -> None:
-        self.tell("save", name, path)
+        self.broadcast("save", name, path)
         self.wake([trainee])
         trainee.save(path, is_writer=self._processes.is_first)
 
     def _load(self, trainee: Trained, name: str, path: Path) -> None:
-        self.tell("load", name, path)
+        self.broadcast("load", name, path)
         self.wake([trainee])
         trainee.load(path)
 
     def _weights(self, trainee: Trained, name: str) -> Weights:
-        self.tell("weights_of", name)
+        self.broadcast("weights_of", name)
         self.wake([trainee])
         return self.weights_of(trainee, name=name)
 
     def _export(self, trainee: Trained, name: str, folder: Path) -> None:
-        self.tell("weights_of", name)
+        self.broadcast("weights_of", name)
         self.wake([trainee])
         self.write_folder(trainee, folder)
 
-    def tell(self, method: Method, trainee: str, argument: object = None) -> None:
+    def broadcast(self, method: Method, trainee: str, argument: object = None) -> None:
         """Let the other processes do their part of a call that this one, the first, begins."""
         if self._processes.is_first:
-            self._processes.tell(Call(method, trainee, argument))
+            self._processes.broadcast(Call(method, trainee, argument))
 
-    def help(self) -> object:
+    def serve_rank(self) -> object:
         """In a process that is not the first: do its part of every call of that one. Blocks until
         it tells something else than a call, which is returned."""
-        while isinstance(told := self._processes.hear(), Call):
+        while isinstance(told := self._processes.receive(), Call):
             self.do_part(told)
         return told
 

@@ -21,7 +21,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 import aiohttp
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
-from rookery.environments.atropos.client import Answers
+from rookery.environments.atropos.client import PostReceipts
 
 def killed(self, *_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,7 @@ async def main(folder, body):
     async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
         async with session.post("/scored_data", data=body) as response:
             assert response.status == 200
-        Answers.settle = killed
+        PostReceipts.settle = killed
         await session.post("/scored_data", data=body)
 
 asyncio.run(main(*sys.argv[1:]))

@@ -46,8 +46,8 @@ async def train_on(client: Client, model: str, seqs: range) -> None:
 async def exported(served: Served, client: Client, model: str, seq: int) -> bytes:
     body = {"model_id": model, "seq_id": seq, "path": f"final{seq}"}
     result = await client.result(await client.post("save_weights_for_sampler", body))
-    blob = served.service.desk.state.checkpoints[result["path"]].blob
-    folder = served.service.desk.wal.run.blobs.path(blob) / "adapter"
+    blob = served.service.context.state.checkpoints[result["path"]].blob
+    folder = served.service.context.wal.run.blobs.path(blob) / "adapter"
     assert read_adapter(folder).rank == 4
     return (folder / "adapter_model.safetensors").read_bytes()
 
@@ -98,8 +98,8 @@ async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, is_tied: bool)
         }
         scored = await ada.result(await ada.post("asample", sample))
         trained = forward.loss_fn_outputs[0].fields["logprobs"]
-        blob = served.service.desk.state.samplers[reply["sampling_session_id"]].blob
-        adapter = read_adapter(served.service.desk.wal.run.blobs.path(blob) / "adapter")
+        blob = served.service.context.state.samplers[reply["sampling_session_id"]].blob
+        adapter = read_adapter(served.service.context.wal.run.blobs.path(blob) / "adapter")
         assert adapter.factors["lm_head"].b.any()
     of_trainer = np.frombuffer(trained.data, dtype="<f4")
     assert scored["prompt_logprobs"][1:] == pytest.approx(of_trainer.tolist(), abs=1e-4)

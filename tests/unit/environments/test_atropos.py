@@ -22,7 +22,7 @@ from rookery.environments.atropos import feed as feed_module
 from rookery.environments.atropos import programs as programs_module
 from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.delivery import Delivery, trained_groups
-from rookery.environments.atropos.engine_side import DrawBook, Drawn, EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
 from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.programs import Programs, check_commands, running
@@ -285,89 +285,89 @@ async def test_a_group_that_waits_for_ever_keeps_none_of_the_others_on_disk(tmp_
 async def test_how_a_sequence_was_drawn_is_found_again(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        gateway.book.note((5, 6, 7, 10), Drawn(step=3, temperature=0.7, is_cut=False))
+        gateway.samples.note((5, 6, 7, 10), Drawn(step=3, temperature=0.7, is_cut=False))
         await gateway.accept(make_group())
         [queued] = gateway.queue.take_now(2)
         assert queued.draws == (Drawn(step=3, temperature=0.7, is_cut=False), None)
-        gateway.book.note((5, 6, 7, 11), Drawn(step=3, temperature=0.7, is_cut=True))
+        gateway.samples.note((5, 6, 7, 11), Drawn(step=3, temperature=0.7, is_cut=True))
         with pytest.raises(TaskError, match="drawn with top_p, top_k or min_p"):
             await gateway.accept(make_group())
 
 
 def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
-    book, none = DrawBook(), KeptTokens.of(())
+    samples, none = SampleIndex(), KeptTokens.of(())
     first = Drawn(step=2, temperature=1.0, is_cut=True, kept=KeptTokens.of([(7, 8), (9,)]))
     second = Drawn(step=3, temperature=1.0, is_cut=True, kept=KeptTokens.of([(4, 5, 6)]))
-    book.note((1, 7, 9), first)
-    book.note((1, 7, 9, 2, 5), second)
-    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    samples.note((1, 7, 9), first)
+    samples.note((1, 7, 9, 2, 5), second)
+    found = samples.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
     assert found is not None and found.step == 2, "its oldest tokens are of that policy"
     assert list(found.kept) == [(7, 8), (9,), (4, 5, 6)]
-    found = book.find((1, 7, 9, 2, 5), drawn=(2, 4))
+    found = samples.find((1, 7, 9, 2, 5), drawn=(2, 4))
     assert found is not None and list(found.kept) == [(9,), (4, 5, 6)], "a part of an answer"
-    found = book.find((1, 7, 9, 2, 5, 3), drawn=(1, 2, 4))
+    found = samples.find((1, 7, 9, 2, 5, 3), drawn=(1, 2, 4))
     assert found is not None and list(found.kept)[2] == (4, 5, 6), "text after the last answer"
-    book.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=False))
-    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    samples.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=False))
+    found = samples.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
     assert found is not None and list(found.kept) == [(), (), (4, 5, 6)]
-    book.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=True))
-    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    samples.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=True))
+    found = samples.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
     assert found is not None and found.is_cut and found.kept == none, "one of them is not known"
-    assert book.find((1, 7, 9, 2, 6), drawn=(1, 2, 4)) is None
-    found = book.find((1, 7, 9, 2, 5), drawn=(0, 4))
+    assert samples.find((1, 7, 9, 2, 6), drawn=(1, 2, 4)) is None
+    found = samples.find((1, 7, 9, 2, 5), drawn=(0, 4))
     assert found is not None and found.step == 2, "an answer that is not known is older"
 
 
 def test_equal_tokens_that_were_drawn_in_several_ways_are_told_apart() -> None:
     """A training draws them with temperature 0.7, then evaluations with top_p and greedily."""
-    book, tokens = DrawBook(), (1, 7, 9)
+    samples, tokens = SampleIndex(), (1, 7, 9)
     cut = KeptTokens.of([(7, 8), (9,)])
-    book.note(tokens, Drawn(step=3, temperature=0.7, is_cut=False), (-0.5, -1.0))
-    book.note(tokens, Drawn(step=3, temperature=1.0, is_cut=True, kept=cut), (-0.75, 0.0))
-    book.note(tokens, Drawn(step=4, temperature=0.0, is_cut=False), (-0.5, -1.0))
-    book.note(tokens, Drawn(step=4, temperature=0.7, is_cut=False), (-0.625, -1.0))
+    samples.note(tokens, Drawn(step=3, temperature=0.7, is_cut=False), (-0.5, -1.0))
+    samples.note(tokens, Drawn(step=3, temperature=1.0, is_cut=True, kept=cut), (-0.75, 0.0))
+    samples.note(tokens, Drawn(step=4, temperature=0.0, is_cut=False), (-0.5, -1.0))
+    samples.note(tokens, Drawn(step=4, temperature=0.7, is_cut=False), (-0.625, -1.0))
 
     def find(*logprobs: float) -> Drawn | None:
-        return book.find(tokens, drawn=(1, 2), logprobs=logprobs)
+        return samples.find(tokens, drawn=(1, 2), logprobs=logprobs)
 
     assert find(-0.5, -1.0) == Drawn(step=3, temperature=0.7, is_cut=False)
     assert find(-0.75, 0.0) == Drawn(step=3, temperature=1.0, is_cut=True, kept=cut)
     assert find(-0.625, -1.0) == Drawn(step=4, temperature=0.7, is_cut=False)
     assert find() == Drawn(step=4, temperature=0.7, is_cut=False), "the newest"
-    only_last = book.find(tokens, drawn=(2,), logprobs=(0.0,))
+    only_last = samples.find(tokens, drawn=(2,), logprobs=(0.0,))
     assert only_last is not None and list(only_last.kept) == [(9,)]
 
 
 def test_equal_tokens_are_remembered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8 * 4)
-    book, kept = DrawBook(), KeptTokens.of([(7,)])
+    samples, kept = SampleIndex(), KeptTokens.of([(7,)])
     for step in range(100):
         drawn = Drawn(step=step, temperature=1.0, is_cut=True, kept=kept)
-        book.note((1, 7), drawn, (-float(step),))
-        book.note((1, 7), drawn, (-float(step),))
-    found = book.find((1, 7), drawn=(1,), logprobs=(0.0,))
+        samples.note((1, 7), drawn, (-float(step),))
+        samples.note((1, 7), drawn, (-float(step),))
+    found = samples.find((1, 7), drawn=(1,), logprobs=(0.0,))
     assert found is not None and found.step == 92 and found.kept == kept
 
 
 def test_answers_of_a_sequence_have_one_temperature() -> None:
-    book = DrawBook()
-    book.note((1, 7), Drawn(step=0, temperature=0.5, is_cut=False))
-    book.note((1, 7, 2, 5), Drawn(step=0, temperature=1.0, is_cut=False))
-    found = book.find((1, 7, 2, 5), drawn=(3,))
+    samples = SampleIndex()
+    samples.note((1, 7), Drawn(step=0, temperature=0.5, is_cut=False))
+    samples.note((1, 7, 2, 5), Drawn(step=0, temperature=1.0, is_cut=False))
+    found = samples.find((1, 7, 2, 5), drawn=(3,))
     assert found is not None and found.temperature == 1.0, "the first is not trained on"
     with pytest.raises(TaskError, match=r"with the temperatures 0\.5 and 1: draw all"):
-        book.find((1, 7, 2, 5), drawn=(1, 3))
+        samples.find((1, 7, 2, 5), drawn=(1, 3))
 
 
 def test_what_tokens_were_drawn_from_is_forgotten_before_memory_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8)
-    book = DrawBook()
+    samples = SampleIndex()
     for token in (5, 6, 7):
         kept = KeptTokens.of([(token,)])
-        book.note((1, token), Drawn(step=0, temperature=1.0, is_cut=True, kept=kept))
-    found = [book.find((1, token), drawn=(1,)) for token in (5, 6, 7)]
+        samples.note((1, token), Drawn(step=0, temperature=1.0, is_cut=True, kept=kept))
+    found = [samples.find((1, token), drawn=(1,)) for token in (5, 6, 7)]
     assert [len(own.kept) for own in found if own is not None] == [0, 1, 1]
     assert all(own is not None and own.is_cut for own in found), (
         "it is refused, not trained wrongly"
@@ -379,7 +379,7 @@ async def test_what_tokens_were_drawn_from_survives_with_their_group(tmp_path: P
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
         drawn = Drawn(step=3, temperature=0.7, is_cut=True, kept=kept)
-        gateway.book.note((5, 6, 7, 10), drawn)
+        gateway.samples.note((5, 6, 7, 10), drawn)
         await gateway.accept(make_group())
     with Run.open(run.path) as run:
         again = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
@@ -418,13 +418,13 @@ class AskedEngine(FakeSampler):
 async def test_an_engine_is_asked_for_what_tokens_are_drawn_from_as_far_as_it_tells(
     num_kept: int | None, given: dict[str, Any], asked: dict[str, Any]
 ) -> None:
-    engine, book = AskedEngine(), DrawBook()
+    engine, samples = AskedEngine(), SampleIndex()
     serving = cast(ServingEngine, engine)  # what else engines do is not asked for
-    side = EngineSide(serving, codec=WordCodec(), book=book, num_kept=num_kept)
+    side = EngineSide(serving, codec=WordCodec(), samples=samples, num_kept=num_kept)
     [answer] = await side.draw((5, 6), SamplingParams(max_tokens=1, **given))
     [params] = engine.asked
     assert {name: getattr(params, name) for name in asked} == asked
-    found = book.find((5, 6, *answer.tokens), drawn=(2,))
+    found = samples.find((5, 6, *answer.tokens), drawn=(2,))
     assert found is not None and bool(found.kept) == asked["return_kept"]
 
 
@@ -514,7 +514,9 @@ async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> No
     command = EnvironmentCommand(command=("true",))
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        side = EngineSide(cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book)
+        side = EngineSide(
+            cast(ServingEngine, AskedEngine()), codec=WordCodec(), samples=gateway.samples
+        )
         gateway.is_started = True
         await gateway.register_env(environment())
         async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):
@@ -541,7 +543,9 @@ async def test_a_run_that_waits_says_how_far_its_batch_is(
 
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        side = EngineSide(cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book)
+        side = EngineSide(
+            cast(ServingEngine, AskedEngine()), codec=WordCodec(), samples=gateway.samples
+        )
         gateway.is_started = True
         await gateway.register_env(environment())
         programs = Programs([], words={}, logs=tmp_path)

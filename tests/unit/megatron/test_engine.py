@@ -23,11 +23,11 @@ from rookery.types import SampleRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RecordedRanks(Ranks):
-    """Keeps what it would tell, as bytes: nothing of this process travels with it."""
+    """Keeps what it would broadcast, as bytes: nothing of this process travels with it."""
 
     told: list[bytes] = field(default_factory=list)
 
-    def tell(self, call: object) -> None:
+    def broadcast(self, call: object) -> None:
         self.told.append(pickle.dumps(call))
 
 

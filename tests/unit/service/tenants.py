@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+from fastapi import FastAPI
 
 from rookery.runs import Run
 from rookery.service.app import make_app
@@ -273,8 +274,11 @@ def _put(tensor: Any, array: Any, dtype: str) -> None:
 class Served:
     """A running service and its clients."""
 
-    def __init__(self, service: Service, http: httpx2.AsyncClient, key_file: Path | None) -> None:
+    def __init__(
+        self, service: Service, app: FastAPI, http: httpx2.AsyncClient, key_file: Path | None
+    ) -> None:
         self.service = service
+        self.app = app
         self._http = http
         self._key_file = key_file
 
@@ -306,7 +310,7 @@ async def serve(
             app = make_app(service, keys=None if key_file is None else Keys(key_file))
             transport = httpx2.ASGITransport(app=app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://tink") as http:
-                yield Served(service, http, key_file)
+                yield Served(service, app, http, key_file)
 
 
 def crashed_copy(folder: Path, target: Path) -> Path:

@@ -11,8 +11,9 @@ import pytest
 from fastapi import FastAPI
 from service.tenants import WordCodec
 
-from rookery.environments.atropos.engine_side import DrawBook, EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
 from rookery.service.atropos.engine import make_router
+from rookery.service.fair_queue import FairSemaphore
 from rookery.service.work import Refusal
 from rookery.testing import FakeSampler
 from rookery.types import Completion, ModelRef, SampleRequest, TokenIds
@@ -43,8 +44,9 @@ class Engine(FakeSampler):
 @asynccontextmanager
 async def asking(codec: WordCodec) -> AsyncIterator[httpx2.AsyncClient]:
     app = FastAPI()
+    app.state.reading = FairSemaphore(1)
     engine = cast(ServingEngine, Engine())  # what else engines do is not asked for
-    app.include_router(make_router(EngineSide(engine, codec=codec, book=DrawBook())))
+    app.include_router(make_router(EngineSide(engine, codec=codec, samples=SampleIndex())))
     transport = httpx2.ASGITransport(app=app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client
@@ -72,6 +74,15 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
         assert not slow.done()
         codec.may_end.set()
         assert (await slow).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate"])
+async def test_long_prompts_are_read(path: str) -> None:
+    prompt = [5] * 20_000
+    body = {"model": "any", "prompt": prompt, "token_ids": prompt}
+    async with asking(WordCodec()) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200 and str(prompt)[:60] in answer.text
 
 
 async def test_half_a_character_is_refused() -> None:
@@ -107,7 +118,7 @@ class WaitingEngine(Engine):
 
 async def test_nothing_is_drawn_for_who_has_gone() -> None:
     engine = WaitingEngine()
-    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), book=DrawBook())
+    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), samples=SampleIndex())
     app = FastAPI()
     app.include_router(make_router(side))
     scope = {

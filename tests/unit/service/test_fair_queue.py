@@ -4,8 +4,8 @@ import asyncio
 import random
 import time
 
-from rookery.service.fair_queue import FairQueue, Turns
-from rookery.service.training import Lane, stages
+from rookery.service.fair_queue import FairQueue, FairSemaphore
+from rookery.service.training import ReorderBuffer, stages
 from rookery.service.work import Command
 
 
@@ -93,12 +93,12 @@ def test_thousands_of_tenants_cost_each_other_nothing() -> None:
 
 
 def test_a_lane_releases_in_order() -> None:
-    lane: Lane[str] = Lane(next_seq=1)
-    assert lane.add(3, "c") == []
-    assert lane.add(2, "b") == []
-    assert lane.free_seq == 4
-    assert lane.add(1, "a") == ["a", "b", "c"]
-    assert lane.next_seq == 4
+    buffer: ReorderBuffer[str] = ReorderBuffer(next_seq=1)
+    assert buffer.add(3, "c") == []
+    assert buffer.add(2, "b") == []
+    assert buffer.free_seq == 4
+    assert buffer.add(1, "a") == ["a", "b", "c"]
+    assert buffer.next_seq == 4
 
 
 def work(owner: str, kind: str, number: int) -> Command:
@@ -118,7 +118,7 @@ def test_stages_keep_the_order_of_each_model_and_share_calls() -> None:
 
 
 async def test_turns_are_bounded_and_fair() -> None:
-    turns = Turns(2)
+    turns = FairSemaphore(2)
     begun: list[str] = []
     release = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def test_turns_are_bounded_and_fair() -> None:
 
 
 async def test_a_cancelled_wait_leaves_nothing() -> None:
-    turns = Turns(1)
+    turns = FairSemaphore(1)
     async with turns.take("ada", tokens=1, width=1, id="first"):
         waits = [
             asyncio.create_task(turns.take("bob", tokens=1, width=1, id=f"w{i}").__aenter__())
@@ -158,7 +158,7 @@ async def test_a_cancelled_wait_leaves_nothing() -> None:
 
 async def test_who_is_cancelled_while_a_turn_ends_harms_nobody() -> None:
     """Its wait is over, and it has not run since: the turn is not its own any more."""
-    turns, release = Turns(1), asyncio.Event()
+    turns, release = FairSemaphore(1), asyncio.Event()
 
     async def hold(name: str) -> None:
         async with turns.take(name, tokens=1, width=1, id=name):

@@ -42,7 +42,7 @@ async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
         assert (await ada.send("POST", f"{first}/publish")).status_code == 204
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed, config=ServiceConfig(poll_s=20.0, keep_last=1)) as served:
-        assert list(served.service.desk.state.checkpoints) == paths
+        assert list(served.service.context.state.checkpoints) == paths
 
 
 async def test_a_pass_that_cannot_be_repeated_stops_the_restart(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, pa
         async with serve(tmp_path / "run") as served:
             ada = served.client()
             model = await ada.model(await ada.session())
-            group = served.service.desk.wal._journal._group
+            group = served.service.context.wal._journal._group
             group._commit = disk = FullDisk(group._commit)
             disk.is_full = True
             body = {"create_session": {}, "optim_step": {"model_id": model, "seq_id": 1}}[path]
@@ -113,7 +113,7 @@ async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, pa
             assert "full" in answer.json()["error"]
             again = await ada.send("POST", f"/api/v1/{path}", json=body)
             assert again.status_code == 503
-            await served.service.desk.wal.watch()
+            await served.service.context.wal.watch()
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         assert "metrics" in await ada.result(await ada.step(model, 1))
@@ -154,7 +154,7 @@ async def test_a_request_that_never_comes_is_waited_for_no_longer_than_said(
         await ada.outputs(await ada.train(train_body(model, 1)))
         late = [await ada.step(model, seq) for seq in (3, 4)]
         served.service.training.give_up_gaps(before=time.time() - 60)
-        assert len(served.service.desk.pending) == 2
+        assert len(served.service.context.pending) == 2
         served.service.training.give_up_gaps(before=time.time() + 60)
         failed = [await ada.result(reply) for reply in late]
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
@@ -177,7 +177,7 @@ async def test_weights_saved_at_every_step_do_not_stay(tmp_path: Path) -> None:
             reply = await ada.post("save_weights_for_sampler", save)
             names.append((await ada.result(reply))["sampling_session_id"])
         await service._end_idle_samplers()
-        assert list(service.desk.state.samplers) == names, "just saved"
+        assert list(service.context.state.samplers) == names, "just saved"
         sample = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
             "sampling_session_id": names[0],
@@ -185,10 +185,10 @@ async def test_weights_saved_at_every_step_do_not_stay(tmp_path: Path) -> None:
             "sampling_params": {"max_tokens": 1},
         }
         for name in names:
-            service._seen[name] = time.monotonic() - service.desk.config.session_s - 1
+            service._seen[name] = time.monotonic() - service.context.config.session_s - 1
         await ada.samples(await ada.post("asample", sample))
         await service._end_idle_samplers()
-        assert list(service.desk.state.samplers) == [names[0], *names[-8:]], "one is drawn from"
+        assert list(service.context.state.samplers) == [names[0], *names[-8:]], "one is drawn from"
 
 
 async def test_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None:
         sessions = [await ada.session() for _ in range(3)]
         full = await ada.post("create_session", {}, status=429)
         assert "3 open sessions" in full["error"]
-        state = served.service.desk.state
+        state = served.service.context.state
         for session in sessions:
             await ada.post(
                 f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204
@@ -297,7 +297,7 @@ async def test_uploads_of_one_tenant_hold_up_neither_snapshots_nor_others(tmp_pa
                 group.create_task(upload(bob, "bob"))
                 await until(lambda: service.uploads.num_waiting == 6)
                 saving = group.create_task(snapshot())
-                await until(lambda: service.desk.metrics.snapshots._value.get())
+                await until(lambda: service.context.metrics.snapshots._value.get())
             await saving
         assert order.index("snapshot") <= 2, order
         assert order.index("bob") <= 3, order
@@ -340,9 +340,9 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
         for seq in range(3, 14):
             save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
             await ada.result(await ada.post("save_weights_for_sampler", save))
-        for sampler in service.desk.state.samplers:
-            service._seen[sampler] = time.monotonic() - service.desk.config.session_s - 1
-        for checkpoint in service.desk.state.checkpoints.values():
+        for sampler in service.context.state.samplers:
+            service._seen[sampler] = time.monotonic() - service.context.config.session_s - 1
+        for checkpoint in service.context.state.checkpoints.values():
             checkpoint.expires = time.time() - 1
         ends = iter(
             [
@@ -363,8 +363,8 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
 
         service.change = change_beside  # type: ignore[method-assign]
         await service.clean_up()
-        assert not service.desk.state.checkpoints
-        assert not service.desk.state.samplers
+        assert not service.context.state.checkpoints
+        assert not service.context.state.samplers
 
 
 async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> N
     async with serve(killed) as served:
         ada = served.client()
         assert [await ada.result(reply) for reply in late] == failed
-        assert not len(served.service.desk.pending)
+        assert not len(served.service.context.pending)
 
 
 async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
 
     backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
     async with serve(tmp_path / "run", backend=backend) as served:
-        ada, desk = served.client(), served.service.desk
+        ada, context = served.client(), served.service.context
         session = await ada.session()
         model = await ada.model(session)
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
@@ -425,9 +425,9 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
         await ada.step(model, 2)  # number 1 never comes
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         may_draw.set()
-        await until(lambda: not len(desk.pending) and not served.service.samples.tasks)
-        desk.futures.drop_old(fetched_s=0, unfetched_s=60)
-        assert not len(desk.futures)
+        await until(lambda: not len(context.pending) and not served.service.samples.tasks)
+        context.futures.drop_old(fetched_s=0, unfetched_s=60)
+        assert not len(context.futures)
 
 
 async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path
         ada, service = served.client(), served.service
         session = await ada.session()
         model, other = await ada.model(session), await ada.model(await ada.session())
-        service.desk.state.models[model].base_model = "gone"
+        service.context.state.models[model].base_model = "gone"
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
 
@@ -486,7 +486,7 @@ async def _runs(client: Client) -> set[str]:
 async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path) -> None:
     """However often a client sends it."""
     async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
-        ada, futures = served.client(), served.service.desk.futures
+        ada, futures = served.client(), served.service.context.futures
         model = await ada.model(await ada.session())
         futures.drop_old(fetched_s=0, unfetched_s=60)
         for _ in range(3):

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,15 @@ import httpx2
 import pytest
 from fastapi import APIRouter, FastAPI
 from pydantic import AfterValidator, BaseModel, ValidationError
-from service.tenants import Client, serve
+from service.tenants import Client, fake_backend, serve
 
-from rookery.service.routes.gate import Gate
+from rookery.service.openai.routes import CompletionRequest
+from rookery.service.records import SLICE
 from rookery.service.routes.json_route import JsonRoute
-from rookery.service.routes.openai import CompletionRequest
 from rookery.service.wire import body
 from rookery.service.wire.body import load_json
+from rookery.testing import BASE
+from rookery.types import Completion
 
 ENDS = [1, -2.5, 1e300, "a]b[", 'x\\"é', True, None, [], {}, list(range(20)), float("inf")]
 
@@ -73,6 +76,41 @@ async def test_a_large_body_does_not_hold_up_the_event_loop(tmp_path: Path) -> N
         answer, longest_s = await held_up(served.client(), "session_heartbeat", body)
     assert answer.status_code == 404
     assert longest_s < whole_s * 0.6
+
+
+class NotedTokens(tuple[int, ...]):
+    """Knows in which threads it was read, and how much at a time."""
+
+    threads: set[threading.Thread]
+    longest = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        part = super().__getitem__(place)
+        self.longest = max(self.longest, len(part))
+        return part
+
+    def __iter__(self) -> Iterator[int]:
+        self.threads.add(threading.current_thread())
+        return super().__iter__()
+
+
+async def test_a_large_answer_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """`json.dumps` of all of it would, in a thread too."""
+    tokens, backend = NotedTokens([5] * 10_000), fake_backend()
+    tokens.threads = set()
+
+    async def sample(_: Any) -> Any:
+        one = Completion(
+            model=BASE, tokens=tokens, logprobs=tokens, text="", finish_reason="length"
+        )
+        return [(one,)]
+
+    backend.engine.sample = sample  # type: ignore[method-assign, assignment]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        answer = await served.client().post("sample", {"prompts": [[5]]})
+    assert threading.main_thread() not in tokens.threads
+    assert answer["sequences"][0]["tokens"] == list(tokens)
+    assert 0 < tokens.longest <= SLICE
 
 
 async def held_up(client: Client, path: str, body: bytes) -> tuple[httpx2.Response, float]:
@@ -139,7 +177,7 @@ async def test_large_bodies_are_validated_once_and_in_a_thread(tmp_path: Path) -
         serve(tmp_path / "run") as served,
         httpx2.AsyncClient(transport=transport, base_url="http://tink") as http,
     ):
-        app.state.gate = Gate(served.service, None)
+        app.state.reading = served.service.reading
         answer = await Client(http).send("POST", "/api/v1/noted", json={"text": "x" * 100_000})
     assert answer.json() == 100_000
     [thread] = threads

@@ -23,8 +23,8 @@ from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.fair_queue import Turns
-from rookery.service.routes.openai_stream import CallReader, Tool
+from rookery.service.fair_queue import FairSemaphore
+from rookery.service.openai.stream import CallReader, Tool
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
 from rookery.types import Completion, CompletionDelta, SampleRequest
@@ -447,11 +447,17 @@ async def test_all_that_a_chat_holds_counts_when_it_is_read(
     """A tenant whose long chats counted as short would be read before all others."""
     counted: list[int] = []
 
-    def take(turns: Turns, *args: Any, take: Any = Turns.take, tokens: int, **options: Any) -> Any:
+    def take(
+        turns: FairSemaphore,
+        *args: Any,
+        take: Any = FairSemaphore.take,
+        tokens: int,
+        **options: Any,
+    ) -> Any:
         counted.append(tokens)
         return take(turns, *args, tokens=tokens, **options)
 
-    monkeypatch.setattr(Turns, "take", take)
+    monkeypatch.setattr(FairSemaphore, "take", take)
     arguments = json.dumps({"word": "w" * 10_000})
     call = {"function": {"name": "add", "arguments": arguments}}
     messages = [{"role": "user", "content": "5"}, {"role": "assistant", "tool_calls": [call]}]
@@ -469,8 +475,8 @@ async def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
         tokenizer.save_pretrained(tmp_path / "bare")
         codec = TemplateCodec(load_template(tmp_path / "bare"))
-        desk = served.service.desk
-        desk.backends["fake"] = replace(desk.backends["fake"], codec=codec)  # type: ignore[index]
+        context = served.service.context
+        context.backends["fake"] = replace(context.backends["fake"], codec=codec)  # type: ignore[index]
         body = {"model": "fake", "messages": MESSAGES, "tools": [ADD]}
         answer = await served.client().send("POST", CHAT, json=body)
         assert answer.status_code == 400

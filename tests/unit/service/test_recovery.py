@@ -1,6 +1,7 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -18,9 +19,10 @@ from service.tenants import (
     train_body,
 )
 
-from rookery.service import service
+from rookery.service import drawing, service
 from rookery.service.config import ServiceConfig
 from rookery.service.wal import Wal
+from rookery.service.wire.samples import encode_samples
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
@@ -88,7 +90,7 @@ async def test_a_closed_service_replays_nothing(tmp_path: Path) -> None:
         model = await ada.model(await ada.session())
         await ada.outputs(await ada.train(train_body(model, 1)))
     async with serve(tmp_path / "run") as served:
-        passes = served.service.desk.metrics.text(has_tenants=False).decode()
+        passes = served.service.context.metrics.text(has_tenants=False).decode()
         assert 'rookery_passes_total{call="forward_backward"}' not in passes
         ada = served.client()
         assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 3.0
@@ -98,7 +100,7 @@ async def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         model = await ada.model(await ada.session())
-        trainer = served.service.desk.backends["fake"].trainer
+        trainer = served.service.context.backends["fake"].trainer
         trainer.failing.add(model)  # type: ignore[attr-defined]
         reply = await ada.train(train_body(model, 1))
         failed = await ada.result(reply)
@@ -117,8 +119,8 @@ async def test_journal_is_cut_behind_snapshots(tmp_path: Path) -> None:
         for seq in range(1, 41, 2):
             await ada.outputs(await ada.train(train_body(model, seq)))
             await ada.result(await ada.step(model, seq + 1))
-        restart = served.service.desk.wal.read()
-        blobs = served.service.desk.wal.run.blobs.digests()
+        restart = served.service.context.wal.read()
+        blobs = served.service.context.wal.run.blobs.digests()
     assert len(restart.entries) < 20
     assert restart.document is not None
     assert len(blobs) <= 3, "blobs of earlier snapshots are deleted"
@@ -156,7 +158,7 @@ async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_pa
         session = await ada.session()
         model = await ada.model(session)
         await ada.outputs(await ada.train(train_body(model, 1)))
-        wal = served.service.desk.wal
+        wal = served.service.context.wal
         finish_snapshot = wal.finish_snapshot
 
         async def finish_and_end(*args: Any, **kwargs: Any) -> None:
@@ -168,7 +170,7 @@ async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_pa
         wal.finish_snapshot = finish_snapshot  # type: ignore[method-assign]
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed) as served:
-        assert served.service.desk.state.models[model].is_live is False
+        assert served.service.context.state.models[model].is_live is False
 
 
 async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) -> None:
@@ -177,10 +179,10 @@ async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) ->
         ada = served.client()
         model = await ada.model(await ada.session())
         await ada.outputs(await ada.train(train_body(model, 1)))
-        written = served.service.desk.wal.num_bytes
+        written = served.service.context.wal.num_bytes
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed) as served:
-        assert served.service.desk.wal.num_bytes == written > 0
+        assert served.service.context.wal.num_bytes == written > 0
 
 
 def hold_answers(wal: Wal) -> tuple[asyncio.Event, asyncio.Event]:
@@ -207,7 +209,7 @@ async def test_a_sample_that_is_being_stored_beside_a_snapshot_is_not_lost(tmp_p
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
-        stored, may_tell = hold_answers(served.service.desk.wal)
+        stored, may_tell = hold_answers(served.service.context.wal)
         sample = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
         await stored.wait()
         assert (await ada.send("POST", "/api/v1/cancel_future", json=sample)).status_code == 204
@@ -221,7 +223,7 @@ async def test_a_sample_that_is_being_stored_beside_a_snapshot_is_not_lost(tmp_p
 async def test_a_sample_that_is_stored_within_a_snapshot_is_not_lost(tmp_path: Path) -> None:
     """The journal is cut behind the snapshot, and its answer with it."""
     async with serve(tmp_path / "run") as served:
-        ada, wal = served.client(), served.service.desk.wal
+        ada, wal = served.client(), served.service.context.wal
         sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
         stored, may_tell = hold_answers(wal)
         begin = wal.begin_snapshot
@@ -247,7 +249,7 @@ async def _check_drawn_once(killed: Path, sample: dict[str, Any], drawn: Any) ->
     async with serve(killed, backend=backend, config=ServiceConfig(poll_s=2.0)) as served:
         assert await served.client().samples(sample) == drawn
         assert backend.engine.num_samples == 0, "it is not drawn again"  # type: ignore[attr-defined]
-        assert not len(served.service.desk.pending)
+        assert not len(served.service.context.pending)
 
 
 async def killed_while_computing(folder: Path, target: Path) -> list[list[str]]:
@@ -306,10 +308,34 @@ async def test_a_pass_that_is_left_at_a_stop_in_order_does_not_count(
         await trainer.entered.wait()
     for _ in range(2):
         async with serve(tmp_path / "run", backend=fake_backend(HeldTrainer())) as served:
-            work = served.service.desk.pending[reply["request_id"]]
-            assert not served.service.desk.pending.is_suspect(work)
+            work = served.service.context.pending[reply["request_id"]]
+            assert not served.service.context.pending.is_suspect(work)
     async with serve(tmp_path / "run") as served:
         assert (await served.client().outputs(reply)).metrics["loss:sum"]
+
+
+async def test_a_sample_is_blamed_until_its_answer_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes as much memory as drawing."""
+    encode, begun, may_end = encode_samples, threading.Event(), threading.Event()
+
+    def held(*args: Any, **options: Any) -> bytes:
+        begun.set()
+        assert may_end.wait(30)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(drawing, "encode_samples", held)
+    async with serve(tmp_path / "run") as served:
+        ada, pending = served.client(), served.service.context.pending
+        sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
+        reply = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler})
+        await asyncio.to_thread(begun.wait, 30)
+        assert pending.attempts[reply["request_id"]] == 1
+        assert served.service.drawing.turns.place(reply["request_id"]) is None
+        may_end.set()
+        assert len((await ada.samples(reply)).sequences) == 2
+        assert not pending.attempts
 
 
 def has_both(attempts: Counter[str]) -> bool:
@@ -335,7 +361,7 @@ async def test_a_sample_that_ends_the_service_each_time_is_set_aside(tmp_path: P
                 body = {**SAMPLE, "sampling_session_id": sampler, "seq_id": seq}
                 replies.append(await served.client().post("asample", body))
             await entered.wait()
-            running = served.service.desk.pending.attempts
+            running = served.service.context.pending.attempts
             await until(partial(has_both, running))
             folder = crashed_copy(folder, tmp_path / f"killed{number}")
             assert sorted(running.values()) == [[1, 1], [2, 2], [2, 3]][number]

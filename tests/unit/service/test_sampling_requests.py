@@ -14,7 +14,7 @@ from service.tenants import Client, crashed_copy, fake_backend, serve, train_bod
 
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.routes.openai import CompletionRequest
+from rookery.service.openai.routes import CompletionRequest
 from rookery.service.wire.body import LARGE_BYTES
 from rookery.types import SampleRequest
 

@@ -233,6 +233,19 @@ def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:
     assert [record["name"] for record in list_keys(path)] == ["bob"]
 
 
+@pytest.mark.parametrize("text", ["[", "[5]", '{"name": "ada"}', '[{"name": "ada"}]'])
+async def test_a_key_file_that_is_being_edited_is_waited_for(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.json"
+    async with serve(tmp_path / "run", key_file=path) as served:
+        ada = served.client("ada")
+        kept = path.read_text()
+        path.write_text(text)
+        refused = await ada.post("create_session", {}, status=503)
+        assert str(tmp_path) not in refused["error"]
+        path.write_text(kept)
+        await ada.session()
+
+
 class _Untouched(dict[str, StoredSequence]):
     """What another tenant has stored."""
 

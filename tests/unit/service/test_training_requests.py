@@ -71,11 +71,11 @@ async def test_models_share_a_call_of_the_trainer(tmp_path: Path) -> None:
     calls: list[int] = []
     trainer = trainer_of(backend)
     plain = trainer.forward_backward
-    gate = asyncio.Event()
+    api = asyncio.Event()
 
     async def slow(requests):  # type: ignore[no-untyped-def]
         calls.append(len(requests))
-        await gate.wait()
+        await api.wait()
         return await plain(requests)
 
     async with serve(tmp_path / "run", backend=backend) as served:
@@ -84,7 +84,7 @@ async def test_models_share_a_call_of_the_trainer(tmp_path: Path) -> None:
         trainer.forward_backward = slow  # type: ignore[method-assign]
         bodies = [train_body(model, 1) for model in models]
         replies = [await one.train(body) for one, body in zip(tenants, bodies, strict=True)]
-        gate.set()
+        api.set()
         for one, reply in zip(tenants, replies, strict=True):
             await one.outputs(reply)
     assert calls == [1, 3], "those that came while the first was computed go together"
@@ -247,7 +247,9 @@ async def test_a_pass_looks_at_no_models_but_its_own(
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         model = await ada.model(await ada.session())
-        served.service.desk.state.models = models = _CountedModels(served.service.desk.state.models)
+        served.service.context.state.models = models = _CountedModels(
+            served.service.context.state.models
+        )
         for seq in range(1, 9):
             await ada.result(await ada.step(model, seq))
         assert models.num_looks == 0

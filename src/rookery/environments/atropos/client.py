@@ -30,8 +30,8 @@ from rookery.errors import TaskError
 from rookery.runs.disk import disk_boundary
 
 __all__ = [
-    "Answers",
     "GatewayClient",
+    "PostReceipts",
     "open_client",
 ]
 
@@ -62,7 +62,7 @@ _BOOT_BYTES = 40
 _FILE_BYTES = _BOOT_BYTES + 8 * NUM_NUMBERS
 
 
-class Answers:
+class PostReceipts:
     """Who was told, of one queue."""
 
     def __init__(self, file: mmap.mmap, *, last: int) -> None:
@@ -74,7 +74,7 @@ class Answers:
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     @classmethod
-    def open(cls, path: Path, *, last: int) -> "Answers":
+    def open(cls, path: Path, *, last: int) -> "PostReceipts":
         """`last` is the number of the newest group. Waits for the disk."""
         boot = _BOOT.read_bytes().strip() if _BOOT.exists() else b""
         boot = boot[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")

@@ -1,6 +1,6 @@
 """What environments ask of the engine: completions of the newest policy, and log-probabilities.
 
-    side = EngineSide(engine, codec=template, book=gateway.book)
+    side = EngineSide(engine, codec=template, samples=gateway.samples)
     side.use(ref, step=3)
     completions = await side.draw((5, 6), SamplingParams(n=4))
 
@@ -30,9 +30,9 @@ from rookery.types import (
 )
 
 __all__ = [
-    "DrawBook",
     "Drawn",
     "EngineSide",
+    "SampleIndex",
     "ServingEngine",
 ]
 
@@ -83,7 +83,7 @@ class _Way:
         return plain == others and self.logprobs == other.logprobs
 
 
-class DrawBook:
+class SampleIndex:
     """The newest completions by prompt and answer."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class EngineSide:
     """The engine for environments: they name no model, the newest policy answers."""
 
     def __init__(
-        self, engine: ServingEngine, *, codec: Codec, book: DrawBook, num_kept: int | None = 0
+        self, engine: ServingEngine, *, codec: Codec, samples: SampleIndex, num_kept: int | None = 0
     ) -> None:
         """`num_kept`: of how many tokens the engine can tell that one was drawn from them; None: of
         any number, 0: nobody asks. Answers that top_p cut are trained on with them."""
@@ -224,7 +224,7 @@ class EngineSide:
         self._num_kept = num_kept
         self._has_lowered = False
         self._engine = engine
-        self._book = book
+        self._samples = samples
         self._is_adapter = False
         self._ref = engine.base
         self._step = 0
@@ -260,7 +260,7 @@ class EngineSide:
         )
         for completion in completions:
             own = replace(how, kept=KeptTokens.of(completion.kept))
-            self._book.note((*prompt, *completion.tokens), own, completion.logprobs)
+            self._samples.note((*prompt, *completion.tokens), own, completion.logprobs)
         return completions
 
     def _with_kept(self, params: SamplingParams) -> SamplingParams:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rookery.environments.atropos.engine_side import DrawBook, Drawn
+from rookery.environments.atropos.engine_side import Drawn, SampleIndex
 from rookery.environments.atropos.group_queue import GroupQueue, IsGone, stays
 from rookery.environments.atropos.registry import (
     Environment,
@@ -43,7 +43,7 @@ class Gateway:
     run: Run
     registry: Registry
     queue: GroupQueue
-    book: DrawBook
+    samples: SampleIndex
     vocab_size: int
     step: int = 0
     """Steps that the trainer has begun."""
@@ -72,7 +72,7 @@ class Gateway:
         for event in run.events(GONE):
             registry.disconnect(int(event.payload["env_id"]))
         queue = await GroupQueue.open(run, registry, trained=trained)
-        return cls(run, registry, queue, DrawBook(), vocab_size)
+        return cls(run, registry, queue, SampleIndex(), vocab_size)
 
     async def register_env(self, registration: Registration) -> Environment | None:
         """The environment; None: the trainer has not started yet."""
@@ -135,7 +135,7 @@ class Gateway:
                 f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
             )
         draws = [
-            self.book.find(own.tokens, drawn=own.drawn, logprobs=own.logprobs)
+            self.samples.find(own.tokens, drawn=own.drawn, logprobs=own.logprobs)
             for own in drawn_sequences(group)
         ]
         if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from rookery.environments.atropos.client import Answers
+from rookery.environments.atropos.client import PostReceipts
 from rookery.environments.atropos.engine_side import Drawn
 from rookery.environments.atropos.registry import Registry
 from rookery.environments.atropos.scored_group import ScoredGroup, complete_groups, pick_batch
@@ -52,9 +52,9 @@ class QueuedGroup:
 class GroupQueue:
     """Filled by environments, drained by one trainer."""
 
-    def __init__(self, journal: Journal, registry: Registry, answers: Answers) -> None:
+    def __init__(self, journal: Journal, registry: Registry, receipts: PostReceipts) -> None:
         self._journal = journal
-        self._answers = answers
+        self._receipts = receipts
         self._registry = registry
         self._waiting: list[QueuedGroup] = []
         self._buffered: defaultdict[int, list[QueuedGroup]] = defaultdict(list)
@@ -66,10 +66,10 @@ class GroupQueue:
     async def open(cls, run: Run, registry: Registry, *, trained: Collection[int]) -> "GroupQueue":
         """The queue of a run; `trained` are the numbers of groups that are in durable batches."""
         journal = await asyncio.to_thread(run.open_journal)
-        answers = await asyncio.to_thread(
-            lambda: Answers.open(run.path / "answered", last=journal.last_seq)
+        receipts = await asyncio.to_thread(
+            lambda: PostReceipts.open(run.path / "answered", last=journal.last_seq)
         )
-        queue = cls(journal, registry, answers)
+        queue = cls(journal, registry, receipts)
         done = set(trained)
         # The journal was cut behind no group but these.
         first = next(seq for seq in count(1) if seq not in done)
@@ -79,8 +79,8 @@ class GroupQueue:
             return [_decode(entry.seq, entry.data) for entry in entries]
 
         for queued in await asyncio.to_thread(read):
-            if not answers.is_told(queued.seq):
-                answers.miss(_digest(_text(queued.group)), queued.seq)
+            if not receipts.is_told(queued.seq):
+                receipts.miss(_digest(_text(queued.group)), queued.seq)
             queue._place(queued)
         return queue
 
@@ -106,8 +106,8 @@ class GroupQueue:
         environment wait for others to make up a group."""
         encoded = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
         digests = [digest for digest, _ in encoded]
-        async with self._answers.in_turn(digests):
-            seqs = self._answers.find(digests)
+        async with self._receipts.in_turn(digests):
+            seqs = self._receipts.find(digests)
             new = [place for place, known in enumerate(seqs) if known is None]
             data = [encoded[place][1] for place in new]
             waiting: list[int | None] = [None] * len(groups)
@@ -119,7 +119,7 @@ class GroupQueue:
                     QueuedGroup(seq, groups[place], tuple(draws[place]))
                 )
             kept = [seq for seq in seqs if seq is not None]
-            self._answers.settle(digests, kept, is_told=not await is_gone())
+            self._receipts.settle(digests, kept, is_told=not await is_gone())
         return waiting
 
     def _waiting_for(self, queued: QueuedGroup) -> int | None:

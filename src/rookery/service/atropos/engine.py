@@ -10,28 +10,31 @@
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Mapping
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
-from rookery.service.routes.json_route import DrawingRoute
-from rookery.service.routes.openai import (
-    MAX_COUNT,
+from rookery.service.drawing import encode_prompts
+from rookery.service.openai.routes import (
     ChatRequest,
     CompletionRequest,
     chat_choice,
-    encode_prompts,
     read_prompts,
     response_of,
     text_choice,
 )
-from rookery.service.wire.requests import Finite, PenaltyOptions
+from rookery.service.openai.stream import usage_of
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, SlicedResponse, encode_answer
+from rookery.service.wire.requests import MAX_COUNT, TokenOptions
 from rookery.service.work import bad
-from rookery.types import Completion, SamplingParams, Score, TokenIds
+from rookery.types import Completion, Score, TokenIds
 
 __all__ = ["make_router"]
 
@@ -41,40 +44,15 @@ DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
 
 
-class Sampling(PenaltyOptions):
+class Sampling(TokenOptions):
     """How to draw, in vLLM's words."""
 
     model_config = ConfigDict(extra="ignore")
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int | None = Field(default=DEFAULT_TOKENS, ge=1, le=MAX_COUNT)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, le=MAX_COUNT)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-
-    def params(self, *, max_tokens: int, top_logprobs: int = 0) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            n=self.n,
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            penalties=self.penalties,
-            stop=stop,
-            stop_tokens=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=_seed() if self.seed is None else self.seed,
-            top_logprobs=top_logprobs,
-        )
 
 
 class TokenPrompt(BaseModel):
@@ -107,12 +85,12 @@ def make_router(side: EngineSide) -> APIRouter:
         return {"status": "ok"}
 
     @router.post("/generate")
-    async def generate(body: GenerateRequest) -> dict[str, Any]:
-        return await _generate(side, body)
+    async def generate(body: GenerateRequest) -> Response:
+        return await _written(_generate(side, body))
 
     @router.post("/inference/v1/generate")
-    async def generate_tokens(body: TokensRequest) -> dict[str, Any]:
-        return await _generate_tokens(side, body)
+    async def generate_tokens(body: TokensRequest) -> Response:
+        return await _written(_generate_tokens(side, body))
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -120,38 +98,36 @@ def make_router(side: EngineSide) -> APIRouter:
         return {"object": "list", "data": [row | {"max_model_len": side.context_tokens}]}
 
     @router.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> dict[str, Any]:
-        return await _complete(side, body)
+    async def completions(body: CompletionRequest) -> Response:
+        return await _written(_complete(side, body))
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> dict[str, Any]:
-        return await _chat(side, body)
+    async def chat(body: ChatRequest) -> Response:
+        return await _written(_chat(side, body))
 
     return router
 
 
+async def _written(answer: Awaitable[Mapping[str, Any]]) -> Response:
+    return SlicedResponse(await asyncio.to_thread(encode_answer, await answer))
+
+
 async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
     prompt = await _tokens(side, body.prompt)
-    params = body.params(max_tokens=_room(side, body.max_tokens, prompt))
+    params = body.params(max_tokens=_room(side, body.max_tokens, prompt), seed=_seed(body))
     drawn = await side.draw(prompt, params)
     score = None
     if body.prompt_logprobs is not None:
         score = await side.score(prompt, top_logprobs=body.prompt_logprobs)
-    return await asyncio.to_thread(_generated, body, prompt, drawn, score)
-
-
-def _generated(
-    body: GenerateRequest, prompt: TokenIds, drawn: tuple[Completion, ...], score: Score | None
-) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "text": [one.text for one in drawn],
         "prompt": body.prompt if isinstance(body.prompt, str) else "",
         "finish_reasons": [one.finish_reason for one in drawn],
-        "prompt_token_ids": list(prompt),
-        "token_ids": [list(one.tokens) for one in drawn],
+        "prompt_token_ids": prompt,
+        "token_ids": Rows(drawn, lambda one: one.tokens),
     }
     if body.logprobs is not None:
-        answer["logprobs"] = [_vllm_logprobs(one) for one in drawn]
+        answer["logprobs"] = Rows(drawn, _vllm_logprobs)
     if score is not None:
         answer["prompt_logprobs"] = _prompt_logprobs(prompt, score)
     return answer
@@ -159,20 +135,14 @@ def _generated(
 
 async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, Any]:
     prompt, how = tuple(body.token_ids), body.sampling_params
-    params = how.params(max_tokens=_room(side, how.max_tokens, prompt))
+    params = how.params(max_tokens=_room(side, how.max_tokens, prompt), seed=_seed(how))
     drawn = await side.draw(prompt, params)
     return {
         "request_id": body.request_id or secrets.token_hex(8),
         "model": MODEL,
-        "choices": await asyncio.to_thread(
-            lambda: [_token_choice(place, one) for place, one in enumerate(drawn)]
-        ),
-        "prompt_token_ids": list(prompt),
-        "usage": {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": sum(len(one.tokens) for one in drawn),
-            "total_tokens": len(prompt) + sum(len(one.tokens) for one in drawn),
-        },
+        "choices": Rows(list(enumerate(drawn)), lambda row: _token_choice(*row)),
+        "prompt_token_ids": prompt,
+        "usage": usage_of([prompt], sum(len(one.tokens) for one in drawn)),
     }
 
 
@@ -195,20 +165,12 @@ async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]
 
     async def draw(prompt: TokenIds) -> tuple[Completion, ...]:
         limit = _room(side, body.max_tokens, prompt)
-        seed = _seed() if body.seed is None else body.seed
-        params = body.params(max_tokens=limit, seed=seed, top_logprobs=body.logprobs or 0)
+        params = body.params(max_tokens=limit, seed=_seed(body), top_logprobs=body.logprobs or 0)
         return await side.draw(prompt, params)
 
     answers = await together(draw(prompt) for prompt in prompts)
-    has_logprobs = body.logprobs is not None
-    choices = await asyncio.to_thread(
-        lambda: [
-            text_choice(one, side.codec, prompt, has_logprobs=has_logprobs)
-            for prompt, drawn in zip(prompts, answers, strict=True)
-            for one in drawn
-        ]
-    )
-    return response_of("text_completion", body.model, choices, prompts)
+    choice = partial(text_choice, side.codec, has_logprobs=body.logprobs is not None)
+    return response_of("text_completion", body.model, (prompts, answers), choice)
 
 
 async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
@@ -222,12 +184,11 @@ async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
         raise bad(str(error)) from error
     limit = _room(side, body.max_completion_tokens or body.max_tokens, prompt)
     top = (body.top_logprobs or 0) if body.logprobs else 0
-    seed = _seed() if body.seed is None else body.seed
-    drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
-    choices = await asyncio.to_thread(
-        lambda: [chat_choice(one, side.codec, prompt, body) for one in drawn]
+    drawn = await side.draw(
+        prompt, body.params(max_tokens=limit, seed=_seed(body), top_logprobs=top)
     )
-    return response_of("chat.completion", body.model, choices, [prompt])
+    choice = partial(chat_choice, side.codec, body)
+    return response_of("chat.completion", body.model, ([prompt], [drawn]), choice)
 
 
 async def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> TokenIds:
@@ -268,5 +229,5 @@ def _refuse(option: str, *, is_given: bool) -> None:
         raise bad(f"{option} is not there: leave it out.")
 
 
-def _seed() -> int:
-    return secrets.randbits(62)
+def _seed(options: TokenOptions) -> int:
+    return secrets.randbits(62) if options.seed is None else options.seed

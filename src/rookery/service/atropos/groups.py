@@ -144,10 +144,10 @@ def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None)
             return JSONResponse({"status": "error", "message": said, "batch": []})
         _hear_trainer(gateway, trainer)
         gateway.is_started = True
-        number, given = await delivery.next(after)
-        if not given:
+        number, entries = await delivery.next(after)
+        if not entries:
             return JSONResponse({"batch": None})
-        groups = [queued.group for queued in given]
+        groups = [queued.group for queued in entries]
         is_packed = "gzip" in request.headers.get("accept-encoding", "")
         return await asyncio.to_thread(_batch_response, number, groups, is_packed=is_packed)
 

@@ -7,8 +7,7 @@
         [answers] = await client.engine.sample([SampleRequest(model=ref, prompt=(5, 6))])
 
 connection.py  requests, retries, results, the session and its heartbeat
-samplers.py    which sampling session a ModelRef stands for
-engine.py      ServiceEngine: Engine
+engine.py      ServiceEngine: Engine; which sampling session a ModelRef stands for
 trainer.py     ServiceTrainer: Trainer and Trainees
 """
 

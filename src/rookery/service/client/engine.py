@@ -275,8 +275,8 @@ def _sample_body(request: SampleRequest, sampler_id: str, seq: int) -> dict[str,
 
 
 def _penalties(params: SamplingParams) -> dict[str, float]:
-    own = {} if params.penalties is None else asdict(params.penalties)
-    return {f"{name}_penalty": value for name, value in own.items()}
+    penalties = {} if params.penalties is None else asdict(params.penalties)
+    return {f"{name}_penalty": value for name, value in penalties.items()}
 
 
 def _failure(answer: Answer) -> EngineError:

@@ -70,10 +70,10 @@ class ServiceTrainer:
             await self._samplers.drop(known.published)
 
     async def export(self, trainee: str, folder: Path) -> None:
-        own = self._own(trainee)
+        state = self._own(trainee)
         name = f"export-{uuid4().hex}"
-        await self._call(own, "save_weights_for_sampler", {"path": name})
-        item = f"training_runs/{own.model_id}/checkpoints/sampler_weights/{name}"
+        await self._call(state, "save_weights_for_sampler", {"path": name})
+        item = f"training_runs/{state.model_id}/checkpoints/sampler_weights/{name}"
         try:
             reply = await self._connection.request("GET", f"{item}/external_weights_urls")
             files = {
@@ -113,9 +113,9 @@ class ServiceTrainer:
     async def save(self, trainee: str, path: Path) -> None:
         """The state stays in the service; the file names it. One that the file named before is
         deleted there."""
-        own = self._own(trainee)
+        state = self._own(trainee)
         name = f"state-{uuid4().hex}"
-        document = await self._call(own, "save_weights", {"path": name})
+        document = await self._call(state, "save_weights", {"path": name})
         old = await asyncio.to_thread(_replace, path, {"tinker_path": document["path"]})
         if old:
             await self._delete(old)
@@ -126,12 +126,12 @@ class ServiceTrainer:
         await self._call(self._own(trainee), "load_weights", body)
 
     async def publish(self, trainee: str) -> ModelRef:
-        own = self._own(trainee)
+        state = self._own(trainee)
         body = {"sampling_session_seq_id": self._connection.next_number()}
-        document = await self._call(own, "save_weights_for_sampler", body)
+        document = await self._call(state, "save_weights_for_sampler", body)
         ref = ModelRef(name=trainee, version=document["version"])
         await self._samplers.add(ref, document["sampling_session_id"])
-        previous, own.published = own.published, ref
+        previous, state.published = state.published, ref
         if previous is not None:
             await self._samplers.drop(previous)
         return ref
@@ -151,12 +151,12 @@ class ServiceTrainer:
     ) -> list[TrainOutput]:
         bodies: list[dict[str, Any] | None] = []
         for request in requests:
-            own = self._trainees.get(request.trainee)
+            state = self._trainees.get(request.trainee)
             bodies.append(
                 None
-                if own is None
+                if state is None
                 else train_document(
-                    own.model_id, next(own.numbers), request, forward_only=forward_only
+                    state.model_id, next(state.numbers), request, forward_only=forward_only
                 )
             )
         return await together(
@@ -188,13 +188,13 @@ class ServiceTrainer:
         return StepOutput(metrics=metrics)
 
     def _numbered(self, trainee: str, body: dict[str, Any]) -> dict[str, Any] | str:
-        own = self._trainees.get(trainee)
-        if own is None:
+        state = self._trainees.get(trainee)
+        if state is None:
             return f"There is no trainee {trainee!r}."
-        return {"model_id": own.model_id, "seq_id": next(own.numbers), **body}
+        return {"model_id": state.model_id, "seq_id": next(state.numbers), **body}
 
-    async def _call(self, own: _Trainee, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        numbered = {"model_id": own.model_id, "seq_id": next(own.numbers), **body}
+    async def _call(self, state: _Trainee, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        numbered = {"model_id": state.model_id, "seq_id": next(state.numbers), **body}
         return _checked(await self._connection.submit(path, numbered))
 
     async def _delete(self, path: str) -> None:
@@ -202,10 +202,10 @@ class ServiceTrainer:
         await self._connection.delete(f"training_runs/{run_id}/checkpoints/{kind}/{name}")
 
     def _own(self, trainee: str) -> _Trainee:
-        own = self._trainees.get(trainee)
-        if own is None:
+        state = self._trainees.get(trainee)
+        if state is None:
             raise TrainError(f"There is no trainee {trainee!r}: create it first.")
-        return own
+        return state
 
 
 def _checked(answer: Answer) -> dict[str, Any]:

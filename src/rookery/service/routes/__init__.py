@@ -1,16 +1,14 @@
-"""HTTP: one file per group of paths, each a function from the gate to a router.
+"""HTTP: one file per group of paths, each a function from the request context to a router.
 
-gate.py         who is asking, and the body of a request
-sessions.py     config, health, capabilities, sessions, telemetry
-training.py     models, gradients, steps, saving and loading
-sampling.py     sampling sessions and samples
-gaps.py         numbers of refused requests
-futures.py      results
-checkpoints.py  training runs, checkpoints, downloads
-plain.py        /api/v1/sample and /api/v1/adapters, for clients without the SDK
-openai.py       /v1 for OpenAI clients
-sequences.py    stored turns of chats, as training data
-vllm.py         what clients of vLLM ask for besides
+request_context.py  who is asking, and the body of a request
+json_route.py       large bodies and large answers beside the event loop
+sessions.py         config, health, capabilities, sessions, telemetry, numbers of refused requests
+training.py         models, gradients, steps, saving and loading
+sampling.py         sampling sessions and samples
+futures.py          results
+checkpoints.py      training runs, checkpoints, downloads
+plain.py            /api/v1/sample and /api/v1/adapters, for clients without the SDK
+sequences.py        stored turns of chats, as training data
 """
 
 __all__: list[str] = []

@@ -19,8 +19,8 @@ from rookery.errors import RunError
 from rookery.service.commands import CheckpointPath, CheckpointTtl
 from rookery.service.config import write_archive
 from rookery.service.records import Checkpoint, Model
-from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import SetTtl
 from rookery.service.work import Refusal, bad, missing
@@ -37,78 +37,72 @@ _TYPES = {
 _ITEM = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=JsonRoute)
-    _add_lists(router, gate)
-    _add_changes(router, gate)
-    _add_downloads(router, gate, Links(gate.service.link_secret))
+    _add_lists(router, api)
+    _add_changes(router, api)
+    _add_downloads(router, api, Links(api.service.link_secret))
     return router
 
 
-def _add_lists(router: APIRouter, gate: Gate) -> None:
+def _add_lists(router: APIRouter, api: RequestContext) -> None:
     @router.get("/training_runs")
     async def runs(tenant: Tenant, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        own = [model for model in gate.state.models.values() if model.tenant == tenant]
-        own.sort(key=lambda model: model.last_request, reverse=True)
-        page = own[max(offset, 0) :][: max(limit, 0)]
-        last = _last_checkpoints(gate, tenant)
+        models = [model for model in api.state.models.values() if model.tenant == tenant]
+        models.sort(key=lambda model: model.last_request, reverse=True)
+        page = models[max(offset, 0) :][: max(limit, 0)]
+        last = _last_checkpoints(api, tenant)
         rows = [_run_row(model, last) for model in page]
-        return {"training_runs": rows, "cursor": _cursor(offset, limit, len(own))}
+        return {"training_runs": rows, "cursor": _cursor(offset, limit, len(models))}
 
     @router.get("/training_runs/{run_id}")
     async def run(run_id: str, tenant: Tenant) -> dict[str, Any]:
-        return _run_row(gate.state.run(tenant, run_id), _last_checkpoints(gate, tenant))
+        return _run_row(api.state.run(tenant, run_id), _last_checkpoints(api, tenant))
 
     @router.get("/training_runs/{run_id}/checkpoints")
     async def run_checkpoints(run_id: str, tenant: Tenant) -> dict[str, Any]:
-        gate.state.run(tenant, run_id)
-        found = gate.state.own_checkpoints(tenant, now=gate.now())
-        return {"checkpoints": [_row(one) for one in found if one.model_id == run_id]}
+        api.state.run(tenant, run_id)
+        checkpoints = api.state.own_checkpoints(tenant, now=api.now())
+        return {"checkpoints": [_row(one) for one in checkpoints if one.model_id == run_id]}
 
     @router.get("/checkpoints")
     async def checkpoints(tenant: Tenant, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        found = gate.state.own_checkpoints(tenant, now=gate.now())
-        page = found[max(offset, 0) :][: max(limit, 0)]
+        checkpoints = api.state.own_checkpoints(tenant, now=api.now())
+        page = checkpoints[max(offset, 0) :][: max(limit, 0)]
         rows = [_row(one) for one in page]
-        return {"checkpoints": rows, "cursor": _cursor(offset, limit, len(found))}
+        return {"checkpoints": rows, "cursor": _cursor(offset, limit, len(checkpoints))}
 
 
-def _add_changes(router: APIRouter, gate: Gate) -> None:
-    change = gate.service.change
+def _add_changes(router: APIRouter, api: RequestContext) -> None:
+    change = api.service.change
 
-    @router.delete(_ITEM, status_code=204)
-    async def delete(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("delete_checkpoint", tenant, path)
-        return Response(status_code=204)
+    def add(method: str, path: str, command: str) -> None:
+        async def endpoint(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
+            await change(command, tenant, CheckpointPath(path=_path(run_id, kind, name)))
+            return Response(status_code=204)
 
-    @router.post(f"{_ITEM}/publish", status_code=204)
-    async def publish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("publish_checkpoint", tenant, path)
-        return Response(status_code=204)
+        name = command.removesuffix("_checkpoint")
+        router.add_api_route(path, endpoint, methods=[method], name=name, status_code=204)
 
-    @router.delete(f"{_ITEM}/publish", status_code=204)
-    async def unpublish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
-        path = CheckpointPath(path=_path(run_id, kind, name))
-        await change("unpublish_checkpoint", tenant, path)
-        return Response(status_code=204)
+    add("DELETE", _ITEM, "delete_checkpoint")
+    add("POST", f"{_ITEM}/publish", "publish_checkpoint")
+    add("DELETE", f"{_ITEM}/publish", "unpublish_checkpoint")
 
     @router.put(f"{_ITEM}/ttl", status_code=204)
     async def set_ttl(run_id: str, kind: str, name: str, body: SetTtl, tenant: Tenant) -> Response:
-        expires = None if body.ttl_seconds is None else gate.now() + body.ttl_seconds
+        expires = None if body.ttl_seconds is None else api.now() + body.ttl_seconds
         ttl = CheckpointTtl(path=_path(run_id, kind, name), expires=expires)
         await change("set_checkpoint_ttl", tenant, ttl)
         return Response(status_code=204)
 
 
-def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
-    def found(tenant: str, run_id: str, kind: str, name: str) -> Checkpoint:
-        return gate.state.checkpoint(tenant, _path(run_id, kind, name), now=gate.now())
+def _add_downloads(router: APIRouter, api: RequestContext, links: "Links") -> None:
+    def find(tenant: str, run_id: str, kind: str, name: str) -> Checkpoint:
+        return api.state.checkpoint(tenant, _path(run_id, kind, name), now=api.now())
 
     def linked(token: str) -> Path:
         try:
-            return gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER
+            return api.service.context.wal.run.blobs.path(links.blob(token)) / ADAPTER
         except RunError as error:
             raise Refusal(404, "What this link is of has been deleted.") from error
 
@@ -116,8 +110,8 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
     async def urls(
         run_id: str, kind: str, name: str, request: Request, tenant: Tenant
     ) -> dict[str, Any]:
-        checkpoint = found(tenant, run_id, kind, name)
-        folder = gate.service.desk.wal.run.blobs.path(checkpoint.blob) / ADAPTER
+        checkpoint = find(tenant, run_id, kind, name)
+        folder = api.service.context.wal.run.blobs.path(checkpoint.blob) / ADAPTER
         expires = int(time.time()) + URL_S
         signed = {
             file: str(request.url_for("download", token=links.sign(checkpoint.blob, expires)))
@@ -131,7 +125,7 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
         run_id: str, kind: str, name: str, request: Request, tenant: Tenant
     ) -> Response:
         """SDKs up to 0.35 ask for a tar this way."""
-        checkpoint = found(tenant, run_id, kind, name)
+        checkpoint = find(tenant, run_id, kind, name)
         expires = int(time.time()) + URL_S
         token = links.sign(checkpoint.blob, expires)
         url = str(request.url_for("download_archive", token=token))
@@ -203,9 +197,9 @@ def _path(run_id: str, kind: str, name: str) -> str:
     return f"tinker://{run_id}/{kind}/{name}"
 
 
-def _last_checkpoints(gate: Gate, tenant: str) -> dict[tuple[str, str], Checkpoint]:
+def _last_checkpoints(api: RequestContext, tenant: str) -> dict[tuple[str, str], Checkpoint]:
     """The newest of every model and kind."""
-    newest_first = gate.state.own_checkpoints(tenant, now=gate.now())
+    newest_first = api.state.own_checkpoints(tenant, now=api.now())
     return {(one.model_id, one.kind): one for one in reversed(newest_first)}
 
 

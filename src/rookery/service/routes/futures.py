@@ -1,14 +1,13 @@
 """Results of accepted requests: one at a time, or those of a sampling session together."""
 
-import asyncio
 import json
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from rookery.service.futures import Future
-from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.json_route import JsonRoute, SlicedResponse, write_answer
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.wire.body import PROTOBUF, accepts_protobuf
 from rookery.service.wire.requests import CancelFuture, RetrieveFuture, RetrieveFutures
 from rookery.service.wire.samples import samples_as_json
@@ -18,11 +17,11 @@ from rookery.service.work import Result, bad
 __all__ = ["make_router"]
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["results"], route_class=JsonRoute)
-    service = gate.service
-    futures = service.desk.futures
-    limit_s = service.desk.config.poll_s
+    service = api.service
+    futures = service.context.futures
+    limit_s = service.context.config.poll_s
 
     @router.post("/retrieve_future")
     async def retrieve(body: RetrieveFuture, request: Request, tenant: Tenant) -> Response:
@@ -31,27 +30,26 @@ def make_router(gate: Gate) -> APIRouter:
         future = futures.get(body.request_id, tenant=tenant)
         result = await futures.wait(future, limit_s=limit_s)
         if result is None:
-            return _pending(gate, future)
+            return _pending(api, future)
         if result.form == "json":
-            return Response(result.payload, media_type="application/json")
+            return SlicedResponse(result.payload)
         if accepts_protobuf(request.headers.get("accept", "")):
-            return Response(result.payload, media_type=PROTOBUF)
-        document = await asyncio.to_thread(_as_json, future, result)
-        return Response(document, media_type="application/json")
+            return SlicedResponse(result.payload, media_type=PROTOBUF)
+        return await write_answer(api, tenant, lambda: _document(future, result))
 
     @router.post("/retrieve_futures")
     async def retrieve_many(body: RetrieveFutures, tenant: Tenant) -> dict[str, Any]:
         """Which samples of a session are finished since the cursor."""
-        sampler = service.desk.state.sampler(tenant, body.target.sampling_session_id)
+        sampler = service.context.state.sampler(tenant, body.target.sampling_session_id)
         cursor = _cursor(body.prev_cursor)
-        found, cursor = await futures.finished_since(sampler.id, cursor=cursor, limit_s=limit_s)
+        finished, cursor = await futures.finished_since(sampler.id, cursor=cursor, limit_s=limit_s)
         completions = [
             {
                 "state": "finished",
                 "request_id": future.id,
                 "response_payload_uncompressed_size": len(future.result.payload),
             }
-            for future in found
+            for future in finished
             if future.result is not None
         ]
         return {"completions": completions, "cursor": cursor}
@@ -64,8 +62,8 @@ def make_router(gate: Gate) -> APIRouter:
     return router
 
 
-def _pending(gate: Gate, future: Future) -> Response:
-    state, reason = gate.service.describe(future)
+def _pending(api: RequestContext, future: Future) -> Response:
+    state, reason = api.service.describe(future)
     document = {
         "type": "try_again",
         "request_id": future.id,
@@ -75,16 +73,15 @@ def _pending(gate: Gate, future: Future) -> Response:
     return Response(json.dumps(document), status_code=408, media_type="application/json")
 
 
-def _as_json(future: Future, result: Result) -> bytes:
+def _document(future: Future, result: Result) -> dict[str, Any]:
     is_sample = "sample_sequence_ids" in future.reply
-    document = (samples_as_json if is_sample else outputs_as_json)(result.payload)
-    return json.dumps(document).encode()
+    return (samples_as_json if is_sample else outputs_as_json)(result.payload)
 
 
-def _cursor(given: int | str | None) -> int:
-    if given is None or given == "":
+def _cursor(cursor: int | str | None) -> int:
+    if cursor is None or cursor == "":
         return 0
     try:
-        return max(int(given), 0)
+        return max(int(cursor), 0)
     except ValueError as error:
-        raise bad(f"prev_cursor is {given!r:.60}; send the cursor of the last answer.") from error
+        raise bad(f"prev_cursor is {cursor!r:.60}; send the cursor of the last answer.") from error

@@ -19,18 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from rookery.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
-from rookery.service.drawing import Draw
-from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import DrawingRoute, JsonRoute
-from rookery.service.routes.openai import encode_prompts
+from rookery.service.drawing import Draw, Drawn, encode_prompts
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, JsonRoute, write_answer
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.body import IN_SLICES
-from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt, Stops
-from rookery.service.wire.samples import PromptScores, prompt_tokens
+from rookery.service.wire.requests import DrawOptions, Prompt
+from rookery.service.wire.samples import prompt_tokens
 from rookery.service.work import Refusal, bad
-from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
+from rookery.types import LoraShape, TokenIds
 
 __all__ = [
     "AdapterName",
@@ -86,19 +86,13 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
 
 
-class PlainOptions(PenaltyOptions):
+class PlainOptions(DrawOptions):
     """How to draw; min_p and penalties are beyond what the SDK can send."""
 
     model_config = ConfigDict(extra="forbid")
 
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=16, ge=1)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: Stops[str] | str = Field(default_factory=list)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
 class PlainSample(BaseModel):
@@ -129,68 +123,68 @@ class AdapterUpload(BaseModel):
     base_model: str | None = None
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["plain"], route_class=JsonRoute)
-    router.include_router(_sample_router(gate))
+    router.include_router(_sample_router(api))
 
     @router.post("/adapters", status_code=201)
     async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
-        return await register_adapter(gate, tenant, body)
+        return await register_adapter(api, tenant, body)
 
     @router.get("/adapters")
     async def adapters(tenant: Tenant) -> list[dict[str, str]]:
-        return [one.document() for one in gate.state.adapters.values() if one.tenant == tenant]
+        return [one.document() for one in api.state.adapters.values() if one.tenant == tenant]
 
     @router.delete("/adapters/{adapter_id}", status_code=204)
     async def unregister(adapter_id: str, tenant: Tenant) -> Response:
-        await gate.service.change("remove_adapter", tenant, AdapterId(adapter_id=adapter_id))
+        await api.service.change("remove_adapter", tenant, AdapterId(adapter_id=adapter_id))
         return Response(status_code=204)
 
     return router
 
 
-def _sample_router(gate: Gate) -> APIRouter:
+def _sample_router(api: RequestContext) -> APIRouter:
     router = APIRouter(route_class=DrawingRoute)
 
     @router.post("/sample")
-    async def sample(body: PlainSample, tenant: Tenant) -> dict[str, Any]:
+    async def sample(body: PlainSample, tenant: Tenant) -> Response:
         """`n` completions of every prompt, in order, as texts and as tokens."""
-        gate.service.admission.check_rate(tenant)
+        api.service.admission.check_rate(tenant)
         name = body.model_id or body.adapter_id or body.model_path or body.base_model
-        source = find_source(gate, tenant, name)
-        codec = gate.service.desk.backend(source.base_model).codec
+        source = find_source(api, tenant, name)
+        codec = api.service.context.backend(source.base_model).codec
         num_given = len(body.prompts) + (body.prompt is not None)
         num_samples = body.num_samples or body.sampling_params.n
-        gate.service.admission.check_samples(num_given * num_samples)
-        given = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
-        prompts = await gate.service.reading.in_thread(
-            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        api.service.admission.check_samples(num_given * num_samples)
+        texts = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
+        prompts = await api.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, texts), tokens=sum(map(len, texts))
         )
         if body.prompt is not None:
             prompts.append(prompt_tokens(body.prompt))
         if not prompts or not all(prompts):
             raise bad("Give prompts: a list of texts, or of lists of tokens, none of them empty.")
         draws = [
-            _draw(gate, tenant, (source.base_model, source.blob), prompt, (body, place))
+            _draw(api, tenant, (source.base_model, source.blob), prompt, (body, place))
             for place, prompt in enumerate(prompts)
         ]
-        gate.service.check_draws(tenant, num=len(draws))
-        answers = await together(gate.service.drawing.draw(draw) for draw in draws)
-        return _answer(answers)
+        api.service.check_draws(tenant, num=len(draws))
+        answers = await together(api.service.drawing.draw(draw) for draw in draws)
+        return await write_answer(api, tenant, lambda: _answer(answers))
 
     return router
 
 
-async def register_adapter(gate: Gate, tenant: str, body: AdapterUpload) -> dict[str, Any]:
+async def register_adapter(api: RequestContext, tenant: str, body: AdapterUpload) -> dict[str, Any]:
     """Store an adapter, see that it fits, and serve it under its name; its document."""
-    gate.service.admission.check_rate(tenant)
-    gate.service.admission.check_checkpoints(tenant)
-    base_model = body.base_model or next(iter(gate.service.desk.backends))
-    backend = gate.service.desk.backend(base_model)
-    blobs = gate.service.desk.wal.run.blobs
-    turn = gate.service.uploads.take(tenant, tokens=1, width=1, id=new_id("upload"))
-    async with turn, gate.service.blob_lock:
-        blob, size_bytes, shape = await run_in_thread(_store, gate, body)
+    api.service.admission.check_rate(tenant)
+    api.service.admission.check_checkpoints(tenant)
+    base_model = body.base_model or next(iter(api.service.context.backends))
+    backend = api.service.context.backend(base_model)
+    blobs = api.service.context.wal.run.blobs
+    turn = api.service.uploads.take(tenant, tokens=1, width=1, id=new_id("upload"))
+    async with turn, api.service.blob_lock:
+        blob, size_bytes, shape = await run_in_thread(_store, api, body)
         # Loaded once to see that it fits; samples load it again when they need it.
         ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
         await backend.folders.unload(ref)
@@ -202,11 +196,11 @@ async def register_adapter(gate: Gate, tenant: str, body: AdapterUpload) -> dict
             lora_path=body.lora_path or "upload",
             **asdict(shape),
         )
-        return await gate.service.change("register_adapter", tenant, adapter)
+        return await api.service.change("register_adapter", tenant, adapter)
 
 
 def _draw(
-    gate: Gate,
+    api: RequestContext,
     tenant: str,
     model: tuple[str, str],
     prompt: TokenIds,
@@ -215,21 +209,11 @@ def _draw(
     body, place = asked
     options = body.sampling_params
     request_id = new_id("plain")
-    max_tokens = gate.service.drawing.max_tokens(
+    max_tokens = api.service.drawing.max_tokens(
         model[0], asked=options.max_tokens, num_prompt=len(prompt)
     )
     seed = stream_seed(0, request_id) if options.seed is None else stream_seed(options.seed, place)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=max(options.top_k, 0),
-        min_p=options.min_p,
-        penalties=options.penalties,
-        stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop),
-        seed=seed,
-        n=body.num_samples or options.n,
-    )
+    params = options.params(max_tokens=max_tokens, seed=seed, n=body.num_samples or options.n)
     return Draw(
         id=request_id,
         tenant=tenant,
@@ -241,31 +225,27 @@ def _draw(
     )
 
 
-def _answer(answers: list[tuple[tuple[Completion, ...], PromptScores]]) -> dict[str, Any]:
+def _answer(answers: list[Drawn]) -> dict[str, Any]:
     completions = [one for completions, _ in answers for one in completions]
     scores = [None if s.logprobs is None else list(s.logprobs) for _, s in answers]
     has_scores = any(row is not None for row in scores)
     return {
-        "sequences": [
-            {
-                "stop_reason": one.finish_reason,
-                "tokens": list(one.tokens),
-                "logprobs": list(one.logprobs),
-            }
-            for one in completions
-        ],
+        "sequences": Rows(
+            [(one.finish_reason, one.tokens, one.logprobs) for one in completions],
+            lambda row: dict(zip(("stop_reason", "tokens", "logprobs"), row, strict=True)),
+        ),
         "completions": [one.text for one in completions],
         "prompt_logprobs": scores if has_scores else None,
     }
 
 
-def _store(gate: Gate, body: AdapterUpload) -> tuple[str, int, LoraShape]:
+def _store(api: RequestContext, body: AdapterUpload) -> tuple[str, int, LoraShape]:
     """The digest of its files, their size and what they hold. Waits for the disk."""
     if (body.lora_path is None) == (body.adapter_model is None):
         raise bad("Give lora_path, or adapter_config and adapter_model, and not both.")
-    files = _read_path(gate, body.lora_path) if body.lora_path else _read_upload(body)
+    files = _read_path(api, body.lora_path) if body.lora_path else _read_upload(body)
     shape = read_shape(files[FILES[0]])
-    blobs = gate.service.desk.wal.run.blobs
+    blobs = api.service.context.wal.run.blobs
     with blobs.stage() as staged:
         (staged / ADAPTER).mkdir()
         for name, data in files.items():
@@ -273,11 +253,11 @@ def _store(gate: Gate, body: AdapterUpload) -> tuple[str, int, LoraShape]:
         return blobs.put_folder(staged), sum(map(len, files.values())), shape
 
 
-def _read_path(gate: Gate, lora_path: str) -> dict[str, bytes]:
+def _read_path(api: RequestContext, lora_path: str) -> dict[str, bytes]:
     if "\0" in lora_path:
         raise bad("lora_path holds a null character: no path does.")
     folder = Path(lora_path).resolve()
-    allowed = gate.service.desk.config.adapter_folders
+    allowed = api.service.context.config.adapter_folders
     if not any(folder.is_relative_to(root.resolve()) for root in allowed):
         roots = ", ".join(map(str, allowed)) or "none"
         raise bad(

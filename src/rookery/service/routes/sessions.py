@@ -9,8 +9,14 @@ from fastapi import APIRouter, Request, Response
 from google.protobuf.message import DecodeError
 
 from rookery.service.commands import EndSession
-from rookery.service.routes.gate import Body, Gate, Tenant, digest_of, tenant_of
 from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.request_context import (
+    Body,
+    RequestContext,
+    Tenant,
+    digest_of,
+    tenant_of,
+)
 from rookery.service.wire.body import PROTOBUF, inflate, inflate_head, load_json
 from rookery.service.wire.requests import CreateSession, FinishSession, SessionId
 from rookery.service.wire.schema import ForwardBackwardRequest
@@ -35,30 +41,30 @@ class Source:
     blob: str = ""
 
 
-def find_source(gate: Gate, tenant: str, name: str | None) -> Source:
+def find_source(api: RequestContext, tenant: str, name: str | None) -> Source:
     """The weights of a name; None: the first base model."""
-    desk = gate.service.desk
+    context = api.service.context
     if name is None:
-        return Source(next(iter(desk.backends)))
-    if name in desk.backends:
+        return Source(next(iter(context.backends)))
+    if name in context.backends:
         return Source(name)
     if name.startswith("tinker://"):
-        checkpoint = desk.state.weights(tenant, name, now=gate.now())
+        checkpoint = context.state.weights(tenant, name, now=api.now())
         return Source(checkpoint.base_model, checkpoint.blob)
-    adapter = desk.state.adapters.get((tenant, name))
+    adapter = context.state.adapters.get((tenant, name))
     if adapter is None:
-        known = ", ".join(model_names(gate, tenant))
+        known = ", ".join(model_names(api, tenant))
         raise Refusal(404, f"There is no model {name!r:.200}. There are: {known:.600}.")
     return Source(adapter.base_model, adapter.blob)
 
 
-def model_names(gate: Gate, tenant: str) -> list[str]:
+def model_names(api: RequestContext, tenant: str) -> list[str]:
     """Base models, then the tenant's adapters and sampler checkpoints."""
-    desk = gate.service.desk
-    adapters = [name for who, name in desk.state.adapters if who == tenant]
-    own = desk.state.own_checkpoints(tenant, now=gate.now())
-    paths = [one.path for one in own if one.kind != "external_weights"]
-    return [*desk.backends, *adapters, *paths]
+    context = api.service.context
+    adapters = [name for who, name in context.state.adapters if who == tenant]
+    checkpoints = context.state.own_checkpoints(tenant, now=api.now())
+    paths = [one.path for one in checkpoints if one.kind != "external_weights"]
+    return [*context.backends, *adapters, *paths]
 
 
 # Refused requests keep their number, so that the ones behind them are not held up.
@@ -83,24 +89,24 @@ _PATHS = frozenset(
 )
 
 
-async def fill_gap(request: Request, sentence: str) -> None:
+async def fill_gap(request: Request, status: int, sentence: str) -> None:
     """Give the number of a request that can never be done to its refusal."""
-    if request.url.path not in _PATHS:
+    if request.url.path not in _PATHS or status in (401, 429, 503):  # of nobody, or sent again
         return
-    gate: Gate = request.app.state.gate
+    api: RequestContext = request.app.state.api
     raw = await request.body()
     with suppress(Refusal):  # of another tenant, done before, or too many wait: nothing to fill
         tenant = tenant_of(request)
-        found = await gate.service.reading.in_thread(
-            tenant, lambda: _number(raw, request, gate.body_bytes), tokens=len(raw)
+        number = await api.service.reading.in_thread(
+            tenant, lambda: _number(raw, request, api.body_bytes), tokens=len(raw)
         )
-        if found is None:
+        if number is None:
             return
-        model_id, seq = found
-        gate.state.model(tenant, model_id)
+        model_id, seq = number
+        api.state.model(tenant, model_id)
         body = Body(sentence.encode(), digest=digest_of(raw))
-        command = gate.work("refused", tenant, body, owner=model_id, seq=seq)
-        await gate.service.accept(command)
+        command = api.work("refused", tenant, body, owner=model_id, seq=seq)
+        await api.service.accept(command)
 
 
 def _number(raw: bytes, request: Request, limit_bytes: int) -> tuple[str, int] | None:
@@ -153,14 +159,14 @@ DYNAMIC_FLAGS = {
 }
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=JsonRoute)
-    _add_facts(router, gate)
-    _add_sessions(router, gate)
+    _add_facts(router, api)
+    _add_sessions(router, api)
     return router
 
 
-def _add_facts(router: APIRouter, gate: Gate) -> None:
+def _add_facts(router: APIRouter, api: RequestContext) -> None:
     @router.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -182,14 +188,14 @@ def _add_facts(router: APIRouter, gate: Gate) -> None:
                 "trainable": True,
                 "sampleable": True,
             }
-            for name, backend in gate.service.desk.backends.items()
+            for name, backend in api.service.context.backends.items()
         ]
         return {"supported_models": models}
 
     @router.get("/engines")
     async def engines(_: Tenant) -> dict[str, Any]:
         """What Rookery's own client must know of each base model."""
-        return {name: _facts(backend) for name, backend in gate.service.desk.backends.items()}
+        return {name: _facts(backend) for name, backend in api.service.context.backends.items()}
 
     @router.post("/telemetry")
     async def telemetry(request: Request, tenant: Tenant) -> dict[str, str]:
@@ -210,18 +216,18 @@ def _facts(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _add_sessions(router: APIRouter, gate: Gate) -> None:
-    state = gate.state
+def _add_sessions(router: APIRouter, api: RequestContext) -> None:
+    state = api.state
 
     @router.post("/create_session")
     async def create_session(body: CreateSession, tenant: Tenant) -> dict[str, Any]:
-        gate.service.admission.check_rate(tenant)
-        gate.service.admission.check_sessions(tenant)
-        return await gate.service.change("create_session", tenant, body)
+        api.service.admission.check_rate(tenant)
+        api.service.admission.check_sessions(tenant)
+        return await api.service.change("create_session", tenant, body)
 
     @router.post("/session_heartbeat")
     async def heartbeat(body: SessionId, tenant: Tenant) -> dict[str, str]:
-        gate.service.heartbeat(tenant, body.session_id)
+        api.service.heartbeat(tenant, body.session_id)
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish", status_code=204)
@@ -230,24 +236,24 @@ def _add_sessions(router: APIRouter, gate: Gate) -> None:
         if session is None or session.tenant != tenant:
             raise missing("session", session_id)
         if not session.is_over:
-            await gate.service.change("end_session", tenant, EndSession(session_id=session_id))
+            await api.service.change("end_session", tenant, EndSession(session_id=session_id))
         logger.info("session %s ended: %s", session_id, body.reason)
         return Response(status_code=204)
 
     @router.get("/sessions")
     async def sessions(tenant: Tenant, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        own = [s.id for s in reversed(state.sessions.values()) if s.tenant == tenant]
-        return {"sessions": own[max(offset, 0) :][: max(limit, 0)]}
+        ids = [s.id for s in reversed(state.sessions.values()) if s.tenant == tenant]
+        return {"sessions": ids[max(offset, 0) :][: max(limit, 0)]}
 
     @router.get("/sessions/{session_id}")
     async def session(session_id: str, tenant: Tenant) -> dict[str, Any]:
-        found = state.sessions.get(session_id)
-        if found is None or found.tenant != tenant:
+        session = state.sessions.get(session_id)
+        if session is None or session.tenant != tenant:
             raise missing("session", session_id)
         samplers = [s.id for s in state.samplers.values() if s.session_id == session_id]
         return {
             "training_run_ids": [model.id for model in state.models_of(session_id)],
             "sampler_ids": samplers,
-            "user_metadata": found.metadata,
-            "display_name": found.display_name,
+            "user_metadata": session.metadata,
+            "display_name": session.display_name,
         }

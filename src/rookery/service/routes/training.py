@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from rookery.errors import ConfigError, TrainError
 from rookery.service.records import Model
-from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
 from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.request_context import Body, RequestContext, Tenant, digest_of
 from rookery.service.wire.body import LARGE_BYTES, PROTOBUF, as_json, inflate, parse_json
 from rookery.service.wire.losses import train_request
 from rookery.service.wire.records import CheckLoss, RecordCall
@@ -33,23 +33,23 @@ from rookery.types import Json
 __all__ = ["make_router"]
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["training"], route_class=JsonRoute)
-    _add_models(router, gate)
-    _add_losses(router, gate)
-    _add_gradients(router, gate)
-    _add_weights(router, gate)
+    _add_models(router, api)
+    _add_losses(router, api)
+    _add_gradients(router, api)
+    _add_weights(router, api)
     return router
 
 
-def _add_models(router: APIRouter, gate: Gate) -> None:
-    desk = gate.service.desk
+def _add_models(router: APIRouter, api: RequestContext) -> None:
+    context = api.service.context
 
     @router.post("/create_model")
     async def create_model(body: CreateModel, tenant: Tenant) -> dict[str, Any]:
-        gate.service.admission.check_rate(tenant)
-        session = desk.state.session(tenant, body.session_id)
-        desk.backend(body.base_model)
+        api.service.admission.check_rate(tenant)
+        session = context.state.session(tenant, body.session_id)
+        context.backend(body.base_model)
         shape = body.lora_config
         if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
             kind = body.optimizer_config.type
@@ -59,13 +59,13 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
         model_id = f"{session.id}:train:{body.model_seq_id}"
         data = as_json(body)
         content = Body(data, base_model=body.base_model)
-        command = gate.work("create_model", tenant, content, owner=model_id, seq=0)
-        return await gate.service.accept(command)
+        command = api.work("create_model", tenant, content, owner=model_id, seq=0)
+        return await api.service.accept(command)
 
     @router.post("/get_info")
     async def get_info(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
-        model = desk.state.run(tenant, body.model_id)
-        tokenizer = desk.backend(model.base_model).tokenizer
+        model = context.state.run(tenant, body.model_id)
+        tokenizer = context.backend(model.base_model).tokenizer
         return {
             "type": "get_info",
             "model_id": model.id,
@@ -79,128 +79,128 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
     @router.post("/unload_model")
     async def unload_model(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
         """End the training of a model; its checkpoints stay."""
-        gate.service.admission.check_rate(tenant)
-        return await gate.service.change("unload_model", tenant, body)
+        api.service.admission.check_rate(tenant)
+        return await api.service.change("unload_model", tenant, body)
 
     @router.post("/weights_info")
     async def weights_info(body: WeightsInfo, tenant: Tenant) -> dict[str, Any]:
-        now = gate.now()
-        found = desk.state.checkpoint(tenant, body.tinker_path, now=now)
+        now = api.now()
+        checkpoint = context.state.checkpoint(tenant, body.tinker_path, now=now)
         return {
-            "base_model": found.base_model,
+            "base_model": checkpoint.base_model,
             "is_lora": True,
-            "lora_rank": found.lora.rank,
-            "train_unembed": found.lora.train_unembed,
-            "train_mlp": found.lora.train_mlp,
-            "train_attn": found.lora.train_attn,
+            "lora_rank": checkpoint.lora.rank,
+            "train_unembed": checkpoint.lora.train_unembed,
+            "train_mlp": checkpoint.lora.train_mlp,
+            "train_attn": checkpoint.lora.train_attn,
             "optimizer_config": {"type": "adamw"},
         }
 
 
-def _add_losses(router: APIRouter, gate: Gate) -> None:
+def _add_losses(router: APIRouter, api: RequestContext) -> None:
     @router.post("/check_loss", status_code=204)
     async def check_loss(body: CheckLoss, tenant: Tenant) -> Response:
         """Whether the trainer has a loss with these options."""
-        gate.service.admission.check_rate(tenant)
-        await _check_loss(gate, body.loss, body.options)
+        api.service.admission.check_rate(tenant)
+        await _check_loss(api, body.loss, body.options)
         return Response(status_code=204)
 
     @router.post("/create_custom_loss")
     async def create_custom_loss(body: CreateCustomLoss, tenant: Tenant) -> dict[str, Any]:
         """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
-        gate.service.admission.check_rate(tenant)
-        gate.service.desk.state.session(tenant, body.session_id)
-        gate.service.admission.check_losses(tenant)
-        await _check_loss(gate, "custom", body.model_dump(include={"inputs", "graph"}))
-        return await gate.service.change("create_custom_loss", tenant, body)
+        api.service.admission.check_rate(tenant)
+        api.service.context.state.session(tenant, body.session_id)
+        api.service.admission.check_losses(tenant)
+        await _check_loss(api, "custom", body.model_dump(include={"inputs", "graph"}))
+        return await api.service.change("create_custom_loss", tenant, body)
 
 
-def _add_gradients(router: APIRouter, gate: Gate) -> None:
-    desk = gate.service.desk
+def _add_gradients(router: APIRouter, api: RequestContext) -> None:
+    context = api.service.context
 
     @router.post("/forward_backward")
     @router.post("/forward", include_in_schema=False)
     async def forward_backward(request: Request, tenant: Tenant) -> dict[str, Any]:
         """Gradients (or, with forward_only, none) of a model on data: protobuf or JSON."""
-        gate.service.admission.check_rate(tenant)
+        api.service.admission.check_rate(tenant)
         raw = await request.body()
         encoding = request.headers.get("content-encoding", "")
         is_proto = request.headers.get("content-type", "").startswith(PROTOBUF)
 
         def read() -> tuple[TrainCall | RecordCall, Body]:
-            body = inflate(raw, encoding=encoding, limit_bytes=gate.body_bytes)
+            body = inflate(raw, encoding=encoding, limit_bytes=api.body_bytes)
             call, content = _read(body, is_proto=is_proto)
-            model = desk.state.model(tenant, call.model_id)
-            context = desk.backend(model.base_model).engine.context_tokens
+            model = context.state.model(tenant, call.model_id)
+            context_tokens = context.backend(model.base_model).engine.context_tokens
             train_request(
                 call,
-                context_tokens=context,
-                custom=lambda loss_id: desk.state.loss(tenant, loss_id),
+                context_tokens=context_tokens,
+                custom=lambda loss_id: context.state.loss(tenant, loss_id),
             )
             return call, content
 
         is_short = len(raw) <= LARGE_BYTES and not encoding
-        reading = gate.service.reading.in_thread
+        reading = api.service.reading.in_thread
         call, content = read() if is_short else await reading(tenant, read, tokens=len(raw))
         if isinstance(call, RecordCall):
-            await _check_loss(gate, call.request.loss, call.request.loss_options)
-        seq = gate.number(call.model_id, call.seq_id)
+            await _check_loss(api, call.request.loss, call.request.loss_options)
+        seq = api.number(call.model_id, call.seq_id)
         kind = "forward" if call.forward_only else "forward_backward"
-        command = gate.work(kind, tenant, content, owner=call.model_id, seq=seq)
-        return await gate.service.accept(command)
+        command = api.work(kind, tenant, content, owner=call.model_id, seq=seq)
+        return await api.service.accept(command)
 
     @router.post("/optim_step")
     async def optim_step(body: OptimStepRequest, tenant: Tenant) -> dict[str, Any]:
         if body.adam_params is None and body.optimizer_params is not None:
             kind = body.optimizer_params.get("type")
             raise bad(f"The optimizer {kind!r:.60} is not there: send adam_params.")
-        return await _accept(gate, "optim_step", tenant, body)
+        return await _accept(api, "optim_step", tenant, body)
 
 
-def _add_weights(router: APIRouter, gate: Gate) -> None:
-    admission = gate.service.admission
+def _add_weights(router: APIRouter, api: RequestContext) -> None:
+    admission = api.service.admission
 
     @router.post("/save_weights")
     async def save_weights(body: SaveWeights, tenant: Tenant) -> dict[str, Any]:
         admission.check_checkpoints(tenant)
-        return await _accept(gate, "save_weights", tenant, body)
+        return await _accept(api, "save_weights", tenant, body)
 
     @router.post("/save_weights_for_sampler")
     async def save_for_sampler(body: SaveForSampler, tenant: Tenant) -> dict[str, Any]:
         if (body.path is None) == (body.sampling_session_seq_id is None):
             raise bad("Give a path to save under, or sampling_session_seq_id, and not both.")
         admission.check_checkpoints(tenant)
-        return await _accept(gate, "save_weights_for_sampler", tenant, body)
+        return await _accept(api, "save_weights_for_sampler", tenant, body)
 
     @router.post("/save_weights_external")
     async def save_external(body: SaveExternal, tenant: Tenant) -> dict[str, Any]:
         admission.check_checkpoints(tenant)
         if body.age_encryption_recipients:
-            await asyncio.to_thread(gate.check_recipients, body.age_encryption_recipients)
-        return await _accept(gate, "save_weights_external", tenant, body)
+            await asyncio.to_thread(api.check_recipients, body.age_encryption_recipients)
+        return await _accept(api, "save_weights_external", tenant, body)
 
     @router.post("/load_weights")
     async def load_weights(body: LoadWeights, tenant: Tenant) -> dict[str, Any]:
-        gate.service.desk.state.weights(tenant, body.path, now=gate.now())
-        return await _accept(gate, "load_weights", tenant, body)
+        api.service.context.state.weights(tenant, body.path, now=api.now())
+        return await _accept(api, "load_weights", tenant, body)
 
     @router.post("/copy_weights")
     async def copy_weights(body: CopyWeights, tenant: Tenant) -> dict[str, Any]:
         admission.check_checkpoints(tenant)
-        return await gate.service.change("copy_weights", tenant, body)
+        return await api.service.change("copy_weights", tenant, body)
 
 
-async def _accept(gate: Gate, kind: str, tenant: str, body: BaseModel) -> dict[str, Any]:
+async def _accept(api: RequestContext, kind: str, tenant: str, body: BaseModel) -> dict[str, Any]:
     """A JSON request of a model, in its turn."""
-    gate.service.admission.check_rate(tenant)
+    api.service.admission.check_rate(tenant)
     fields = body.model_dump(include={"model_id", "seq_id"})
-    model: Model = gate.service.desk.state.model(tenant, fields["model_id"])
-    seq = gate.number(model.id, fields["seq_id"])
-    return await gate.service.accept(gate.command(kind, tenant, body, owner=model.id, seq=seq))
+    model: Model = api.service.context.state.model(tenant, fields["model_id"])
+    seq = api.number(model.id, fields["seq_id"])
+    return await api.service.accept(api.command(kind, tenant, body, owner=model.id, seq=seq))
 
 
-async def _check_loss(gate: Gate, loss: str, options: Mapping[str, Json]) -> None:
-    trainees = next(iter(gate.service.desk.backends.values())).trainees
+async def _check_loss(api: RequestContext, loss: str, options: Mapping[str, Json]) -> None:
+    trainees = next(iter(api.service.context.backends.values())).trainees
     try:
         await trainees.check_loss(loss, options)
     except (ConfigError, TrainError) as error:

@@ -2,8 +2,8 @@
 
 schema.py       the protobuf messages
 tensors.py      tensors of both formats as arrays
-body.py         raw bodies: size, zstd, which format
-json_slices.py  large JSON, parsed beside the event loop
+body.py         raw bodies: size, zstd, which format; large JSON in slices
+records.py      the trainer's own requests and outputs, for Rookery's client
 requests.py     JSON requests, one class each
 training.py     forward_backward: body -> TrainCall, outputs -> body
 losses.py       TrainCall -> the trainer's data and losses

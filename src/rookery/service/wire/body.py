@@ -12,6 +12,7 @@ import zstandard
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
+from rookery.app_shell import too_large
 from rookery.service.work import Refusal, bad
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "load_json",
     "parse_json",
     "refuse_half_characters",
-    "too_large",
 ]
 
 # Large JSON documents, parsed in slices with room for other threads between them.
@@ -144,15 +144,6 @@ def inflate_head(body: bytes, *, encoding: str, num_bytes: int) -> bytes:
         return reader.read(num_bytes)
     except zstandard.ZstdError as error:
         raise bad(f"The body is not a zstd frame: {error}.") from error
-
-
-def too_large(limit_bytes: int) -> Refusal:
-    """What is answered to a body over the limit."""
-    return Refusal(
-        413,
-        f"The body is larger than {limit_bytes / 2**20:g} MiB: send fewer data in one request, or "
-        "raise limits.body_mib of the service.",
-    )
 
 
 def accepts_protobuf(accept: str) -> bool:

@@ -143,14 +143,14 @@ def _custom_datum(
     inputs = dict(datum.inputs)
     targets = _targets(datum, inputs, "custom", place=place, context_tokens=context_tokens)
     read = {name: _take(datum.inputs, name, "custom", place) for name in loss.input_names}
-    for array, own in zip((targets, *read.values()), loss.inputs, strict=True):
+    for array, entry in zip((targets, *read.values()), loss.inputs, strict=True):
         # A scalar has no shape on the wire, as an array without one.
-        if array.ndim != (own["rank"] or 1) or (not own["rank"] and array.size != 1):
+        if array.ndim != (entry["rank"] or 1) or (not entry["rank"] and array.size != 1):
             raise bad(
-                f"Datum {place}: {own['name']} has the shape {list(array.shape)}, and the loss "
-                f"{loss.name!r:.60} reads it with rank {own['rank']}."
+                f"Datum {place}: {entry['name']} has the shape {list(array.shape)}, and the loss "
+                f"{loss.name!r:.60} reads it with rank {entry['rank']}."
             )
-    scalars = [str(own["name"]) for own in loss.inputs if not own["rank"]]
+    scalars = [str(entry["name"]) for entry in loss.inputs if not entry["rank"]]
     return Datum(
         tokens=tuple(datum.tokens.tolist()),
         positions=_positions(targets),

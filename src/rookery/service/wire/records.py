@@ -132,16 +132,16 @@ class RecordCall:
 def read_record_call(document: Mapping[str, Any]) -> RecordCall:
     """A body that has a TrainRequest, or a refusal that says where it is wrong."""
     body = _valid(_CallBody, document, place=())
-    own = body.train_request
+    asked = body.train_request
     data = [
         _valid(_DatumBody, datum, place=(KEY, "data", number))
-        for number, datum in enumerate(own.data)
+        for number, datum in enumerate(asked.data)
     ]
     request = TrainRequest(
         trainee=body.model_id,
         data=tuple(datum.datum() for datum in data),
-        loss=own.loss,
-        loss_options=own.loss_options,
+        loss=asked.loss,
+        loss_options=asked.loss_options,
     )
     return RecordCall(
         model_id=body.model_id,

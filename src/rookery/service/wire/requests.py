@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rookery.service.wire.body import IN_SLICES
-from rookery.types import Penalties
+from rookery.types import Penalties, SamplingParams
 
 __all__ = [
+    "MAX_COUNT",
     "AdamParams",
     "CancelFuture",
     "CopyWeights",
@@ -19,6 +20,7 @@ __all__ = [
     "CreateModel",
     "CreateSamplingSession",
     "CreateSession",
+    "DrawOptions",
     "FinishSession",
     "Finite",
     "GetInfo",
@@ -38,6 +40,7 @@ __all__ = [
     "SessionId",
     "SetTtl",
     "Stops",
+    "TokenOptions",
     "WeightsInfo",
 ]
 
@@ -281,12 +284,55 @@ class PenaltyOptions(BaseModel):
 
     @property
     def penalties(self) -> Penalties | None:
-        own = Penalties(
+        penalties = Penalties(
             repetition=self.repetition_penalty,
             presence=self.presence_penalty,
             frequency=self.frequency_penalty,
         )
-        return None if own == Penalties() else own
+        return None if penalties == Penalties() else penalties
+
+
+MAX_COUNT = 2**31 - 1
+"""Of tokens: servers hold such numbers in 32 bits."""
+
+
+class DrawOptions(PenaltyOptions):
+    """How to draw, in the words of OpenAI and vLLM."""
+
+    n: int = Field(default=1, ge=1, le=4096)
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_COUNT)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    stop: Stops[str] | str | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+    def params(self, *, max_tokens: int, seed: int, **more: Any) -> SamplingParams:
+        """`more`: other fields."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        fields: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": max(self.top_k, 0),
+            "min_p": self.min_p,
+            "penalties": self.penalties,
+            "stop": stop,
+            "seed": seed,
+            "n": self.n,
+        }
+        return SamplingParams(**fields | more)
+
+
+class TokenOptions(DrawOptions):
+    """The same, and where to end by tokens."""
+
+    stop_token_ids: Stops[int] | None = None
+    ignore_eos: bool = False
+
+    def params(self, *, max_tokens: int, seed: int, **more: Any) -> SamplingParams:
+        ends = {"stop_tokens": tuple(self.stop_token_ids or ()), "ignore_eos": self.ignore_eos}
+        return super().params(max_tokens=max_tokens, seed=seed, **ends, **more)
 
 
 class SamplingOptions(_Request, PenaltyOptions):

@@ -170,10 +170,12 @@ def _target_spans(datum: Any, place: int) -> tuple[TargetSpan, ...]:
     spans = []
     for span in datum.loss_fn_input_spans:
         is_drawn = span.WhichOneof("span") == "sampled_tokens"
-        own = span.sampled_tokens if is_drawn else span.prompt_tokens
-        if own.length < 0 or own.offset < 0:
+        source = span.sampled_tokens if is_drawn else span.prompt_tokens
+        if source.length < 0 or source.offset < 0:
             raise bad(f"Datum {place}: a span of loss_fn_inputs has a negative length or offset.")
-        spans.append(TargetSpan(own.sequence_id if is_drawn else "", own.offset, own.length))
+        spans.append(
+            TargetSpan(source.sequence_id if is_drawn else "", source.offset, source.length)
+        )
     num_rows = datum.loss_fn_inputs["target_tokens"].shape[:1]
     if [sum(span.length for span in spans)] != list(num_rows):
         raise bad(f"Datum {place}: the spans of loss_fn_inputs do not cover target_tokens.")

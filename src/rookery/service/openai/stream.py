@@ -192,15 +192,15 @@ class CallReader:
     def _read_whole(self) -> list[dict[str, Any]]:
         if isinstance(self._choice, NamedTool):
             name = self._choice.function.name
-            found = [{"name": name, "arguments": read_object(self._text)}]
+            written = [{"name": name, "arguments": read_object(self._text)}]
         else:
-            found = read_object(self._text)
-            found = found if self._choice == "required" else [found]
-        if not isinstance(found, list):
+            written = read_object(self._text)
+            written = written if self._choice == "required" else [written]
+        if not isinstance(written, list):
             return []
-        calls = [_call(one) for one in found if isinstance(one, dict)]
+        calls = [_call(one) for one in written if isinstance(one, dict)]
         known = [call for call in calls if call and call["function"]["name"] in self._names]
-        return known if len(known) == len(found) else []
+        return known if len(known) == len(written) else []
 
 
 def read_object(text: str) -> Any:
@@ -211,16 +211,16 @@ def read_object(text: str) -> Any:
         return None
 
 
-def _call(found: Any) -> dict[str, Any] | None:
+def _call(document: Any) -> dict[str, Any] | None:
     """A call as OpenAI writes it; None when this is no call."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters"))
+    arguments = document.get("arguments", document.get("parameters"))
     arguments = read_object(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return None
     written = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": found["name"], "arguments": written}
+    function = {"name": document["name"], "arguments": written}
     return {"id": new_id("call"), "type": "function", "function": function}
 
 
@@ -334,7 +334,7 @@ class DrawStream:
         for index, delta in deltas:
             by_choice.setdefault(index, []).append(delta)
         choices = list(by_choice.items())
-        size = sum(self._choices[i].size(own) for i, own in choices)
+        size = sum(self._choices[i].size(deltas) for i, deltas in choices)
         for start in range(0, len(choices), SLICE):
             write = partial(self._write, choices[start : start + SLICE], stored)
             # Long ones take time: beside the event loop.
@@ -342,7 +342,7 @@ class DrawStream:
                 yield part
 
     def _write(self, choices: Sequence[tuple[int, list[CompletionDelta]]], stored: str) -> bytes:
-        joined = ((self._choices[i], _joined(own)) for i, own in choices)
+        joined = ((self._choices[i], _joined(deltas)) for i, deltas in choices)
         rows = [row for choice, delta in joined for row in choice.add(delta)]
         if stored:
             rows[-1]["sequence_id"] = stored
@@ -376,7 +376,9 @@ class ChoiceChunks:
 
     def size(self, deltas: Sequence[CompletionDelta]) -> int:
         """About how many tokens are written of these."""
-        num = sum(map(len, chain.from_iterable((own.tokens, *own.top_logprobs) for own in deltas)))
+        num = sum(
+            map(len, chain.from_iterable((delta.tokens, *delta.top_logprobs) for delta in deltas))
+        )
         return num if self._has_begun else num + len(self._prompt)
 
     def add(self, delta: CompletionDelta) -> list[dict[str, Any]]:
@@ -435,9 +437,9 @@ class ChoiceChunks:
     def _logprobs(self, drawn: CompletionDelta) -> dict[str, Any]:
         if self._form.is_chat:
             return chat_logprobs(drawn, self._form.codec)
-        found = text_logprobs(drawn, self._form.codec, offset=self._offset)
-        self._offset += sum(map(len, found["tokens"]))
-        return found
+        logprobs = text_logprobs(drawn, self._form.codec, offset=self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
 class EventStream(StreamingResponse):

@@ -10,6 +10,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
+from rookery.app_shell import key_of
+from rookery.errors import ConfigError
 from rookery.service.config import read_recipient
 from rookery.service.keys import Keys
 from rookery.service.service import Service, new_id
@@ -17,7 +19,7 @@ from rookery.service.state import State
 from rookery.service.wire.body import as_json
 from rookery.service.work import Command, Form, Refusal, bad
 
-__all__ = ["Body", "Gate", "Tenant", "digest_of", "tenant_of"]
+__all__ = ["Body", "RequestContext", "Tenant", "digest_of", "tenant_of"]
 
 ANONYMOUS = "local"
 """The tenant of everybody, where no keys are asked for."""
@@ -36,7 +38,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class RequestContext:
     """The service, and the keys that open it; None: it asks for none."""
 
     service: Service
@@ -44,11 +46,11 @@ class Gate:
 
     @property
     def state(self) -> State:
-        return self.service.desk.state
+        return self.service.context.state
 
     @property
     def body_bytes(self) -> int:
-        return int(self.service.desk.config.limits.body_mib * 2**20)
+        return int(self.service.context.config.limits.body_mib * 2**20)
 
     def command(
         self, kind: str, tenant: str, request: BaseModel, *, owner: str, seq: int
@@ -80,7 +82,7 @@ class Gate:
     def number(self, model_id: str, seq_id: int | None) -> int:
         """The number of a request; the next one for clients that do not number them."""
         if seq_id is None:
-            return self.service.training.lane(model_id).free_seq
+            return self.service.training.buffer(model_id).free_seq
         if seq_id < 1:
             raise bad(f"seq_id is {seq_id}; the requests of a model are numbered 1, 2, 3, ...")
         return seq_id
@@ -95,20 +97,21 @@ class Gate:
             read_recipient(recipient)
 
     def _base_model(self, owner: str) -> str:
-        model = self.service.desk.state.models.get(owner)
+        model = self.service.context.state.models.get(owner)
         return model.base_model if model is not None else ""
 
 
 def tenant_of(request: Request) -> str:
     """Whose key the request has; 401 when it has none that is known."""
-    gate: Gate = request.app.state.gate
-    if gate.keys is None:
+    api: RequestContext = request.app.state.api
+    if api.keys is None:
         tenant: str | None = ANONYMOUS
     else:
-        key = request.headers.get("x-api-key", "")
-        bearer = request.headers.get("authorization", "")
-        key = key or bearer.removeprefix("Bearer ").strip()
-        tenant = gate.keys.tenant(key) if key else None
+        key = key_of(request.headers)
+        try:
+            tenant = api.keys.tenant(key) if key else None
+        except ConfigError as error:  # it is being edited: nothing of where it is
+            raise Refusal(503, "The keys of this service cannot be read now.") from error
     if tenant is None:
         raise Refusal(
             401, "The key is missing or not known: make one with `rookery keys add NAME`."

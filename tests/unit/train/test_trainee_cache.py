@@ -61,14 +61,14 @@ async def test_files_are_only_there_as_long_as_they_are_needed(model: SlottedMod
     trainer = LoraTrainer(model, config=TrainerConfig(trainees_memory_gib=gib_of(NAMES[4]) * 1.01))
     for name in NAMES:
         trainer.add(name, start(name))
-    parked = trainer.parking.num_parked
+    parked = trainer.cache.num_parked
     assert 0 < parked < len(NAMES)
-    folder = trainer.parking.folder
+    folder = trainer.cache.folder
     assert folder is not None and len(list(folder.iterdir())) == parked
     for name in NAMES:
         trainer.remove(name)
     trainer.add("last", start(NAMES[0]))
-    assert trainer.parking.num_parked == 0 and not list(folder.iterdir())
+    assert trainer.cache.num_parked == 0 and not list(folder.iterdir())
 
 
 async def test_a_state_is_saved_and_loaded_from_wherever_it_is(

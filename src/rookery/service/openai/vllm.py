@@ -5,17 +5,16 @@ the other programs of its tenant.
 """
 
 from importlib.metadata import version as version_of
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.service.commands import AdapterId
-from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
-from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, read_chat
+from rookery.service.openai.routes import MOST_MESSAGES, ChatMessage, read_chat
+from rookery.service.routes.json_route import JsonRoute, write_answer
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source
 from rookery.service.wire.records import Tokens
 from rookery.service.work import bad
@@ -60,21 +59,21 @@ class LoraName(BaseModel):
     lora_name: str
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(tags=["vllm"], route_class=JsonRoute)
     _add_facts(router)
-    _add_tokens(router, gate)
+    _add_tokens(router, api)
 
     @router.post("/v1/load_lora_adapter")
     async def load_lora(body: LoadLora, tenant: Tenant) -> PlainTextResponse:
         upload = AdapterUpload(adapter_id=body.lora_name, lora_path=body.lora_path)
-        await register_adapter(gate, tenant, upload)
+        await register_adapter(api, tenant, upload)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")
     async def unload_lora(body: LoraName, tenant: Tenant) -> PlainTextResponse:
         adapter = AdapterId(adapter_id=body.lora_name)
-        await gate.service.change("remove_adapter", tenant, adapter)
+        await api.service.change("remove_adapter", tenant, adapter)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
@@ -95,10 +94,10 @@ def _add_facts(router: APIRouter) -> None:
         return Response()
 
 
-def _add_tokens(router: APIRouter, gate: Gate) -> None:
+def _add_tokens(router: APIRouter, api: RequestContext) -> None:
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
-        backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
+    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> Response:
+        backend = api.service.context.backend(find_source(api, tenant, body.model).base_model)
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
         text, codec = body.prompt, backend.codec
@@ -107,14 +106,15 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
             chat = tuple(one.message for one in body.messages)
             return codec.encode_chat(chat) if text is None else codec.encode(text)
 
-        tokens = await read_chat(gate, tenant, request, encode)
-        context = backend.engine.context_tokens
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
+        tokens = await read_chat(api, tenant, request, encode)
+        context_tokens = backend.engine.context_tokens
+        document = {"tokens": tokens, "count": len(tokens), "max_model_len": context_tokens}
+        return await write_answer(api, tenant, lambda: document)
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
-        backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
-        text = await gate.service.reading.in_thread(
+    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> Response:
+        backend = api.service.context.backend(find_source(api, tenant, body.model).base_model)
+        text = await api.service.reading.in_thread(
             tenant, lambda: backend.codec.decode(body.tokens), tokens=len(body.tokens)
         )
-        return {"prompt": text}
+        return await write_answer(api, tenant, lambda: {"prompt": text})

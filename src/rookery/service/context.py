@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rookery.service.config import ServiceConfig
-from rookery.service.fair_queue import Turns
+from rookery.service.fair_queue import FairSemaphore
 from rookery.service.futures import Futures
 from rookery.service.metrics import Metrics
 from rookery.service.state import State
@@ -15,8 +15,8 @@ from rookery.service.wal import Wal
 from rookery.service.work import SAMPLING, Backend, Command, bad
 
 __all__ = [
-    "Desk",
     "Pending",
+    "ServiceContext",
 ]
 
 # Accepted works that are not done, counted per tenant, and how often each began to be computed.
@@ -128,7 +128,7 @@ ALL = 1 << 30
 
 
 @dataclass(slots=True, kw_only=True)
-class Desk:
+class ServiceContext:
     """One of these per service. Only code in the event loop touches it."""
 
     config: ServiceConfig
@@ -139,8 +139,11 @@ class Desk:
     state: State = field(default_factory=State)
     futures: Futures = field(default_factory=Futures)
     pending: Pending = field(default_factory=Pending)
-    turns: Turns = field(default_factory=lambda: Turns(ALL))
+    turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(ALL))
     """Whoever computes something."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    """By tenant: bytes of answers that were written for one client, and are not read yet."""
 
     def backend(self, base_model: str) -> Backend:
         backend = self.backends.get(base_model)

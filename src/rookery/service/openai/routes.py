@@ -1,15 +1,15 @@
 """`/v1` for OpenAI clients: completions and chats of base models, adapters and checkpoints.
 
 Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so that what was drawn
-can be trained on. With `stream` they are sent as they are drawn: `openai_stream.py`.
+can be trained on. With `stream` they are sent as they are drawn: `stream.py`.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from operator import add
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,11 +21,8 @@ from rookery.errors import TaskError
 from rookery.ports import Codec
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
-from rookery.service.drawing import Draw
-from rookery.service.records import Rows, encode
-from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import DrawingRoute
-from rookery.service.routes.openai_stream import (
+from rookery.service.drawing import Draw, encode_prompts
+from rookery.service.openai.stream import (
     Answers,
     CallReader,
     ChunkForm,
@@ -41,20 +38,21 @@ from rookery.service.routes.openai_stream import (
     text_logprobs,
     usage_of,
 )
+from rookery.service.records import Rows
+from rookery.service.routes.json_route import DrawingRoute, write_answer
+from rookery.service.routes.request_context import RequestContext, Tenant
 from rookery.service.routes.sessions import find_source, model_names
 from rookery.service.service import new_id
 from rookery.service.wire.body import IN_SLICES
-from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
+from rookery.service.wire.requests import MAX_COUNT, TokenOptions
 from rookery.service.work import bad
-from rookery.types import Completion, CompletionDelta, Json, Message, SamplingParams, TokenIds
+from rookery.types import Completion, CompletionDelta, Json, Message, TokenIds
 
 __all__ = [
-    "MAX_COUNT",
     "MOST_MESSAGES",
     "ChatRequest",
     "CompletionRequest",
     "chat_choice",
-    "encode_prompts",
     "make_router",
     "read_chat",
     "read_prompts",
@@ -63,8 +61,6 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
-MAX_COUNT = 2**31 - 1
-"""Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
 MOST_MESSAGES = 4096
 MOST_TOOLS = 256
@@ -88,55 +84,29 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Options(PenaltyOptions):
+class _Options(TokenOptions):
     """What both kinds of requests share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str
-    n: int = Field(default=1, ge=1, le=4096)
-    temperature: Finite = Field(default=1.0, ge=0)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, le=MAX_COUNT)
-    min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: Stops[str] | str | None = None
-    stop_token_ids: Stops[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unserved(cls, given: Any) -> Any:
+    def _refuse_unserved(cls, body: Any) -> Any:
         """What would change the answer, and is not there, is not passed over."""
-        if isinstance(given, dict):
-            for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & given.keys()):
-                if given[name] not in (None, False, [], {}, *UNSERVED[name]):
+        if isinstance(body, dict):
+            for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & body.keys()):
+                if body[name] not in (None, False, [], {}, *UNSERVED[name]):
                     raise ValueError(f"{name} is not there: leave it out")
-        return given
+        return body
 
     @property
     def has_usage(self) -> bool:
         """Whether the last chunk of a stream tells what it cost."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def params(self, *, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            penalties=self.penalties,
-            stop=stop,
-            stop_tokens=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=seed,
-            n=self.n,
-            top_logprobs=top_logprobs,
-        )
 
 
 class CompletionRequest(_Options):
@@ -209,8 +179,8 @@ class ChatMessage(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
-        return Message(role=self.role, content=text, fields=given)
+        told = {name: value for name, value in fields.items() if value is not None}
+        return Message(role=self.role, content=text, fields=told)
 
 
 class JsonSchema(BaseModel):
@@ -288,36 +258,36 @@ class _Order:
     json_schema: str = ""
 
 
-def make_router(gate: Gate) -> APIRouter:
+def make_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=DrawingRoute)
 
     @router.get("/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "rookery"}
-            for name in model_names(gate, tenant)
+            for name in model_names(api, tenant)
         ]
         return {"object": "list", "data": rows}
 
-    _add_completions(router, gate)
-    _add_chats(router, gate)
+    _add_completions(router, api)
+    _add_chats(router, api)
     return router
 
 
-def _add_completions(router: APIRouter, gate: Gate) -> None:
+def _add_completions(router: APIRouter, api: RequestContext) -> None:
     @router.post("/completions")
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
-        gate.service.admission.check_rate(tenant)
-        codec = _codec(gate, tenant, body)
-        gate.service.admission.check_samples(num_prompts(body) * body.n)
-        given = read_prompts(body)
-        prompts = await gate.service.reading.in_thread(
-            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        api.service.admission.check_rate(tenant)
+        codec = _codec(api, tenant, body)
+        api.service.admission.check_samples(num_prompts(body) * body.n)
+        texts = read_prompts(body)
+        prompts = await api.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, texts), tokens=sum(map(len, texts))
         )
-        gate.service.check_draws(tenant, num=len(prompts))
+        api.service.check_draws(tenant, num=len(prompts))
         top = body.logprobs or 0
         order = _Order(prompts=prompts, max_tokens=body.max_tokens, top_logprobs=top)
-        draw = partial(_draw, gate, tenant, body, order)
+        draw = partial(_draw, api, tenant, body, order)
         has_logprobs = body.logprobs is not None
         if body.stream:
             form = ChunkForm(
@@ -329,36 +299,32 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
                 has_logprobs=has_logprobs,
                 has_usage=body.has_usage,
             )
-            return await _stream(gate, draw, form)
+            return await _stream(api, draw, form)
         answers = await draw(None)
-        choices = await asyncio.to_thread(
-            lambda: [
-                text_choice(one, codec, prompt, has_logprobs=has_logprobs)
-                for prompt, drawn in zip(prompts, answers, strict=True)
-                for one in drawn
-            ]
-        )
-        return await _answer(response_of("text_completion", body.model, choices, prompts))
+
+        choice = partial(text_choice, codec, has_logprobs=has_logprobs)
+        document = response_of("text_completion", body.model, (prompts, answers), choice)
+        return await write_answer(api, tenant, lambda: document)
 
 
-def _add_chats(router: APIRouter, gate: Gate) -> None:
+def _add_chats(router: APIRouter, api: RequestContext) -> None:
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request, tenant: Tenant) -> Response:
-        gate.service.admission.check_rate(tenant)
-        gate.service.admission.check_samples(body.n)
-        codec = _codec(gate, tenant, body)
+        api.service.admission.check_rate(tenant)
+        api.service.admission.check_samples(body.n)
+        codec = _codec(api, tenant, body)
         prompt, json_schema = await read_chat(
-            gate, tenant, request, lambda: (body.encode(codec), body.json_schema)
+            api, tenant, request, lambda: (body.encode(codec), body.json_schema)
         )
-        gate.service.check_draws(tenant, num=1)
+        api.service.check_draws(tenant, num=1)
         order = _Order(
             prompts=[prompt],
             max_tokens=body.max_completion_tokens or body.max_tokens,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
             json_schema=json_schema,
         )
-        draw = partial(_draw, gate, tenant, body, order)
-        store = partial(_store, gate, tenant, (body.model, prompt)) if body.store else None
+        draw = partial(_draw, api, tenant, body, order)
+        store = partial(_store, api, tenant, (body.model, prompt)) if body.store else None
         if body.stream:
             form = ChunkForm(
                 kind="chat.completion.chunk",
@@ -371,44 +337,34 @@ def _add_chats(router: APIRouter, gate: Gate) -> None:
                 read_calls=body.read_calls,
                 store=store,
             )
-            return await _stream(gate, draw, form)
-        [drawn] = await draw(None)
-        choices = await asyncio.to_thread(
-            lambda: [chat_choice(one, codec, prompt, body) for one in drawn]
-        )
-        if store is not None:
-            for one, choice in zip(drawn, choices, strict=True):
-                choice["sequence_id"] = await store(one)
-        return await _answer(response_of("chat.completion", body.model, choices, [prompt]))
+            return await _stream(api, draw, form)
+        answers = await draw(None)
+        stored = [{"sequence_id": await store(one)} for one in answers[0]] if store else []
+        choice = partial(chat_choice, codec, body)
+        document = response_of("chat.completion", body.model, ([prompt], answers), choice, stored)
+        return await write_answer(api, tenant, lambda: document)
 
 
-async def _answer(document: dict[str, Any]) -> Response:
-    """Written beside the event loop, a choice at a time: each may tell a long prompt."""
-    rows = Rows(document["choices"], dict)
-    data = await asyncio.to_thread(encode, {**document, "choices": rows})
-    return Response(data, media_type="application/json")
-
-
-def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
-    source = find_source(gate, tenant, body.model)
-    return gate.service.desk.backend(source.base_model).codec
+def _codec(api: RequestContext, tenant: str, body: _Options) -> Codec:
+    source = find_source(api, tenant, body.model)
+    return api.service.context.backend(source.base_model).codec
 
 
 async def read_chat(
-    gate: Gate, tenant: str, request: Request, read: Callable[[], Answer]
+    api: RequestContext, tenant: str, request: Request, read: Callable[[], Answer]
 ) -> Answer:
     """In turn with other tenants. Whatever the body holds goes through the template."""
     num_bytes = len(await request.body())
     try:
-        return await gate.service.reading.in_thread(tenant, read, tokens=num_bytes)
+        return await api.service.reading.in_thread(tenant, read, tokens=num_bytes)
     except TaskError as error:
         raise bad(str(error)) from error
 
 
 async def _stream(
-    gate: Gate, draw: Callable[[Tell], Coroutine[Any, Any, Answers]], form: ChunkForm
+    api: RequestContext, draw: Callable[[Tell], Coroutine[Any, Any, Answers]], form: ChunkForm
 ) -> Response:
-    stream = DrawStream(draw, form=form, sentence=gate.service.desk.sentence)
+    stream = DrawStream(draw, form=form, sentence=api.service.context.sentence)
     await stream.begin()
     return EventStream(stream)
 
@@ -421,35 +377,30 @@ def num_prompts(body: CompletionRequest) -> int:
 
 def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     """Texts or tokens, at least one."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):  # then all are
-        return [tuple(given)]
-    prompts = [one if isinstance(one, str) else tuple(one) for one in given if one != 0]  # type: ignore[arg-type]
+    asked = body.prompt
+    if isinstance(asked, str):
+        return [asked]
+    if asked and isinstance(asked[0], int):  # then all are
+        return [tuple(asked)]
+    prompts = [one if isinstance(one, str) else tuple(one) for one in asked if one != 0]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")
     return prompts
 
 
-def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
-    """Texts as tokens. A long one takes seconds: not in the event loop."""
-    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
-
-
 async def _draw(
-    gate: Gate, tenant: str, body: _Options, order: _Order, tell: Tell | None
+    api: RequestContext, tenant: str, body: _Options, order: _Order, tell: Tell | None
 ) -> Answers:
     """The answers to each prompt; `tell` gets what they gain meanwhile."""
     places = range(len(order.prompts))
     tells = [None if tell is None else partial(tell, place) for place in places]
     return await together(
-        _complete(gate, tenant, body, order, place, tells[place]) for place in places
+        _complete(api, tenant, body, order, place, tells[place]) for place in places
     )
 
 
 async def _complete(
-    gate: Gate,
+    api: RequestContext,
     tenant: str,
     body: _Options,
     order: _Order,
@@ -457,9 +408,9 @@ async def _complete(
     on_delta: Callable[[CompletionDelta], None] | None,
 ) -> tuple[Completion, ...]:
     """The answers to the prompt at this place."""
-    source = find_source(gate, tenant, body.model)
+    source = find_source(api, tenant, body.model)
     request_id, prompt = new_id("cmpl"), order.prompts[place]
-    drawing = gate.service.drawing
+    drawing = api.service.drawing
     limit = drawing.max_tokens(source.base_model, asked=order.max_tokens, num_prompt=len(prompt))
     seed = stream_seed(0, request_id) if body.seed is None else stream_seed(body.seed, place)
     draw = Draw(
@@ -476,7 +427,9 @@ async def _complete(
     return completions
 
 
-async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Completion) -> str:
+async def _store(
+    api: RequestContext, tenant: str, asked: tuple[str, TokenIds], one: Completion
+) -> str:
     model, prompt = asked
     sequence = StoreSequence(
         id=new_id("seq"),
@@ -485,12 +438,12 @@ async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Comp
         tokens=list(one.tokens),
         logprobs=list(one.logprobs),
     )
-    await gate.service.change("store_sequence", tenant, sequence)
+    await api.service.change("store_sequence", tenant, sequence)
     return sequence.id
 
 
 def text_choice(
-    one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
+    codec: Codec, one: Completion, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
     """One answer to a prompt."""
     return {
@@ -503,7 +456,7 @@ def text_choice(
 
 
 def chat_choice(
-    one: Completion, codec: Codec, prompt: TokenIds, body: ChatRequest
+    codec: Codec, body: ChatRequest, one: Completion, prompt: TokenIds
 ) -> dict[str, Any]:
     """One answer to a chat, with its tool calls apart."""
     message: dict[str, Any] = {"role": "assistant", "content": one.text}
@@ -526,16 +479,23 @@ def chat_choice(
 def response_of(
     kind: Literal["text_completion", "chat.completion"],
     model: str,
-    choices: list[dict[str, Any]],
-    prompts: list[TokenIds],
+    drawn: tuple[list[TokenIds], Answers],
+    choice: Callable[[Completion, TokenIds], dict[str, Any]],
+    more: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """The answer to a request, with what it cost."""
-    num_drawn = sum(len(choice["token_ids"]) for choice in choices)
+    """The answer to a request, with what it cost. Its choices are Rows, made as they are written:
+    each may tell a long prompt. `more`: what they have besides."""
+    prompts, answers = drawn
+    pairs = [
+        (one, prompt) for prompt, completions in zip(*drawn, strict=True) for one in completions
+    ]
+    rows: list[Any] = list(enumerate(zip_longest(pairs, more, fillvalue={})))
+    num_drawn = sum(len(one.tokens) for completions in answers for one in completions)
     return {
         "id": new_id("cmpl"),
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": place, **choice} for place, choice in enumerate(choices)],
+        "choices": Rows(rows, lambda row: {"index": row[0], **choice(*row[1][0]), **row[1][1]}),
         "usage": usage_of(prompts, num_drawn),
     }
