@@ -1,7 +1,8 @@
 """The HTTP service: sampling and training for many tenants, by the protocol of the `tinker` SDK.
 
 config.py         limits and times; weights to download, encrypted where asked for
-keys.py           API keys, hashed at rest, and what the tenants they belong to may take
+keys.py           API keys, hashed at rest
+limits.py         what a tenant may take
 wire/             the SDK's format: bodies -> records, results -> bodies; protobuf, JSON, zstd
 work.py           one accepted request on its way through the queues, and its result
 records.py        sessions, models, sampling sessions, checkpoints; JSON of many in slices
