@@ -87,6 +87,16 @@ FAMILIES = {
     )
 }
 
+HELD_OUT = {
+    family.name: family
+    for family in (
+        Family(num_founders=num, num_harmful=harmful, has_choices=False)
+        for num, harmful in ((3, 0), (3, 1), (6, 0), (6, 1), (8, 2), (14, 0), (14, 3))
+    )
+}
+"""Families by rewards alone to try changes on, with `--first-seed 100`, before the others are looked
+at."""
+
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "by reward": {"merit": "reward"},
@@ -230,11 +240,11 @@ def run_one(case: tuple[str, str, int]) -> dict[str, float]:
     """The mean rewards on the report tasks of one search's winner and what it is compared with."""
     torch.set_num_threads(1)
     name, variant, seed = case
-    world = World(FAMILIES[name], seed=seed)
+    world = World((FAMILIES | HELD_OUT)[name], seed=seed)
     unused = {"init": {"type": "file", "path": "."},
               "tasksets": [{"type": "generated", "generator": "mark-kind"}]}  # fmt: skip
     config = GenomeConfig.model_validate(
-        {**unused, "rank": FAMILIES[name].num_founders, "seed": seed, **VARIANTS[variant]}
+        {**unused, "rank": world.family.num_founders, "seed": seed, **VARIANTS[variant]}
     )
     with (
         tempfile.TemporaryDirectory() as place,
@@ -276,12 +286,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument(
+        "--families", nargs="+", choices=[*FAMILIES, *HELD_OUT], default=list(FAMILIES)
+    )
+    parser.add_argument("--held-out", action="store_true", help="the families for trying changes")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--picks", action="store_true")
     options = parser.parse_args()
+    families = list(HELD_OUT) if options.held_out else options.families
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     if options.picks:
         for family in options.families:
             found = [pick(FAMILIES[family], seed) for seed in range(options.seeds)]
@@ -289,10 +305,10 @@ def main() -> None:
             print(f"{family:23}" + "  ".join(f"{n} {mean:.3f}" for n, mean in means.items()))
         return
     with ProcessPoolExecutor(options.parallel) as pool:
-        for family in options.families:
+        for family in families:
             # Without choices every merit is the reward.
-            variants = options.variants if FAMILIES[family].has_choices else ["default"]
-            cases = [(family, name, seed) for name in variants for seed in range(options.seeds)]
+            variants = options.variants if "generated" not in family else ["default"]
+            cases = [(family, name, seed) for name in variants for seed in seeds]
             show(family, dict(zip(cases, pool.map(run_one, cases), strict=True)))
 
 
