@@ -94,7 +94,7 @@ HELD_OUT = {
         for num, harmful in ((3, 0), (3, 1), (6, 0), (6, 1), (8, 2), (14, 0), (14, 3))
     )
 }
-"""Families by rewards alone to try changes on, with `--first-seed 100`, before the others are looked
+"""Families by rewards alone to try changes on, with `--first-seed 100`, before others are looked
 at."""
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
