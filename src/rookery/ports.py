@@ -110,6 +110,11 @@ class Engine(Sampler, Adapters, Protocol):
         ...
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a request has the same bits in any batch, and not only to rounding."""
+        ...
+
+    @property
     def token_counts(self) -> Mapping[str, int]:
         """Tokens computed so far, by kind; empty when it does not tell."""
         ...

@@ -30,6 +30,7 @@ from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
+from rookery.loops.comparison import warn_of_batches
 from rookery.ports import Engine
 from rookery.reports import (
     AnswerRecord,
@@ -220,7 +221,7 @@ async def _measure(
         num_tasks=len(tasks),
         num_questions=len(set(map(question_of, tasks))),
         num_skipped_rows=taskset.skipped.num_skipped,
-        warnings=tuple(taskset.notes),
+        warnings=(*taskset.notes, *warn_of_batches(engine)),
         models=tuple(
             _row(name, evaluation, evaluations[0], tasks, earned)
             for name, evaluation in zip(names, evaluations, strict=True)

@@ -24,6 +24,7 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
+from rookery.loops.comparison import warn_of_batches
 from rookery.loops.icm import (
     IcmConfig,
     IcmResult,
@@ -37,7 +38,7 @@ from rookery.loops.icm import (
 from rookery.loops.icm.items import Item
 from rookery.loops.icm.loop import ChainStep
 from rookery.loops.icm.prompts import Encoder
-from rookery.ports import Engine
+from rookery.ports import Engine, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.slots import find_device, load_model
@@ -122,6 +123,7 @@ async def _label(
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
+                notes=_notes(config, sampler),
             )
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
             if inputs.init is not None:
@@ -134,6 +136,12 @@ async def _label(
                 result = await _search(run, config, inputs, labeller, display)
                 await write_page(run, render_icm_page, result.report)
     return Outcome(result.report, run.path)
+
+
+def _notes(config: IcmConfig, sampler: Sampler) -> tuple[str, ...]:
+    if config.engine.type == "external":
+        return ()
+    return tuple(warn_of_batches(cast(Engine, sampler)))
 
 
 def _context_tokens(folder: Path) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
 from rookery.loops.genome.parts import RunParts
@@ -155,7 +156,8 @@ def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:
         *_warn_of_winner(parts, ending),
         *_warn_of_failures(parts, ending),
         *_warn_of_splits(parts.tasksets),
-        *_warn_of_small_samples(ending.rows),
+        *warn_of_small_samples(ending.rows),
+        *warn_of_batches(parts.engine),
     ]
 
 
@@ -231,14 +233,6 @@ def _warn_of_random_search(parts: RunParts, ending: Ending) -> list[str]:
     return [
         f"{len(errors)} of {len(drawn)} random merges failed and {outcome}. The first error: "
         f"{errors[0]}"
-    ]
-
-
-def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
-    reasons = dict.fromkeys(row.small for row in rows if row.small)
-    return [
-        f"The report is of a small sample ({reason}): its intervals are rough."
-        for reason in reasons
     ]
 
 

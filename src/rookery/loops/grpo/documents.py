@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
 from rookery.loops.grpo.batch import Batch, DrawnGroup
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.group_source import BATCH
 from rookery.loops.grpo.selection import Selection
+from rookery.ports import Engine
 from rookery.reports import (
     CheckpointRecord,
     GrpoReport,
@@ -138,6 +140,7 @@ class Ending:
 
     config: GrpoConfig
     base: str
+    engine: Engine
     tasksets: Sequence[Taskset]
     checkpoints: Checkpoints
     selection: Selection
@@ -217,7 +220,8 @@ def _make_warnings(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str
         *_warn_of_failures(ending, steps),
         *_warn_of_groups(ending, steps),
         *(note for taskset in ending.tasksets for note in taskset.notes),
-        *_warn_of_small_samples(ending.rows),
+        *warn_of_small_samples(ending.rows),
+        *warn_of_batches(ending.engine),
     ]
 
 
@@ -282,12 +286,4 @@ def _warn_of_groups(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[st
     return [
         f"Only {trained:.0f} of {wanted} groups had rewards that differ: most tasks were too easy "
         "or too hard. Raise group_size or max_extra_groups, or take other tasks."
-    ]
-
-
-def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
-    reasons = dict.fromkeys(row.small for row in rows if row.small)
-    return [
-        f"The report is of a small sample ({reason}): its intervals are rough."
-        for reason in reasons
     ]

@@ -98,7 +98,7 @@ class GrpoResult:
 
 async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWATCHED) -> GrpoResult:
     """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
-    base = inputs.engine.base.version
+    base = inputs.engine.base.version  # all weights that are trained are published under another
     parts = _assemble(inputs, run=run, watcher=watcher)
     await _train(parts)
     watcher.on_phase("report")
@@ -111,6 +111,7 @@ async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWAT
     ending = Ending(
         config=inputs.config,
         base=base,
+        engine=inputs.engine,
         tasksets=inputs.tasksets,
         checkpoints=parts.checkpoints,
         selection=parts.selection,

@@ -56,6 +56,8 @@ class Labeller:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the report must know of the model."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
     """Trains an adapter on the data and makes it servable; needed when the config iterates."""
 
@@ -158,7 +160,10 @@ async def label(
     records = label_records(batches)
     names = config.data.labels
     await run_in_thread(write_exports, run, records, labels=names, config=config.exports)
-    report = summary.model_copy(update={"run": run.name, "seconds": run.worked_s})
+    warnings = (*summary.warnings, *labeller.notes)
+    report = summary.model_copy(
+        update={"run": run.name, "seconds": run.worked_s, "warnings": warnings}
+    )
     await run_in_thread(_write_report, run, report)
     labels = {r.item.id: None if r.label is None else names[r.label] for r in records}
     return IcmResult(labels=labels, report=report)
