@@ -1,9 +1,16 @@
-"""What every run has in common: its config, its folder, its end, and the event loop it runs in.
+"""How every run is planned, opened, resumed and reported, and the event loop it runs in.
 
-    GENOME = RunKind("genome", config=GenomeConfig, finish=finish)
+    GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
     outcome = GENOME.start("configs/demo.yaml", {"seed": 3}, name="", runs_dir="runs")
+    outcome = resume("runs/demo")
 
-`resuming.py` lists the kinds of runs.
+    plan      read everything that the config names, and digest it      nothing is left behind
+    open      the engine; refuse what it cannot do                      nothing is left behind
+    run       made, or opened where it was, on the same inputs          the folder is there
+    loop      inputs, engine, run, observer -> report                   resumes from its events
+    page      report.html, and the run is finished
+
+`KINDS` lists the kinds of runs.
 """
 
 import asyncio
@@ -13,6 +20,7 @@ import os
 import shlex
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -21,8 +29,13 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -59,10 +72,13 @@ __all__ = [
     "OpenRun",
     "Outcome",
     "RunKind",
+    "RunPlan",
     "digest",
     "digest_adapters",
     "digest_models",
     "digest_scorers",
+    "find_kind",
+    "finisher",
     "join_digests",
     "merge",
     "new_run",
@@ -114,6 +130,19 @@ class OpenRun:
         return self.open()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(Generic[Report]):
+    """A run whose inputs have all been read."""
+
+    digests: Mapping[str, str]
+    """Of what it reads, by name: see `on_same_inputs`."""
+    scorers: Mapping[str, str] = field(default_factory=dict)
+    opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
+    """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
+    render: Callable[[Report], str]
+    """The page of the report."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunKind(Generic[Settings, Report]):
     """What a run is made from, and what takes it to its end, from its beginning or from where it
@@ -138,6 +167,34 @@ class RunKind(Generic[Settings, Report]):
         config = read_config(self.config, source, values)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         return self.finish(config, open_run, Display(is_quiet=not progress))
+
+
+def finisher(
+    plan: Callable[[Settings, OpenRun, Display], RunPlan[Report]],
+    *,
+    track: Callable[[Settings], Sequence[TrackerName]] = lambda _: (),
+) -> Callable[[Settings, OpenRun, Display], Outcome[Report]]:
+    """What takes a run of a kind to its end, from its beginning or from where it was."""
+
+    def finish(config: Settings, open_run: OpenRun, display: Display) -> Outcome[Report]:
+        open_run = tracked(open_run, track(config))
+        quiet_libraries()
+        planned = plan(config, open_run, display)
+        open_run = on_same_inputs(open_run, planned.digests, planned.scorers)
+        return run_async(_carry_out(planned, open_run, display))
+
+    return finish
+
+
+async def _carry_out(
+    planned: RunPlan[Report], open_run: OpenRun, display: Display
+) -> Outcome[Report]:
+    """What can be refused is refused before the run is made."""
+    async with planned.opened as loop:
+        with open_run() as run, resumable(run.path, display):
+            report = await loop(run)
+            await write_page(run, planned.render, report)
+    return Outcome(report, run.path)
 
 
 def read_config(
@@ -168,17 +225,17 @@ def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     """The document with values laid over it, section by section."""
     merged = dict(document)
     for key, value in values.items():
-        own = merged.get(key)
-        if isinstance(own, Mapping) and isinstance(value, Mapping) and not _is_other(own, value):
-            value = merge(own, value)
+        section = merged.get(key)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            value = value if _is_other(section, value) else merge(section, value)
         merged[key] = value
     return merged
 
 
-def _is_other(own: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _is_other(section: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     """Whether a section is to be of another type. One that names none is an embedded engine: all
     other sections with types must name theirs."""
-    return "type" in value and value["type"] != own.get("type", "embedded")
+    return "type" in value and value["type"] != section.get("type", "embedded")
 
 
 def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
@@ -233,15 +290,15 @@ def _is_run(path: Path) -> bool:
 def resumable(path: Path, display: Display) -> Iterator[None]:
     """What ends a run before its end says how to go on with it: Ctrl-C, SIGTERM, and the loss of
     servers or workers. A run that left no folder is begun again."""
-    go_on = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
+    resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
-        display.fail(f"Interrupted. {go_on}")
+        display.fail(f"Interrupted. {resume_by}")
         raise
     except (EngineDownError, FleetDownError, ExecutorError):
         if path.exists():
-            display.note([f"The run ended early and is kept. {go_on}"])
+            display.note([f"The run ended early and is kept. {resume_by}"])
         raise
 
 
@@ -313,8 +370,8 @@ def _digest_model(folder: Path) -> str:
     hashed = hashlib.blake2b(digest_size=16)
     paths = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
     with ThreadPoolExecutor() as threads:  # a thread hashes about a gigabyte a second
-        for path, own in zip(paths, threads.map(_digest_file, paths), strict=True):
-            hashed.update(path.name.encode() + b"\0" + own)
+        for path, hashed_file in zip(paths, threads.map(_digest_file, paths), strict=True):
+            hashed.update(path.name.encode() + b"\0" + hashed_file)
     return hashed.hexdigest()
 
 
@@ -358,7 +415,7 @@ def on_same_inputs(
     is_same_scorer = True
     if known is not None and open_run.folder is not None:
         _require_same(open_run.folder, known, digests, scorers)
-        changed = [name for name, own in scorers.items() if known.get(name, own) != own]
+        changed = [name for name, new in scorers.items() if known.get(name, new) != new]
         is_same_scorer = not changed
         if changed and open_run.rescored is None:
             raise RunError(
@@ -439,7 +496,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
             )
-        kind = KINDS[run.kind]()
+        kind = find_kind(run.kind)
         if rescore and kind.scored is None:
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
@@ -453,41 +510,28 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-def _evaluation() -> RunKind[Any, Any]:
-    from rookery.compose.evaluation import EVALUATION
-
-    return EVALUATION
+KINDS = ("eval", "evolve", "genome", "grpo", "icm")
 
 
-def _evolve() -> RunKind[Any, Any]:
-    from rookery.compose.evolve import EVOLVE
+def find_kind(name: str) -> RunKind[Any, Any]:
+    """The kind of a run by its name; each imports its loop when it is needed."""
+    match name:
+        case "eval":
+            from rookery.compose.evaluation import EVALUATION
 
-    return EVOLVE
+            return EVALUATION
+        case "evolve":
+            from rookery.compose.evolve import EVOLVE
 
+            return EVOLVE
+        case "genome":
+            from rookery.compose.genome import GENOME
 
-def _genome() -> RunKind[Any, Any]:
-    from rookery.compose.genome import GENOME
+            return GENOME
+        case "grpo":
+            from rookery.compose.grpo import GRPO
 
-    return GENOME
-
-
-def _grpo() -> RunKind[Any, Any]:
-    from rookery.compose.grpo import GRPO
-
-    return GRPO
-
-
-def _icm() -> RunKind[Any, Any]:
+            return GRPO
     from rookery.compose.icm import ICM
 
     return ICM
-
-
-KINDS: Mapping[str, Callable[[], RunKind[Any, Any]]] = {
-    "eval": _evaluation,
-    "evolve": _evolve,
-    "genome": _genome,
-    "grpo": _grpo,
-    "icm": _icm,
-}
-"""By the kind of the run; each imports its loop when it is needed."""
