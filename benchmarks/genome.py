@@ -23,7 +23,7 @@ from generation import TimedGeneration
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
-from rookery.loops.genome import GenomeConfig, evolve
+from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.rollout import RolloutLog, TasksetEvaluator
@@ -95,23 +95,22 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
                 evaluator = kind(engine, template=template, tasksets=tasksets, log=RolloutLog(run))
                 assert isinstance(config.init, FileInit)
                 start = time.perf_counter()
-                result = await evolve(
-                    config,
+                inputs = GenomeInputs(
+                    config=config,
                     founders=read_founders(config.init),
                     tasksets=tasksets,
-                    engine=engine,
                     evaluator=evaluator,
-                    run=run,
                 )
+                report = await evolve(inputs, engine=engine, run=run)
                 seconds.append(time.perf_counter() - start)
-            evolved = result.report.rows[0]
+            evolved = report.rows[0]
             gain = evolved.gain
             assert gain is not None and evolved.mean is not None
             means.append(evolved.mean)
             between = f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
             print(
                 f"{name:<20}{seed:>5}{evolved.mean:>8.3f}{between:>27}"
-                f"{seconds[-1]:>9.1f}{result.report.num_rollouts:>9}",
+                f"{seconds[-1]:>9.1f}{report.num_rollouts:>9}",
                 flush=True,
             )
         print(

@@ -28,7 +28,15 @@ from icm import embedded, server
 
 from rookery.config import load_config
 from rookery.embedded import resolve_model
-from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import (
+    IcmConfig,
+    IcmInputs,
+    Labeller,
+    label,
+    load_encoder,
+    read_gold,
+    read_items,
+)
 from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.label_scorer import ScoreStore
@@ -170,14 +178,11 @@ async def label_by_search(config: IcmConfig, labeller: Labeller, folder: Path) -
     with Run.create(
         folder, kind="icm", config=config.model_dump(mode="json"), name="search"
     ) as run:
-        result = await label(
-            config,
-            items=items,
-            labeller=labeller,
+        report = await label(
+            IcmInputs(config=config, items=items, gold=lambda: read_gold(config.data, items)),
+            engine=labeller,
             run=run,
-            gold=lambda: read_gold(config.data, items),
         )
-    report = result.report
     for row in report.rows:
         if row.accuracy is not None:
             name = "search" if row.is_winner else row.name

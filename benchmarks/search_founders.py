@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 from search_quality import say
 
 from rookery.loops.genome import GenomeConfig
-from rookery.loops.genome.generation_log import UNWATCHED, Cost
-from rookery.loops.genome.parts import assemble
+from rookery.loops.genome.generation_log import Cost
+from rookery.loops.genome.parts import GenomeInputs, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
+from rookery.ports import UNOBSERVED
 from rookery.runs import Run
 from rookery.search.founders import random_weights
 from rookery.search.merit import MIXED, Merit, merits_at
@@ -255,15 +256,13 @@ def run_one(case: tuple[str, str, int]) -> dict[str, float]:
 
 async def search(world: World, config: GenomeConfig, run: Run) -> dict[str, float]:
     """As `rookery.loops.genome.evolve` does it, without baselines that vote."""
-    parts = assemble(
-        config,
+    inputs = GenomeInputs(
+        config=config,
         founders=world.founders,
         tasksets=world.tasksets,
-        engine=world,  # type: ignore[arg-type]
         evaluator=world,  # type: ignore[arg-type]
-        run=run,
-        watcher=UNWATCHED,
     )
+    parts = assemble(inputs, engine=world, run=run, observer=UNOBSERVED)  # type: ignore[arg-type]
     founders, keep = list(parts.builder.founders), config.finals.num_finalists
     measured = await parts.search.measure(founders, rivals=(), seed=config.seed, keep=len(founders))
     await parts.log.record("founders", measured, Cost())

@@ -46,6 +46,7 @@ class StubEngine(FakeSampler, FakeAdapters):
     max_rank = 64
     context_tokens = 8192
     is_remote = False
+    is_batch_invariant = True
     token_counts: Mapping[str, int] = {}
 
     def __init__(self, sample_s: float) -> None:

@@ -6,7 +6,7 @@ unchanged on any implementation: the embedded engine, the vLLM fleet, an externa
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from rookery.types import (
     Adapter,
@@ -107,6 +107,11 @@ class Engine(Sampler, Adapters, Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether it computes on other hardware: then candidates are made while it answers."""
+        ...
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a request has the same bits in any batch, and not only to rounding."""
         ...
 
     @property
@@ -314,3 +319,25 @@ class Executor(Protocol):
     async def close(self) -> None:
         """Cancel everything and end the workers. Idempotent."""
         ...
+
+
+Step = TypeVar("Step", contravariant=True)
+
+
+class Observer(Protocol[Step]):
+    """Who is told how a loop goes on. What a subclass does not take is not said to anyone."""
+
+    def on_phase(self, name: str) -> None:
+        """What begins now: "founders", "ga 3", "select 20", "report"."""
+        del name
+
+    def on_step(self, step: Step) -> None:
+        """What was done: a generation, a training step, a decision of a chain."""
+        del step
+
+
+class Unobserved(Observer[object]):
+    """Nobody."""
+
+
+UNOBSERVED = Unobserved()

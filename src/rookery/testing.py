@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rookery.errors import EngineError, ExecutorError, TrainError
+from rookery.ports import Observer
 from rookery.types import (
     Adapter,
     Completion,
@@ -51,6 +52,7 @@ __all__ = [
     "FakeAdapters",
     "FakeEmbedder",
     "FakeExecutor",
+    "FakeObserver",
     "FakePublisher",
     "FakeSampler",
     "FakeScorer",
@@ -78,6 +80,22 @@ def _hashed_reply(request: SampleRequest, index: int) -> TokenIds:
 
 def _hashed_logprob(model: ModelRef, prefix: TokenIds, token: int) -> float:
     return math.log(_hashed(model, prefix, token))
+
+
+class FakeObserver(Observer[Any]):
+    """Notes the phases and steps of a loop; `on_step` is told of each step too, and may raise."""
+
+    def __init__(self, on_step: Callable[[Any], None] = lambda _: None) -> None:
+        self._tell = on_step
+        self.phases: list[str] = []
+        self.steps: list[Any] = []
+
+    def on_phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def on_step(self, step: Any) -> None:
+        self.steps.append(step)
+        self._tell(step)
 
 
 class FakeSampler:

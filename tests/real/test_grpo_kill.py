@@ -100,7 +100,7 @@ async def check_killed(
     model = load_model(inputs.model)
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, inputs, model=model, **changes)
-        expected = final_weights(run), trained_positions(run), clockless(result.report)
+        expected = final_weights(run), trained_positions(run), clockless(result)
     make_run(tmp_path, "killed").close()
     for point, number in points:
         code = run_until(tmp_path, inputs, changes, point, number)

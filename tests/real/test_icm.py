@@ -15,7 +15,15 @@ from marks import long
 
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
-from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import (
+    IcmConfig,
+    IcmInputs,
+    Labeller,
+    label,
+    load_encoder,
+    read_gold,
+    read_items,
+)
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
@@ -185,10 +193,8 @@ async def _run(config: IcmConfig, labeller: Labeller, folder: Path) -> IcmReport
     document = config.model_dump(mode="json")
     with Run.create(folder, kind="icm", config=document, name="run") as run:
         result = await label(
-            config,
-            items=items,
-            labeller=labeller,
+            IcmInputs(config=config, items=items, gold=lambda: read_gold(config.data, items)),
+            engine=labeller,
             run=run,
-            gold=lambda: read_gold(config.data, items),
         )
-    return result.report
+    return result

@@ -59,9 +59,9 @@ def make_loop_app(
         runs_dir: Path = Path("runs"),
         resume: Annotated[bool, Parameter(negative="")] = False,
     ) -> int:
-        from rookery.compose.running import KINDS
+        from rookery.compose.running import find_kind
 
-        loop = KINDS[kind]()
+        loop = find_kind(kind)
         if resume and not name:
             raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
         loaded = read_loop_config(loop.config, config, overrides, paths=paths, own=_OWN)

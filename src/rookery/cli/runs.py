@@ -121,10 +121,10 @@ def resume(
         Score the recorded answers again: all of them when a scorer changed, else those without a
         reward. They are not drawn again.
     """
-    from rookery.compose.running import resume as go_on
+    from rookery.compose import running
 
     log_warnings()
-    return print_outcome(go_on(_find(path, runs_dir), rescore=rescore))
+    return print_outcome(running.resume(_find(path, runs_dir), rescore=rescore))
 
 
 @runs.command

@@ -134,8 +134,8 @@ def _print_grpo(report: "GrpoReport", path: Path) -> None:
     title = f"{wording.report_tasks(report.tasksets)} that the training never saw"
     print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
     console.print(
-        f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
-        f"tokens, {report.seconds or 0:.0f} s",
+        f"{wording.plural(len(report.steps), 'step')}, {report.num_rollouts:,} answers, "
+        f"{report.num_tokens:,} drawn tokens, {report.seconds or 0:.0f} s",
         highlight=False,
     )
     _print_places({"trained": path / "trained", "report": path / "report.html"})

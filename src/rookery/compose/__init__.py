@@ -3,13 +3,16 @@
     outcome = run_genome("configs/demo.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
+running.py                         how every run is planned, opened, resumed and reported
+stopping.py                        the one event loop, and what ends it: Ctrl-C, SIGTERM
 genome, grpo, icm, evaluation      one each: config -> objects -> loop -> report and page
-evolve.py                          the same for programs: evolve_inputs, evolve_log, evolve_check
-proposers.py, engine_models.py     the models that write programs
+grpo_files, _plan, _policy,        of grpo: what is read, what fits into memory, what is trained,
+  _bridge, _atropos                how weights reach servers, groups from environments
+atropos_options.py                 the flags of Atropos's own trainer as a grpo config
+evolve.py, evolve_check.py         the same for programs, and a check of what a config names
+proposers.py                       the models that write programs
 sft.py                             a taskset -> an adapter
-running.py                         configs from files and keywords, runs, the one event loop
-inputs.py                          tasksets and engines, opened before a run is made
-resuming.py                        any run that was interrupted, by its kind
+serve.py, http_server.py           the service and the server it answers on
 
 Each is imported by itself: a loop loads what it needs and no more.
 """

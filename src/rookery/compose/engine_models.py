@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rookery.compose.inputs import open_shown_engine
-from rookery.compose.running import quiet_libraries
+from rookery.compose.running import open_shown_engine, quiet_libraries
 from rookery.config import Config, parse_config
 from rookery.engines import EngineChoice, model_folder, require_adapters
 from rookery.loops.evolve.config import RookeryConfig

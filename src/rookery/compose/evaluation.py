@@ -1,30 +1,26 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from rookery.compose.inputs import (
-    digest,
-    digest_adapters,
-    digest_models,
-    digest_scorers,
-    join_digests,
-    on_same_inputs,
-    open_shown_engine,
-)
 from rookery.compose.running import (
     OpenRun,
     Outcome,
     RunKind,
+    RunPlan,
+    digest,
+    digest_adapters,
+    digest_models,
+    digest_scorers,
+    finisher,
+    join_digests,
     new_run,
-    quiet_libraries,
-    resumable,
-    run_async,
-    write_page,
+    open_shown_engine,
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
@@ -32,6 +28,7 @@ from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
+from rookery.loops.comparison import warn_of_batches
 from rookery.ports import Engine
 from rookery.reports import (
     AnswerRecord,
@@ -102,7 +99,7 @@ def evaluate(
     }
     config = parse_config(EvaluationConfig, document, origin="the evaluation")
     open_run = new_run(config, kind=EVALUATION.name, name=name, runs_dir=runs_dir)
-    return _finish(config, open_run, Display(is_quiet=not progress))
+    return EVALUATION.finish(config, open_run, Display(is_quiet=not progress))
 
 
 def _anchored(name: str) -> str:
@@ -115,20 +112,6 @@ def _anchored(name: str) -> str:
         if end > 0 and path.exists():
             return f"{path.absolute()}{name[end:]}"
     return name
-
-
-def _finish(
-    config: EvaluationConfig, open_run: OpenRun, display: Display
-) -> Outcome[EvaluationReport]:
-    quiet_libraries()
-    inputs = _read_inputs(config)
-    scorers = digest_scorers([inputs.taskset])
-    open_run = on_same_inputs(open_run, _digests(inputs), scorers)
-    display.note(inputs.taskset.notes)
-    return run_async(_evaluate(config, inputs, open_run, display))
-
-
-EVALUATION = RunKind("eval", config=EvaluationConfig, finish=_finish, scored=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +153,41 @@ def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig
     return fleet.model_copy(update={"name": fleet.name or config.model, "launch": with_model})
 
 
-async def _evaluate(
-    config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
-) -> Outcome[EvaluationReport]:
-    """What can be refused is refused before the run is made."""
+def _plan(
+    config: EvaluationConfig, open_run: OpenRun, display: Display
+) -> RunPlan[EvaluationReport]:
+    del open_run
+    inputs = _read_inputs(config)
+    return RunPlan(
+        digests=_digests(inputs),
+        scorers=digest_scorers([inputs.taskset]),
+        opened=_open(config, inputs, display),
+        render=render_evaluation_page,
+    )
+
+
+EVALUATION = RunKind("eval", config=EvaluationConfig, finish=finisher(_plan), scored=())
+
+
+@asynccontextmanager
+async def _open(
+    config: EvaluationConfig, inputs: _Inputs, display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[EvaluationReport]]]:
+    display.note(inputs.taskset.notes)
     ranks = {f"The rank of {adapter.name}": adapter.rank for adapter in inputs.adapters}
     engine_config = _engine(config, ranks.values())
     require_adapters(engine_config, ranks)
     async with open_shown_engine(engine_config, display) as engine:
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
-        with open_run() as run, resumable(run.path, display):
+
+        async def measure(run: Run) -> EvaluationReport:
             report = await _measure(run, config, inputs, engine, models, display)
             document = report.model_dump(mode="json", exclude_none=True)
             await run_in_thread(run.write_json, "report.json", document)
-            await write_page(run, render_evaluation_page, report)
-    return Outcome(report, run.path)
+            return report
+
+        yield measure
 
 
 async def _measure(
@@ -222,7 +224,7 @@ async def _measure(
         num_tasks=len(tasks),
         num_questions=len(set(map(question_of, tasks))),
         num_skipped_rows=taskset.skipped.num_skipped,
-        warnings=tuple(taskset.notes),
+        warnings=(*taskset.notes, *warn_of_batches(engine)),
         models=tuple(
             _row(name, evaluation, evaluations[0], tasks, earned)
             for name, evaluation in zip(names, evaluations, strict=True)

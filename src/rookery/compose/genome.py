@@ -1,36 +1,32 @@
 """`run_genome`: an evolution of adapters from its config to its report and page."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rookery.compose.inputs import (
-    digest,
-    digest_adapters,
-    digest_models,
-    digest_scorers,
-    join_digests,
-    on_same_inputs,
-    open_shown_engine,
-    read_tasksets,
-)
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
-    quiet_libraries,
-    resumable,
-    run_async,
-    tracked,
-    write_page,
+    RunPlan,
+    digest,
+    digest_adapters,
+    digest_models,
+    digest_scorers,
+    finisher,
+    join_digests,
+    open_shown_engine,
+    read_tasksets,
 )
 from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, require_adapters
-from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
+from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.loops.genome.adapter_builder import check_device
 from rookery.loops.genome.checks import check_inputs, check_tasks
 from rookery.loops.genome.founders import (
@@ -40,7 +36,7 @@ from rookery.loops.genome.founders import (
     make_founders,
     read_founders,
 )
-from rookery.ports import Engine
+from rookery.ports import Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -68,23 +64,6 @@ def run_genome(
     outcome holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
     """
     return GENOME.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
-
-
-def _finish(config: GenomeConfig, open_run: OpenRun, display: Display) -> Outcome[GenomeReport]:
-    open_run = tracked(open_run, config.track)
-    quiet_libraries()
-    inputs = _read_inputs(config, display)
-    scorers = digest_scorers(inputs.tasksets)
-    open_run = on_same_inputs(open_run, _digests(inputs), scorers)
-    return run_async(_evolve(config, inputs, open_run, display))
-
-
-GENOME = RunKind(
-    "genome",
-    config=GenomeConfig,
-    finish=_finish,
-    scored=("candidate", "emitter", "failure", "generation", "phase", "winner"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +104,41 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
     return join_digests(tasks, init, digest_models({"the model": inputs.folder}))
 
 
-async def _evolve(
-    config: GenomeConfig, inputs: _Inputs, open_run: OpenRun, display: Display
-) -> Outcome[GenomeReport]:
-    """What can be refused is refused before the run is made."""
+def _plan(config: GenomeConfig, open_run: OpenRun, display: Display) -> RunPlan[GenomeReport]:
+    del open_run
+    inputs = _read_inputs(config, display)
+    return RunPlan(
+        digests=_digests(inputs),
+        scorers=digest_scorers(inputs.tasksets),
+        opened=_open(config, inputs, display),
+        render=render_genome_page,
+    )
+
+
+GENOME = RunKind(
+    "genome",
+    config=GenomeConfig,
+    finish=finisher(_plan, track=lambda config: config.track),
+    scored=("candidate", "emitter", "failure", "generation", "phase", "winner"),
+)
+
+
+@asynccontextmanager
+async def _open(
+    config: GenomeConfig, inputs: _Inputs, display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[GenomeReport]]]:
     _share_cores(config)
     async with open_shown_engine(config.engine, display) as engine:
         founders = await _ready_founders(config, inputs, engine)
         await run_in_thread(_check, config, inputs, engine, founders)
-        with open_run() as run, resumable(run.path, display):
-            result = await _search(run, config, inputs, engine, founders, display)
-            await write_page(run, render_genome_page, result.report)
-    return Outcome(result.report, run.path)
+        yield partial(
+            _search,
+            config=config,
+            inputs=inputs,
+            engine=engine,
+            founders=founders,
+            display=display,
+        )
 
 
 def _share_cores(config: GenomeConfig) -> None:
@@ -168,17 +170,18 @@ async def _ready_founders(
 
 async def _search(
     run: Run,
+    *,
     config: GenomeConfig,
     inputs: _Inputs,
     engine: Engine,
     founders: dict[str, Adapter],
     display: Display,
-) -> GenomeResult:
+) -> GenomeReport:
     tasksets = inputs.tasksets
     total = most_rollouts(config, list(founders.values()), tasksets)
     with display.bar("founders", total=total) as bar:
         num_search = sum(len(taskset.split("search")) for taskset in tasksets)
-        shown = _Shown(bar, display, bound=total, num_search=num_search)
+        shown = _SearchBar(bar, display, bound=total, num_search=num_search)
         evaluator = TasksetEvaluator(
             engine,
             template=inputs.template,
@@ -186,20 +189,15 @@ async def _search(
             log=RolloutLog(run),
             on_progress=shown.answered,
         )
-        result = await evolve(
-            config,
-            founders=founders,
-            tasksets=tasksets,
-            engine=engine,
-            evaluator=evaluator,
-            run=run,
-            watcher=Watcher(on_generation=shown.generation_done, on_phase=shown.phase_started),
+        loop_inputs = GenomeInputs(
+            config=config, founders=founders, tasksets=tasksets, evaluator=evaluator
         )
+        report = await evolve(loop_inputs, engine=engine, run=run, observer=shown)
         shown.finish()
-        return result
+        return report
 
 
-class _Shown:
+class _SearchBar(Observer[GenerationRecord]):
     """The search on its progress bar: what it is doing, answers of at most so many, generations."""
 
     def __init__(self, bar: Bar, display: Display, *, bound: int, num_search: int) -> None:
@@ -212,14 +210,14 @@ class _Shown:
         """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
-    def phase_started(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
         self._bar.update(name=name)
 
-    def generation_done(self, generation: GenerationRecord) -> None:
+    def on_step(self, step: GenerationRecord) -> None:
         """A line that stays. What races saved so far is expected of the rest too."""
-        self._display.say(_generation_line(generation))
-        self._allowed += generation.num_candidates * self._num_search
+        self._display.say(_generation_line(step))
+        self._allowed += step.num_candidates * self._num_search
         if 0 < self._bar.done < self._allowed <= self._bound:
             asked = self._bar.done / self._allowed
             self._bar.update(total=self._bar.done + asked * (self._bound - self._allowed))

@@ -1,7 +1,7 @@
 """`run_grpo`: a policy trained from a reward, from its config to its report and page."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +19,18 @@ from rookery.compose.grpo_policy import (
     help_grpo,
     make_reference,
 )
-from rookery.compose.inputs import (
-    digest,
-    digest_models,
-    digest_scorers,
-    join_digests,
-    on_same_inputs,
-)
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
+    RunPlan,
+    digest,
+    digest_models,
+    digest_scorers,
+    finisher,
     is_first_process,
-    quiet_libraries,
-    resumable,
-    run_async,
-    tracked,
-    write_page,
+    join_digests,
 )
 from rookery.compose.sft import base_name
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
@@ -46,12 +40,12 @@ from rookery.environments.atropos.feed import Feed
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
-from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
+from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.data import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY
-from rookery.ports import Engine, Evaluator, GroupDrawer
+from rookery.ports import Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -87,23 +81,25 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     config = _with_own_start(config, open_run.folder)
     if not is_first_process():
         return help_grpo(config)
-    open_run = tracked(open_run, config.track)
-    quiet_libraries()
+    if config.game is not None and open_run.rescored:
+        # A game rewards while it is played, and the weights of former checkpoints are gone.
+        open_run = replace(open_run, rescored=())
+    return finisher(_plan, track=lambda config: config.track)(config, open_run, display)
+
+
+def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[GrpoReport]:
     if config.atropos is not None:
         from rookery.compose.grpo_atropos import gateway_key  # needs the extra `serve`
 
         gateway_key(config.atropos)
     files = read_files(config)
     check_plan(config, files)
-    scorers = digest_scorers(files.tasksets, game=config.game)
-    if config.game is not None and open_run.rescored:
-        # A game rewards while it is played, and the weights of former checkpoints are gone.
-        open_run = replace(open_run, rescored=())
-    open_run = on_same_inputs(open_run, _digests(files), scorers)
-    display.note(note for taskset in files.tasksets for note in taskset.notes)
-    if config.full is not None and config.lora != LoraConfig():
-        display.note(["lora has no effect: full trains all weights of the model."])
-    return run_async(_train(config, files, open_run, display))
+    return RunPlan(
+        digests=_digests(files),
+        scorers=digest_scorers(files.tasksets, game=config.game),
+        opened=_open_loop(config, files, open_run, display),
+        render=render_grpo_page,
+    )
 
 
 def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
@@ -118,33 +114,43 @@ def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
 GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
 
 
-async def _train(
+@asynccontextmanager
+async def _open_loop(
     config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
-) -> Outcome[GrpoReport]:
-    """What can be refused is refused before the run is made."""
+) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
+    display.note(note for taskset in files.tasksets for note in taskset.notes)
+    if config.full is not None and config.lora != LoraConfig():
+        display.note(["lora has no effect: full trains all weights of the model."])
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
         async with _open(config, files, show) as opened:
-            engine, model = opened.engine, opened.model
             display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
-            processes = await asyncio.to_thread(join_processes, model.device.type)
+            processes = await asyncio.to_thread(join_processes, opened.model.device.type)
             make_policy = await _checked_policy(config, files, opened, processes)
             if open_run.is_new and config.atropos is None:
-                await _try_drawing(config, files, engine)
-            with open_run() as run, resumable(run.path, display):
+                await _try_drawing(config, files, opened.engine)
+            outcomes: list[Outcome[GrpoReport]] = []
+
+            async def train(run: Run) -> GrpoReport:
                 weights = make_policy(run)
                 async with _open_drawer(config, files, opened, run, display) as drawer:
                     inputs = GrpoInputs(
                         config=config,
                         weights=weights,
                         tasksets=files.tasksets,
-                        engine=engine,
                         drawer=drawer,
-                        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
+                        evaluator=_evaluator(config, files, opened.engine, RolloutLog(run)),
                     )
-                    outcome = Outcome(await _run(inputs, run, display), run.path)
-            await asyncio.to_thread(end_processes, processes, outcome)
-    return outcome
+                    with display.bar("train", total=config.steps) as bar:
+                        shown = _TrainBar(bar, display)
+                        report = await train_policy(
+                            inputs, engine=opened.engine, run=run, observer=shown
+                        )
+                outcomes.append(Outcome(report, run.path))
+                return report
+
+            yield train
+            await asyncio.to_thread(end_processes, processes, outcomes[0])
 
 
 def _digests(files: GrpoFiles) -> dict[str, str]:
@@ -299,21 +305,19 @@ def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: Rollou
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
 
 
-async def _run(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
-    with display.bar("train", total=inputs.config.steps) as bar:
-        result = await train_policy(inputs, run=run, watcher=_watcher(bar, display))
-    await write_page(run, render_grpo_page, result.report)
-    return result.report
+class _TrainBar(Observer[Step]):
+    """The steps of a training on its progress bar, and a line each."""
 
+    def __init__(self, bar: Bar, display: Display) -> None:
+        self._bar, self._display = bar, display
 
-def _watcher(bar: Bar, display: Display) -> Watcher:
-    def stepped(step: Step) -> None:
-        tokens = int(step.metrics["grpo/num_drawn_tokens"])
-        bar.advance(0, tokens=tokens)
-        bar.update(done=step.step + 1)
-        display.say(_step_line(step))
+    def on_phase(self, name: str) -> None:
+        self._bar.update(name=name)
 
-    return Watcher(on_step=stepped, on_phase=lambda name: bar.update(name=name))
+    def on_step(self, step: Step) -> None:
+        self._bar.advance(0, tokens=int(step.metrics["grpo/num_drawn_tokens"]))
+        self._bar.update(done=step.step + 1)
+        self._display.say(_step_line(step))
 
 
 def _step_line(step: Step) -> str:

@@ -1,30 +1,31 @@
 """`run_icm`: a labelling from its config to its labels, report and page."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rookery.compose.inputs import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
-    quiet_libraries,
-    resumable,
-    run_async,
-    tracked,
-    write_page,
+    RunPlan,
+    digest,
+    digest_models,
+    finisher,
 )
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
+from rookery.loops.comparison import warn_of_batches
 from rookery.loops.icm import (
     IcmConfig,
-    IcmResult,
+    IcmInputs,
     Labeller,
     check_batches,
     label,
@@ -35,14 +36,14 @@ from rookery.loops.icm import (
 from rookery.loops.icm.items import Item
 from rookery.loops.icm.loop import ChainStep
 from rookery.loops.icm.prompts import Encoder
-from rookery.ports import Engine
+from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.slots import find_device, load_model
 from rookery.tasks.template import load_template
 from rookery.train.sft import sft
 from rookery.types import Adapter, Datum, ModelRef
-from rookery.ui.display import Display
+from rookery.ui.display import Bar, Display
 from rookery.ui.icm import render_icm_page
 from rookery.weights import read_adapter
 
@@ -65,17 +66,6 @@ def run_icm(
     folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
     """
     return ICM.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
-
-
-def _finish(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
-    open_run = tracked(open_run, config.track)
-    quiet_libraries()
-    inputs = _read_inputs(config)
-    open_run = on_same_inputs(open_run, _digests(inputs))
-    return run_async(_label(config, inputs, open_run, display))
-
-
-ICM = RunKind("icm", config=IcmConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +96,21 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
     return digests | digest_models({"the model": inputs.folder})
 
 
-async def _label(
-    config: IcmConfig, inputs: _Inputs, open_run: OpenRun, display: Display
-) -> Outcome[IcmReport]:
-    """What can be refused is refused before the run is made."""
+def _plan(config: IcmConfig, open_run: OpenRun, display: Display) -> RunPlan[IcmReport]:
+    del open_run
+    inputs = _read_inputs(config)
+    return RunPlan(
+        digests=_digests(inputs), opened=_open(config, inputs, display), render=render_icm_page
+    )
+
+
+ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda config: config.track))
+
+
+@asynccontextmanager
+async def _open(
+    config: IcmConfig, inputs: _Inputs, display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[IcmReport]]]:
     if isinstance(config.engine, EngineConfig):
         display.say(f"loading {config.engine.model}")
     codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
@@ -120,18 +121,19 @@ async def _label(
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
+                notes=_notes(config, sampler),
             )
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
             if inputs.init is not None:
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
-            with open_run() as run, resumable(run.path, display):
-                if config.iterate is not None:
-                    tune = _tuner(run, config, cast(Engine, sampler), inputs)
-                    labeller = replace(labeller, tune=tune)
-                result = await _search(run, config, inputs, labeller, display)
-                await write_page(run, render_icm_page, result.report)
-    return Outcome(result.report, run.path)
+            yield partial(_search, config=config, inputs=inputs, labeller=labeller, display=display)
+
+
+def _notes(config: IcmConfig, sampler: Sampler) -> tuple[str, ...]:
+    if config.engine.type == "external":
+        return ()
+    return tuple(warn_of_batches(cast(Engine, sampler)))
 
 
 def _context_tokens(folder: Path) -> int | None:
@@ -145,26 +147,35 @@ def _context_tokens(folder: Path) -> int | None:
 
 
 async def _search(
-    run: Run, config: IcmConfig, inputs: _Inputs, labeller: Labeller, display: Display
-) -> IcmResult:
+    run: Run, *, config: IcmConfig, inputs: _Inputs, labeller: Labeller, display: Display
+) -> IcmReport:
+    if config.iterate is not None:
+        tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
+        labeller = replace(labeller, tune=tune)
     with display.bar("labelling", total=config.search.iterations) as bar:
-
-        def stepped(now: ChainStep) -> None:
-            step = now.step
-            num_labelled = sum(x >= 0 for x in step.labels)
-            text = (
-                f"{num_labelled} of {now.num_items}, {step.num_frustrated} frustrated, "
-                f"U {step.utility:.1f}"
-            )
-            bar.update(done=now.num_done, total=now.num_expected, tokens=now.num_tokens, name=text)
-
-        return await label(
-            config,
+        loop_inputs = IcmInputs(
+            config=config,
             items=inputs.items,
-            labeller=labeller,
-            run=run,
             gold=lambda: read_gold(config.data, inputs.items),
-            on_step=stepped,
+        )
+        return await label(loop_inputs, engine=labeller, run=run, observer=_LabelBar(bar))
+
+
+class _LabelBar(Observer[ChainStep]):
+    """All searches on one progress bar."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+
+    def on_step(self, step: ChainStep) -> None:
+        decision = step.step
+        num_labelled = sum(x >= 0 for x in decision.labels)
+        text = (
+            f"{num_labelled} of {step.num_items}, {decision.num_frustrated} frustrated, "
+            f"U {decision.utility:.1f}"
+        )
+        self._bar.update(
+            done=step.num_done, total=step.num_expected, tokens=step.num_tokens, name=text
         )
 
 

@@ -1,40 +1,70 @@
-"""What every run has in common: its config, its folder, its end, and the event loop it runs in.
+"""How every run is planned, opened, resumed and reported, and the event loop it runs in.
 
-    GENOME = RunKind("genome", config=GenomeConfig, finish=finish)
+    GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
     outcome = GENOME.start("configs/demo.yaml", {"seed": 3}, name="", runs_dir="runs")
+    outcome = resume("runs/demo")
+
+    plan      read everything that the config names, and digest it      nothing is left behind
+    open      the engine; refuse what it cannot do                      nothing is left behind
+    run       made, or opened where it was, on the same inputs          the folder is there
+    loop      inputs, engine, run, observer -> report                   resumes from its events
+    page      report.html, and the run is finished
 
 `KINDS` lists the kinds of runs.
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 import shlex
 from collections.abc import (
+    AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config, read_document
+from rookery.environments import GameConfig
 from rookery.errors import (
     EngineDownError,
     ExecutorError,
     FleetDownError,
+    ModelError,
     RunError,
+    boundary,
 )
+from rookery.ports import Engine
+from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
 from rookery.runs.trackers import TrackerName, require_trackers
+from rookery.tasks.python_function import read_source
+from rookery.tasks.scorers import PythonConfig, ScorerConfig
+from rookery.tasks.splits import SPLITS
+from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
+from rookery.types import Adapter
 from rookery.ui.display import Display
+
+if TYPE_CHECKING:
+    from rookery.engines import AnyEngineConfig
 
 __all__ = [
     "KINDS",
@@ -42,13 +72,24 @@ __all__ = [
     "OpenRun",
     "Outcome",
     "RunKind",
+    "RunPlan",
+    "digest",
+    "digest_adapters",
+    "digest_models",
+    "digest_scorers",
+    "find_kind",
+    "finisher",
     "is_first_process",
+    "join_digests",
     "merge",
     "new_run",
     "num_local_processes",
     "num_processes",
+    "on_same_inputs",
+    "open_shown_engine",
     "quiet_libraries",
     "read_config",
+    "read_tasksets",
     "resumable",
     "resume",
     "run_async",
@@ -92,6 +133,19 @@ class OpenRun:
         return self.open()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(Generic[Report]):
+    """A run whose inputs have all been read."""
+
+    digests: Mapping[str, str]
+    """Of what it reads, by name: see `on_same_inputs`."""
+    scorers: Mapping[str, str] = field(default_factory=dict)
+    opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
+    """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
+    render: Callable[[Report], str]
+    """The page of the report."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunKind(Generic[Settings, Report]):
     """What a run is made from, and what takes it to its end, from its beginning or from where it
@@ -116,6 +170,34 @@ class RunKind(Generic[Settings, Report]):
         config = read_config(self.config, source, values)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         return self.finish(config, open_run, Display(is_quiet=not progress))
+
+
+def finisher(
+    plan: Callable[[Settings, OpenRun, Display], RunPlan[Report]],
+    *,
+    track: Callable[[Settings], Sequence[TrackerName]] = lambda _: (),
+) -> Callable[[Settings, OpenRun, Display], Outcome[Report]]:
+    """What takes a run of a kind to its end, from its beginning or from where it was."""
+
+    def finish(config: Settings, open_run: OpenRun, display: Display) -> Outcome[Report]:
+        open_run = tracked(open_run, track(config))
+        quiet_libraries()
+        planned = plan(config, open_run, display)
+        open_run = on_same_inputs(open_run, planned.digests, planned.scorers)
+        return run_async(_carry_out(planned, open_run, display))
+
+    return finish
+
+
+async def _carry_out(
+    planned: RunPlan[Report], open_run: OpenRun, display: Display
+) -> Outcome[Report]:
+    """What can be refused is refused before the run is made."""
+    async with planned.opened as loop:
+        with open_run() as run, resumable(run.path, display):
+            report = await loop(run)
+            await write_page(run, planned.render, report)
+    return Outcome(report, run.path)
 
 
 def read_config(
@@ -146,17 +228,17 @@ def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     """The document with values laid over it, section by section."""
     merged = dict(document)
     for key, value in values.items():
-        own = merged.get(key)
-        if isinstance(own, Mapping) and isinstance(value, Mapping) and not _is_other(own, value):
-            value = merge(own, value)
+        section = merged.get(key)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            value = value if _is_other(section, value) else merge(section, value)
         merged[key] = value
     return merged
 
 
-def _is_other(own: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _is_other(section: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     """Whether a section is to be of another type. One that names none is an embedded engine: all
     other sections with types must name theirs."""
-    return "type" in value and value["type"] != own.get("type", "embedded")
+    return "type" in value and value["type"] != section.get("type", "embedded")
 
 
 def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
@@ -211,15 +293,15 @@ def _is_run(path: Path) -> bool:
 def resumable(path: Path, display: Display) -> Iterator[None]:
     """What ends a run before its end says how to go on with it: Ctrl-C, SIGTERM, and the loss of
     servers or workers. A run that left no folder is begun again."""
-    go_on = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
+    resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
-        display.fail(f"Interrupted. {go_on}")
+        display.fail(f"Interrupted. {resume_by}")
         raise
     except (EngineDownError, FleetDownError, ExecutorError):
         if path.exists():
-            display.note([f"The run ended early and is kept. {go_on}"])
+            display.note([f"The run ended early and is kept. {resume_by}"])
         raise
 
 
@@ -253,6 +335,158 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+# What a run was started on: it does not go on with other tasks, another model or another scorer
+# under the same names.
+
+
+FILE = "inputs.json"
+MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
+"""What a model computes with, and how it reads texts."""
+
+
+def digest(records: Iterable[object]) -> str:
+    """Of records whose `repr` says all they hold, in their order."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for record in records:
+        hashed.update(repr(record).encode("utf-8", "surrogatepass"))
+        hashed.update(b"\n")
+    return hashed.hexdigest()
+
+
+def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:
+    """Of inputs of several sorts, by name: a taskset may be called as the adapters are."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: "+".join(part[name] for part in parts if name in part) for name in names}
+
+
+def digest_adapters(adapters: Iterable[Adapter]) -> str:
+    return digest((adapter.name, adapter.version) for adapter in adapters)
+
+
+def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
+    """Of the files of model folders, by name. Reads all of their weights."""
+    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
+        return {name: _digest_model(folder) for name, folder in folders.items()}
+
+
+def _digest_model(folder: Path) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    paths = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+    with ThreadPoolExecutor() as threads:  # a thread hashes about a gigabyte a second
+        for path, hashed_file in zip(paths, threads.map(_digest_file, paths), strict=True):
+            hashed.update(path.name.encode() + b"\0" + hashed_file)
+    return hashed.hexdigest()
+
+
+def _digest_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
+
+
+def digest_scorers(
+    tasksets: Iterable[Taskset], *, game: GameConfig | None = None
+) -> dict[str, str]:
+    """Of what gives rewards, by name: its options, and the file of a function of the user."""
+    scorers: dict[str, ScorerConfig | GameConfig] = (
+        {f"the scorer of {taskset.name}": taskset.scorer for taskset in tasksets}
+        if game is None
+        else {"the game": game}
+    )
+    return {name: digest(_identity(config)) for name, config in scorers.items()}
+
+
+def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
+    yield config.model_dump(mode="json", exclude={"function"})  # a folder may have moved
+    if isinstance(config, PythonConfig | GameConfig):
+        yield config.function.rpartition(":")[2]
+        what = "game" if isinstance(config, GameConfig) else "scorer"
+        yield read_source(config.function, what=what)
+
+
+def on_same_inputs(
+    open_run: OpenRun, digests: Mapping[str, str], scorers: Mapping[str, str] | None = None
+) -> OpenRun:
+    """The run with the digests of its data and its scorers, by name. One that was started on others
+    is refused now, and stays as it is; with other scorers it may go on when all is scored again.
+
+    The recorded answers are known by the ids of their tasks: a task that changed under its id would
+    be reported with the answers to another question. Weights that changed under their path would be
+    trained on, and reported with the answers of the former ones.
+    """
+    scorers = scorers or {}
+    known = _read(open_run.folder)
+    is_same_scorer = True
+    if known is not None and open_run.folder is not None:
+        _require_same(open_run.folder, known, digests, scorers)
+        changed = [name for name, new in scorers.items() if known.get(name, new) != new]
+        is_same_scorer = not changed
+        if changed and open_run.rescored is None:
+            raise RunError(
+                f"{', '.join(changed)} changed since {open_run.folder} was started, and it "
+                "recorded rewards of the former: put the former back, or score its answers again "
+                f"with `rookery runs resume {shlex.quote(str(open_run.folder))} --rescore`."
+            )
+
+    @contextmanager
+    def opened() -> Iterator[Run]:
+        with open_run() as run:
+            if open_run.rescored is not None:
+                further = open_run.rescored
+                set_scores_aside(run, further=further, only_failed=is_same_scorer)
+            if known is None or not is_same_scorer:
+                run.write_json(FILE, {**digests, **scorers})
+            yield run
+
+    return replace(open_run, open=opened)
+
+
+def _read(folder: Path | None) -> dict[str, str] | None:
+    """A run that was killed before it had a record has no answers either."""
+    if folder is None or not (folder / FILE).exists():
+        return None
+    with Run.view(folder) as run:
+        known: dict[str, str] = run.read_json(FILE)
+    return known
+
+
+def _require_same(
+    folder: Path, known: Mapping[str, str], digests: Mapping[str, str], scorers: Mapping[str, str]
+) -> None:
+    names = {*known, *digests} - set(scorers)
+    changed = sorted(name for name in names if known.get(name) != digests.get(name))
+    if changed:
+        raise RunError(
+            f"The data of {', '.join(changed)} changed since {folder} was started, and what it "
+            "recorded belongs to the former: put the former data back, or start a new run."
+        )
+
+
+# What several kinds of runs read and open before the run is made, and say to the user.
+
+
+def read_tasksets(configs: Iterable[TasksetConfig], display: Display) -> list[Taskset]:
+    """The tasksets of one run; TaskError for a split that should have tasks and has none."""
+    tasksets = load_tasksets(configs)
+    for taskset in tasksets:
+        for name in SPLITS:
+            taskset.split(name)
+        display.note(taskset.notes)
+    return tasksets
+
+
+@asynccontextmanager
+async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> AsyncIterator[Engine]:
+    """The engine, open for the block; what takes long is said."""
+    from rookery.embedded import EngineConfig  # needs the extra `hf`, and evolve need not have it
+    from rookery.engines import open_engine
+
+    if isinstance(config, EngineConfig):
+        display.say(f"loading {config.model}")
+    with display.launching() as show:
+        async with open_engine(config, on_launch=show) as engine:
+            yield engine
+
+
 # The kinds of runs there are, and how one that was interrupted goes on.
 
 
@@ -268,7 +502,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
             )
-        kind = KINDS[run.kind]()
+        kind = find_kind(run.kind)
         if rescore and kind.scored is None:
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
@@ -282,44 +516,31 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-def _evaluation() -> RunKind[Any, Any]:
-    from rookery.compose.evaluation import EVALUATION
-
-    return EVALUATION
+KINDS = ("eval", "evolve", "genome", "grpo", "icm")
 
 
-def _evolve() -> RunKind[Any, Any]:
-    from rookery.compose.evolve import EVOLVE
+def find_kind(name: str) -> RunKind[Any, Any]:
+    """The kind of a run by its name; each imports its loop when it is needed."""
+    match name:
+        case "eval":
+            from rookery.compose.evaluation import EVALUATION
 
-    return EVOLVE
+            return EVALUATION
+        case "evolve":
+            from rookery.compose.evolve import EVOLVE
 
+            return EVOLVE
+        case "genome":
+            from rookery.compose.genome import GENOME
 
-def _genome() -> RunKind[Any, Any]:
-    from rookery.compose.genome import GENOME
+            return GENOME
+        case "grpo":
+            from rookery.compose.grpo import GRPO
 
-    return GENOME
-
-
-def _grpo() -> RunKind[Any, Any]:
-    from rookery.compose.grpo import GRPO
-
-    return GRPO
-
-
-def _icm() -> RunKind[Any, Any]:
+            return GRPO
     from rookery.compose.icm import ICM
 
     return ICM
-
-
-KINDS: Mapping[str, Callable[[], RunKind[Any, Any]]] = {
-    "eval": _evaluation,
-    "evolve": _evolve,
-    "genome": _genome,
-    "grpo": _grpo,
-    "icm": _icm,
-}
-"""By the kind of the run; each imports its loop when it is needed."""
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rookery.compose.evaluation import Split
-from rookery.compose.inputs import digest_models
-from rookery.compose.running import merge, quiet_libraries, run_async
+from rookery.compose.running import digest_models, merge, quiet_libraries, run_async
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
 from rookery.errors import AdapterError, ConfigError, boundary
@@ -15,7 +14,7 @@ from rookery.model_names import loadable_model
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import load_taskset_file
 from rookery.tasks.template import load_template
-from rookery.train.sft import SftConfig, SftStep, sft, sft_data
+from rookery.train.sft import SftConfig, SftStep, count_steps, sft, sft_data
 from rookery.types import Adapter
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
@@ -89,12 +88,12 @@ async def _train(
         taskset.split(split), load_template(folder.path), end_token=eos[0] if eos else None
     )
     checkpoints = out.with_name(f".{out.name}.checkpoints")
-    with display.bar(taskset.name, total=None) as bar:
+    with display.bar(taskset.name, total=count_steps(data, config)) as bar:
 
         def stepped(step: SftStep) -> None:
             bar.advance(0, tokens=step.num_tokens)
             text = f"{taskset.name}  loss {step.loss:.3f}"
-            bar.update(total=step.num_steps, done=step.step, name=text)
+            bar.update(done=step.step, name=text)
 
         adapter = await sft(
             model, data, config, name=out.name, base=base_name(name), init=init,

@@ -199,6 +199,10 @@ class Fleet:
         return True
 
     @property
+    def is_batch_invariant(self) -> bool:
+        return False
+
+    @property
     def token_counts(self) -> dict[str, int]:
         return {}
 

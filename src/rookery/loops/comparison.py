@@ -9,6 +9,7 @@ Rewards are by task id. An entry that misses a task has no mean, and no differen
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rookery.ports import Engine
 from rookery.reports import Estimate, ReportRow
 from rookery.rollout import mean_by_source
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
@@ -16,7 +17,7 @@ from rookery.seeding import stream
 from rookery.tasks.splits import question_of
 from rookery.types import Task
 
-__all__ = ["compare", "complete_means"]
+__all__ = ["compare", "complete_means", "warn_of_batches", "warn_of_small_samples"]
 
 Rewards = Mapping[str, float]
 
@@ -88,6 +89,25 @@ def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
     earned = Counter(task.source for task in tasks if task.id in rewards)
     means = mean_by_source(rewards, tasks)
     return {source: mean for source, mean in means.items() if earned[source] == sizes[source]}
+
+
+def warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
+    reasons = dict.fromkeys(row.small for row in rows if row.small)
+    return [
+        f"The report is of a small sample ({reason}): its intervals are rough."
+        for reason in reasons
+    ]
+
+
+def warn_of_batches(engine: Engine) -> list[str]:
+    """Of a mixture of experts on the CPU: all else there has the same bits in any batch, and on
+    GPUs nothing has."""
+    if engine.is_remote or engine.is_batch_invariant:
+        return []
+    return [
+        "The model is a mixture of experts: the last bits of an answer depend on what is computed "
+        "beside it, so that close choices may come out otherwise in another run."
+    ]
 
 
 def _estimate(interval: Interval) -> Estimate:

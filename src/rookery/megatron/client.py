@@ -182,6 +182,7 @@ class MegatronEngine:
     """An Engine on a server: its base model, and adapters that are sent to it."""
 
     is_remote = True
+    is_batch_invariant = False
 
     def __init__(self, server: MegatronServer) -> None:
         self._server = server

@@ -157,6 +157,11 @@ class IcmReport(Record):
     tokens: TokensRecord = TokensRecord()
     seconds: Measured = None
 
+    @property
+    def label_by_id(self) -> dict[str, str | None]:
+        """The label of every item; None where it has none."""
+        return {item.id: item.label for item in self.items}
+
 
 def parse_icm_report(document: Mapping[str, Json]) -> IcmReport:
     """Read a report, or raise a RunError that names the first value that does not fit."""

@@ -1,15 +1,15 @@
 """Search as pure ask and tell: no I/O, no clock, no global random; every state is a value.
 
-fitness     what is compared               orders       orders of items
-selection/  who is picked                  candidate    what is planned
-children    plans of children              succession   survivors, moves of a swarm
-population  the generation                 founders     plans without a population
-es, cmaes   update directions              emitters     the same as operators
-surrogate   a model proposes               merit        what an answer counts
-archive     quality-diversity grid         islands      groups and migration
-racing      dropping who cannot win        waves        what a race asks next
-pareto      several objectives             statistics   intervals for reports
-vote        majority of the best           programs/    program evolution, one by one
+fitness     what is compared               candidate    what is planned
+selection   who is picked                  founders     plans without a population
+children    plans of children              emitters     update directions as operators
+population  the generation, its survivors  merit        what an answer counts, votes
+es          update directions              surrogate    a model proposes
+archive     grids, fronts of objectives    islands      groups and migration
+racing      dropping who cannot win        annealing    temperatures, what a race asks next
+labelling   labels and orders of items     constraints  what labels must keep
+sequential  tests that may stop early      statistics   intervals for reports
+programs/   program evolution, one by one
 """
 
 __all__: list[str] = []

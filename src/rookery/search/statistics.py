@@ -338,13 +338,21 @@ def _trials(
 
 
 def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
-    total = sum(len(source.values) for source in sources)
-    least = min(sources, key=lambda source: len(source.values))
-    if total < MIN_VALUES:
-        return f"{total} {noun} in all, where {MIN_VALUES} are few"
-    if len(least.values) < MIN_PER_SOURCE:
-        return f"{len(least.values)} {noun} of {least.name}, where {MIN_PER_SOURCE} are few"
+    total = math.fsum(source.num_equal for source in sources)
+    least = min(sources, key=lambda source: source.num_equal)
+    if round(total, 6) < MIN_VALUES:
+        count = sum(len(source.values) for source in sources)
+        return f"{_counted(count, total, noun)} in all, where {MIN_VALUES} are few"
+    if round(least.num_equal, 6) < MIN_PER_SOURCE:
+        counted = _counted(len(least.values), least.num_equal, noun)
+        return f"{counted} of {least.name}, where {MIN_PER_SOURCE} are few"
     return ""
+
+
+def _counted(count: int, num_equal: float, noun: str) -> str:
+    """Clusters, and how many of equal size they count for where that is fewer."""
+    fewer = round(num_equal)
+    return f"{count} {noun}" if fewer == count else f"{count} {noun} that count for {fewer}"
 
 
 def _student(
@@ -361,7 +369,10 @@ def _student(
     num_like = 1.0 / float((shares**2 / counts).sum())
     low, high = ends
     added = PRIOR / 2 * ((low - estimate) ** 2 + (high - estimate) ** 2)
-    pooled = float(squares.sum() + added) / (float((counts - 1).sum()) + PRIOR)
+    # A value counts in the spread of all as it does in the mean: many values of little weight say
+    # nothing about the spread of the few that decide.
+    weights = shares / counts / (shares / counts).max()
+    pooled = float(weights @ squares + added) / (float(weights @ (counts - 1)) + PRIOR)
     # Values that spread less than right-or-wrong ones of the same mean pull the centre less.
     largest = (estimate - low) * (high - estimate)
     pull = PRIOR * min(1.0, pooled / largest) if largest > 0 else PRIOR

@@ -205,6 +205,11 @@ def _answer(task: Task) -> str:
     return json.dumps(task.reference, ensure_ascii=False)
 
 
+def count_steps(data: Sequence[Datum], config: SftConfig) -> int:
+    """Steps of a training on the data."""
+    return len(_batches(data, config))
+
+
 def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
     """The rows of each step."""
     sizes = [len(input_tokens(datum)) for datum in data]

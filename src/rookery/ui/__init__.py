@@ -1,9 +1,9 @@
 """What a person sees of a finished or unfinished run: one HTML page and the rows of a table.
 
-display    progress while something runs               wording  numbers as people read them
-headline   the result in one number and one sentence   table    plain strings for a terminal
+display    progress while something runs               wording  numbers and rows as people read them
+headline   the result in one number and one sentence
 page       the self-contained HTML page                vendor/  the chart library, as published
-grpo, icm  the same of a training and of a labelling
+grpo, icm, evolve  the same of a training, a labelling, an evolution of programs
 """
 
 __all__: list[str] = []

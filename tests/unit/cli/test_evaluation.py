@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from driving import NUM_TASKS, Command, change_weights, status_of, write_rows
+from tiny import write_tiny_model
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.rollout import TasksetEvaluator
@@ -288,3 +289,13 @@ def test_a_resumed_report_counts_what_was_asked_before(rookery: Command, place: 
     assert again["seconds"] > first["seconds"]
     assert again["tokens"]["asked_and_answered"] >= 3 * NUM_TASKS
     assert again["models"] == first["models"]
+
+
+def test_a_report_says_when_answers_depend_on_their_batch(rookery: Command, place: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    write_tiny_model(place / "moe", "Mixtral", **experts)
+    said = "The model is a mixture of experts: the last bits of an answer depend on"
+    ended = rookery("eval", "moe", "tasks.jsonl", "--json")
+    assert ended.code == 0 and ended.document["warnings"][0].startswith(said)
+    assert said in next((place / "runs").glob("*/report.html")).read_text()
+    assert rookery("eval", "tiny", "tasks.jsonl", "--json").document["warnings"] == []

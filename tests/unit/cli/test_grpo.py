@@ -69,6 +69,11 @@ def config(place: Path) -> Path:
     return place
 
 
+def test_one_step_is_a_step(rookery: Command, config: Path) -> None:
+    ended = rookery("grpo", "run", "g.yaml", "--steps", "1", "--save_every", "1")
+    assert ended.code == 0 and "\n1 step, " in ended.out
+
+
 @pytest.mark.parametrize("flags", [(), ("--share", "true", "--staleness", "1")])
 def test_from_end_to_end(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
     ended = rookery("grpo", "run", "g.yaml", "--seed", "3", "--name", "x", *flags)

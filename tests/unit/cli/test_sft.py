@@ -1,10 +1,13 @@
 """`rookery sft` on the tiny model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driving import Command, tree
 
+from rookery.errors import TrainError
+from rookery.train import LoraTrainer
 from rookery.types import OptimStep
 from rookery.weights import read_adapter
 
@@ -84,3 +87,14 @@ def test_what_cannot_work_is_refused_before_the_training(
     refused: Command, words: tuple[str, ...], sentence: str
 ) -> None:
     assert sentence in refused("sft", *words).err
+
+
+def test_the_bar_knows_its_end_before_the_first_step(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: LoraTrainer, requests: Any) -> Any:
+        raise TrainError("no step today")
+
+    monkeypatch.setattr(LoraTrainer, "forward_backward", fail)
+    ended = rookery("sft", "tiny", "tasks.jsonl", "out/mine", *SMALL)
+    assert ended.code == 2 and "tasks  0 of 3  " in ended.err

@@ -64,6 +64,7 @@ class FakeEngine(FakeSampler, FakeAdapters):
     linear_layers: ClassVar[dict[str, tuple[int, int]]] = {}
     max_rank = 1
     context_tokens = None
+    is_batch_invariant = True
     token_counts: ClassVar[dict[str, int]] = {}
 
     def __init__(self, *, is_remote: bool, decode: Callable[[TokenIds], str]) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 from rookery.embedded import EngineConfig, run_engine
 from rookery.errors import EngineError
 from rookery.fleet import Fleet
-from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
+from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
-from rookery.reports import GenomeReport
+from rookery.ports import UNOBSERVED, Observer
+from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -24,8 +25,7 @@ from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import load_template
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
-SILENT = Watcher()
-Genome = Callable[..., Awaitable[GenomeResult]]
+Genome = Callable[..., Awaitable[GenomeReport]]
 """What the fixture `genome` is: `run_evolution` without what every test gives it."""
 
 
@@ -62,9 +62,9 @@ async def run_evolution(
     model: SlottedModel,
     fleet: Fleet | None = None,
     wrap: Callable[[Any], Any] = lambda engine: engine,
-    watcher: Watcher = SILENT,
+    observer: Observer[GenerationRecord] = UNOBSERVED,
     **changes: object,
-) -> GenomeResult:
+) -> GenomeReport:
     """Run or resume. `wrap` is given the engine and returns what the loop runs on."""
     config = GenomeConfig.model_validate(inputs.document(**changes))
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
@@ -87,15 +87,10 @@ async def run_evolution(
         else:
             layers = engine.linear_layers
             founders = make_founders(config.init, layers=layers, base="tiny", seed=config.seed)
-        return await evolve(
-            config,
-            founders=founders,
-            tasksets=tasksets,
-            engine=engine,
-            evaluator=evaluator,
-            run=run,
-            watcher=watcher,
+        loop_inputs = GenomeInputs(
+            config=config, founders=founders, tasksets=tasksets, evaluator=evaluator
         )
+        return await evolve(loop_inputs, engine=engine, run=run, observer=observer)
 
 
 class Faulty:

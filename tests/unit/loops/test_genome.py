@@ -26,7 +26,6 @@ from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import (
     GenomeConfig,
-    Watcher,
     adapter_builder,
     rebuild,
     search_evaluator,
@@ -52,6 +51,7 @@ from rookery.search.merit import Merit, merits_at
 from rookery.search.population import PopulationConfig
 from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
+from rookery.testing import FakeObserver
 from rookery.types import Adapter
 from rookery.weights import read_adapter, write_adapter
 from rookery.weights.merge import merge
@@ -88,26 +88,27 @@ async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
 ) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run)
-        names = [row.name for row in result.report.rows]
+        names = [row.name for row in result.rows]
         assert names == [
             "evolved", "best founder", "uniform average", "plain sum", "random search",
             "base model", "vote of founders", "vote of finalists",
         ]  # fmt: skip
-        evolved, best = result.report.rows[:2]
+        evolved, best = result.rows[:2]
         assert best.gain is None
         for found in (evolved, evolved.gain):
             assert found is not None and found.low is not None
             assert found.mean is not None and found.high is not None
             assert found.low <= found.mean <= found.high
-        assert result.report.winner == evolved
-        assert parse_genome_report(run.read_json("report.json")) == result.report
+        assert result.winner == evolved
+        assert parse_genome_report(run.read_json("report.json")) == result
         assert set(evolved.by_source) == {"first", "second"}
-        assert len(result.report.lineage) == 4 + 2 * 4
-        assert result.report.num_candidates == _num_distinct(run)
-        assert len(result.report.generations) == 3
-        assert result.report.num_tokens > 0
+        assert len(result.lineage) == 4 + 2 * 4
+        assert result.num_candidates == _num_distinct(run)
+        assert len(result.generations) == 3
+        assert result.num_tokens > 0
         winner = read_adapter(run.path / "winner")
-        assert winner.version == result.winner.version
+        chosen = run.last("winner")
+        assert chosen is not None and chosen.payload["version"] == winner.version
         model = AutoModelForCausalLM.from_pretrained(tiny_folder)
         PeftModel.from_pretrained(model, run.path / "winner")
         lineage = json.loads((run.path / "lineage.json").read_text())
@@ -125,7 +126,7 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
     for name, seed, wrap in (("a", 1, Here), ("b", 1, Elsewhere), ("c", 2, Here)):
         with _run(tmp_path, name) as run:
             found = await genome(run, seed=seed, wrap=wrap, race={"enabled": False})
-            reports.append(found.report)
+            reports.append(found)
     first, second, other = map(clockless, reports)
     assert first == second
     assert [n.score for n in first.lineage] != [n.score for n in other.lineage]
@@ -143,7 +144,7 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
                 with _run(tmp_path, f"on-{num}") as run:
                     found = await genome(run, fleet=fleet)
                     lineages.append((run.path / "lineage.json").read_text())
-        reports.append(clockless(found.report))
+        reports.append(clockless(found))
         assert all(stub.loads for stub in stubs), "every server had work"
     assert reports[0] == reports[1] and lineages[0] == lineages[1]
     assert len({node.score for node in reports[0].lineage}) > 1
@@ -153,7 +154,7 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(
     genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path, "whole") as run:
-        expected = (await genome(run)).report
+        expected = await genome(run)
     total = expected.num_rollouts
 
     class Killed(BaseException):
@@ -171,12 +172,12 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(
         run = Run.open(path)
         try:
             with pytest.raises(Killed):
-                await genome(run, watcher=Watcher(on_generation=die))
+                await genome(run, observer=FakeObserver(die))
             num_kills += 1
         finally:
             run.close()
     with Run.open(path) as run:
-        report = (await genome(run)).report
+        report = await genome(run)
         assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
     assert clockless(report) == clockless(expected)
     assert num_kills == 3
@@ -284,7 +285,7 @@ async def test_fresh_founders_are_distinct(
         assert len({f.version for f in founders}) == 3
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
-        assert len(result.report.lineage) == 3 + 8
+        assert len(result.lineage) == 3 + 8
 
 
 def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ async def test_every_crossover_runs_in_both_spaces(
             merges={merge: {"type": kind, "space": space, **extra}},
             finals={"random_search": False},
         )
-    children = [n for n in result.report.lineage if n.generation == 1]
+    children = [n for n in result.lineage if n.generation == 1]
     assert [c.operator for c in children] == [merge] * 3
     assert all(c.score is not None for c in children)
 
@@ -364,9 +365,9 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
         founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
         for entry in lineage["candidates"]:
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
-        assert result.report.num_candidates == _num_distinct(run)
+        assert result.num_candidates == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
-    for node in result.report.lineage:
+    for node in result.lineage:
         assert len(node.weights) == len(node.parents)
 
 
@@ -392,7 +393,7 @@ async def test_centres_are_made_once_in_generations_of_several_cohorts(
     monkeypatch.setattr(search_evaluator, "COHORT", 2)
     monkeypatch.setattr(adapter_builder, "unrounded", counted)
     with _run(tmp_path, "a") as run:
-        report = (await genome(run, stages=[stage], finals={"random_search": False})).report
+        report = await genome(run, stages=[stage], finals={"random_search": False})
     num_steps = sum(node.operator == "es" for node in report.lineage)
     assert num_steps > 20
     assert len(num_updates) <= 1.5 * num_steps, "at the end the winner's chain is made once more"
@@ -401,13 +402,11 @@ async def test_centres_are_made_once_in_generations_of_several_cohorts(
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
     ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
     with _run(tmp_path, "a") as run:
-        report = (
-            await genome(
-                run,
-                stages=[ga, {"type": "es", "steps": 1, "num_pairs": 1}, ga],
-                finals={"random_search": False},
-            )
-        ).report
+        report = await genome(
+            run,
+            stages=[ga, {"type": "es", "steps": 1, "num_pairs": 1}, ga],
+            finals={"random_search": False},
+        )
     assert [g.stage for g in report.generations] == ["founders", "ga", "es", "es", "ga"]
     ids = [n.id for n in report.lineage]
     assert len(ids) == len(set(ids))
@@ -432,16 +431,14 @@ async def test_the_searchs_own_sums_are_plain_whatever_the_config_calls_sum(
 ) -> None:
     """Random sums, CMA-ES and random search: slerp takes two parents, and the founders are four."""
     with _run(tmp_path, "a") as run:
-        report = (
-            await genome(
-                run,
-                stages=[
-                    {"type": "random", "count": 2},
-                    {"type": "cmaes", "generations": 1, "population": 2},
-                ],
-                merges={"sum": {"type": "slerp"}},
-            )
-        ).report
+        report = await genome(
+            run,
+            stages=[
+                {"type": "random", "count": 2},
+                {"type": "cmaes", "generations": 1, "population": 2},
+            ],
+            merges={"sum": {"type": "slerp"}},
+        )
     assert [generation.num_failed for generation in report.generations] == [0, 0, 0]
     assert [n.operator for n in report.lineage[4:]] == ["random"] * 2 + ["cmaes"] * 2
     assert "random search" in {row.name for row in report.rows if row.mean is not None}
@@ -459,7 +456,7 @@ async def test_cmaes_by_block_goes_on_from_the_best_by_block(
             finals={"random_search": False},
         )
         merits = {event.key: event.payload["merit"] for event in run.events("candidate")}
-    first, second = result.report.lineage[4:8], result.report.lineage[8:]
+    first, second = result.lineage[4:8], result.lineage[8:]
     assert len(second) == 4 and len(set(merits.values())) > 1
     best = max(first, key=lambda node: merits[node.id])
     for node in second:
@@ -473,7 +470,7 @@ async def test_the_lineage_counts_generations_through_all_stages(
     ga = {"type": "ga", "generations": 2, "population": {"size": 2, "children": {"count": 2}}}
     stages = [{"type": "random", "count": 3}, ga]
     with _run(tmp_path, "a") as run:
-        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+        report = await genome(run, stages=stages, finals={"random_search": False})
     nodes = {node.id: node.generation for node in report.lineage}
     counts = [g.num_candidates for g in report.generations]
     assert list(nodes.values()) == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 2
@@ -494,7 +491,7 @@ async def test_the_bar_knows_how_many_answers_there_can_be(
         "finals": {"random_search": False, "num_finalists": 1, "num_voters": 1},
     }
     with _run(tmp_path, "a") as run:
-        report = (await genome(run, **changes)).report
+        report = await genome(run, **changes)
     config = GenomeConfig.model_validate(inputs.document(**changes))
     assert isinstance(config.init, FileInit)
     founders = list(read_founders(config.init).values())
@@ -521,7 +518,7 @@ async def test_islands_may_be_settled_by_sums(
         {"type": "ga", "generations": 1, "population": population, "islands": {"num_islands": 6}},
     ]
     with _run(tmp_path, "a") as run:
-        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+        report = await genome(run, stages=stages, finals={"random_search": False})
     assert [g.num_candidates for g in report.generations] == [4, 4, 6]
 
 
@@ -540,7 +537,7 @@ async def test_cmaes_starts_from_the_best_of_the_random_sums(
             finals={"random_search": False},
         )
         lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
-    scores = {node.id: node.score for node in result.report.lineage}
+    scores = {node.id: node.score for node in result.lineage}
     drawn = [one for one in lineage if one["id"].startswith("r")]
     searched = [one for one in lineage if one["id"].startswith("s1-m")]
     assert len(drawn) == len(searched) == 4
@@ -597,7 +594,7 @@ async def test_a_surrogate_leaves_alone_what_a_founder_does_not_adapt(
         )
         lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
     assert 2 < len(lineage) <= 9
-    assert found.report.num_candidates == 2 + len(lineage), "no two have the same weights"
+    assert found.num_candidates == 2 + len(lineage), "no two have the same weights"
 
 
 async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_from(
@@ -607,7 +604,7 @@ async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_f
     stage = {"type": "surrogate", "generations": 1, "population": 3}
     with _run(tmp_path, "a") as run:
         found = await genome(run, init=init, stages=[stage], finals={"random_search": False})
-    assert [g.num_candidates for g in found.report.generations] == [7, 3]
+    assert [g.num_candidates for g in found.generations] == [7, 3]
 
 
 async def test_a_surrogate_tells_rewards_beyond_one_apart(
@@ -756,9 +753,7 @@ async def test_racing_saves_answers_and_finds_the_same_winner(
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
             race = {"enabled": enabled, "block": 4}
-            reports[enabled] = (
-                await genome(run, race=race, seed=3, finals={"random_search": False})
-            ).report
+            reports[enabled] = await genome(run, race=race, seed=3, finals={"random_search": False})
     assert reports[True].num_rollouts <= reports[False].num_rollouts
     assert reports[True].winner_id == reports[False].winner_id
 
@@ -781,8 +776,8 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome: Genome, tmp_
         )
         failed = [e.payload for e in run.events("candidate") if e.payload["error"]]
     assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
-    assert f"{len(failed)} candidates failed and lost" in " ".join(result.report.warnings)
-    assert result.report.winner_id.startswith("f")
+    assert f"{len(failed)} candidates failed and lost" in " ".join(result.warnings)
+    assert result.winner_id.startswith("f")
 
 
 async def test_when_every_candidate_fails_the_run_says_why(
@@ -839,7 +834,7 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(
     )  # fmt: skip
     stage = GaStage(generations=3, population=PopulationConfig(size=4, children=children))
     with _run(tmp_path, "a") as run:
-        report = (await genome(run, stages=[stage.model_dump()], race={"enabled": False})).report
+        report = await genome(run, stages=[stage.model_dump()], race={"enabled": False})
         lineage = json.loads((run.path / "lineage.json").read_text())
         founders = {f.name: read_adapter(f) for f in sorted((run.path / "founders").iterdir())}
         for entry in lineage["candidates"]:
@@ -919,7 +914,7 @@ async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_firs
     for wrap in (Here, SecondFirst):
         with _run(tmp_path, wrap.__name__) as run:
             found = await genome(run, stages=[stage], race={"enabled": False}, wrap=wrap)
-            reports.append(clockless(found.report))
+            reports.append(clockless(found))
     assert reports[0] == reports[1]
 
 
@@ -972,3 +967,22 @@ async def test_islands_race_apart() -> None:
     assert [prefix for prefix, _, _ in raced] == [{"i0-"}, {"i1-"}]
     assert [keep for _, _, keep in raced] == [3, 3]
     assert not set(raced[0][1]) & set(raced[1][1]) and len(raced[0][1]) == 3
+
+
+async def test_each_row_of_the_report_has_what_finding_it_took(
+    genome: Genome, tmp_path: Path, inputs: Inputs
+) -> None:
+    """Founders are not charged for merges of pairs; a random search that has them among its
+    candidates is charged for them."""
+    init = {"type": "file", "path": str(inputs.founders), "use": "both", "num_pairs": 2}
+    with _run(tmp_path, "x") as run:
+        report = await genome(run, init=init)
+        num_tasks = sum(taskset.num_search for taskset in report.tasksets)
+        cost = {row.name: (row.num_candidates, row.num_rollouts) for row in report.rows}
+        assert report.generations[0].num_rollouts == (4 + 2) * num_tasks
+        assert cost["best founder"] == cost["vote of founders"] == (4, 4 * num_tasks)
+        number = report.num_candidates
+        assert cost["random search"][0] == cost["evolved"][0] == number
+        assert cost["random search"][1] >= number * num_tasks
+    with Run.open(tmp_path / "x") as run:
+        assert (await genome(run, init=init)).rows == report.rows, "seconds too"

@@ -59,7 +59,7 @@ async def test_a_finalist_that_fails_on_select_cannot_win(
 ) -> None:
     """It would win: it fails where it is wrong, and is right on all that is left."""
     with _run(tmp_path, "whole") as run:
-        winner = (await genome(run, **FEW)).report.winner_id
+        winner = (await genome(run, **FEW)).winner_id
         version = {e.key: e.payload["version"] for e in run.events("candidate")}[winner]
         rollouts = [e.payload for e in run.events("rollout") if e.key.startswith(version)]
     wrong = {payload["task"] for payload in rollouts if payload["reward"] == 0.0}
@@ -75,7 +75,7 @@ async def test_a_finalist_that_fails_on_select_cannot_win(
         return request.model.version == version and request.tokens in prompts
 
     with _run(tmp_path, "failing") as run:
-        report = (await genome(run, wrap=lambda e: Failing(e, is_bad=is_bad), **FEW)).report
+        report = await genome(run, wrap=lambda e: Failing(e, is_bad=is_bad), **FEW)
     assert report.winner_id != winner
     assert any("1 of 3 finalists failed on the select tasks" in w for w in report.warnings)
 
@@ -98,14 +98,12 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
     tasksets = [load_taskset(_parse(document)) for document in _tasksets(inputs)]
     prompts = {tuple(_encode(task)) for t in tasksets for task in t.split("select")}
     with _run(tmp_path) as run:
-        report = (
-            await genome(
-                run,
-                wrap=lambda e: Failing(e, is_bad=lambda r: r.tokens in prompts),
-                merit="reward",
-                **FEW,
-            )
-        ).report
+        report = await genome(
+            run,
+            wrap=lambda e: Failing(e, is_bad=lambda r: r.tokens in prompts),
+            merit="reward",
+            **FEW,
+        )
         scores = {e.key: e.payload["score"] for e in run.events("candidate")}
     assert scores[report.winner_id] == max(s for s in scores.values() if s is not None)
     assert any("Every finalist failed on the select tasks" in w for w in report.warnings)
@@ -125,7 +123,7 @@ async def test_random_merges_that_fail_are_in_the_report(
             return await super().load(adapter)
 
     with _run(tmp_path) as run:
-        report = (await genome(run, wrap=partial(Refusing, share=0.0))).report
+        report = await genome(run, wrap=partial(Refusing, share=0.0))
     [warning] = [w for w in report.warnings if "random merges" in w]
     first = "r0000" if prefix == "r" else prefix
     assert warning == f"{outcome}. The first error: There is no room for {first}."
@@ -134,7 +132,7 @@ async def test_random_merges_that_fail_are_in_the_report(
 
 async def test_floors_bind_founders_too(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path, "high") as run:
-        report = (await genome(run, floors={"first": 0.99}, **FEW)).report
+        report = await genome(run, floors={"first": 0.99}, **FEW)
         founders = [
             e.payload for e in run.events("candidate") if e.payload["operator"] == "founder"
         ]
@@ -146,7 +144,7 @@ async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
     genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
-        report = (await genome(run, floors={"first": "founder"}, **FEW)).report
+        report = await genome(run, floors={"first": "founder"}, **FEW)
         found = {e.key: e.payload for e in run.events("candidate")}
         founders = [node for node in report.lineage if node.operator == "founder"]
         best = max(_mean(report, node.id, run) for node in founders)
@@ -161,9 +159,9 @@ async def test_a_floor_on_report_tasks_says_where_it_was_measured(
 ) -> None:
     """The founder itself may have less on the report tasks."""
     with _run(tmp_path, "a") as run:
-        measured = (await genome(run, floors={"second": "founder"}, **FEW)).report
+        measured = await genome(run, floors={"second": "founder"}, **FEW)
     with _run(tmp_path, "b") as run:
-        given = (await genome(run, floors={"second": 0.99}, **FEW)).report
+        given = await genome(run, floors={"second": 0.99}, **FEW)
     [of_founder] = [w for w in measured.warnings if "below the floor" in w]
     assert of_founder.endswith("0.656, the best founder's mean on the search tasks.")
     [of_config] = [w for w in given.warnings if "below the floor" in w]
@@ -189,7 +187,7 @@ async def test_a_race_with_floors_finds_the_winner_of_no_race(
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
             race = {"enabled": enabled, "block": 4}
-            report = (await genome(run, race=race, seed=5, floors=floors, **FEW)).report
+            report = await genome(run, race=race, seed=5, floors=floors, **FEW)
             winners[enabled] = report.winner_id
     assert winners[True] == winners[False]
 
@@ -200,7 +198,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
     splits = {"search": 0.7, "select": 0.0, "report": 0.3}
     tasksets = _tasksets(inputs, second={"splits": splits})
     with _run(tmp_path) as run:
-        report = (await genome(run, tasksets=tasksets, **FEW)).report
+        report = await genome(run, tasksets=tasksets, **FEW)
         candidates = {e.key: e.payload for e in run.events("candidate")}
         select = {t.id for t in load_taskset(_parse(tasksets[0])).split("select")}
         rewards: dict[tuple[str, str], float] = {}
@@ -228,7 +226,7 @@ async def test_what_the_search_begins_with(
 ) -> None:
     init = {"type": "file", "path": str(inputs.founders), "use": use, "num_pairs": 5}
     with _run(tmp_path) as run:
-        report = (await genome(run, init=init, **FEW)).report
+        report = await genome(run, init=init, **FEW)
     nodes = {node.id: node for node in report.lineage}
     pairs = {name for name in nodes if name.startswith("g000-")}
     assert len(pairs) == (0 if use == "adapters" else 5)
@@ -353,13 +351,13 @@ async def test_a_baseline_that_beats_the_winner_is_said_first(
         "sampling": {"max_tokens": 1},
     }
     with _run(tmp_path, "beaten") as run:
-        report = (await genome(run, tasksets=tasksets, **FEW)).report
+        report = await genome(run, tasksets=tasksets, **FEW)
     assert "The base model is better than the winner by 1.000" in report.warnings[0]
 
 
 async def test_what_is_left_behind(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path) as run:
-        report = (await genome(run)).report
+        report = await genome(run)
         population = {entry.id for entry in report.population}
         assert {path.name for path in (run.path / "population").iterdir()} == population
         assert len(population) == 4
@@ -459,7 +457,7 @@ async def test_rewards_above_one_need_a_range_only_for_a_race(
         "sampling": {"max_tokens": 1},
     }
     with _run(tmp_path, "off") as run:
-        report = (await genome(run, tasksets=tasksets, race={"enabled": False}, **FEW)).report
+        report = await genome(run, tasksets=tasksets, race={"enabled": False}, **FEW)
         assert (report.rows[0].mean or 0) > 4
     with _run(tmp_path, "on") as run, pytest.raises((TaskError, ConfigError), match="high"):
         await genome(run, tasksets=tasksets, **FEW)
@@ -471,7 +469,7 @@ async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
     splits = {"search": 0.0, "select": 0.0, "report": 1.0}
     tasksets = _tasksets(inputs, second={"splits": splits})
     with _run(tmp_path) as run:
-        report = (await genome(run, tasksets=tasksets, floors={"first": 0.99}, **FEW)).report
+        report = await genome(run, tasksets=tasksets, floors={"first": 0.99}, **FEW)
         found = [e.payload for e in run.events("candidate")]
     assert all(candidate["violation"] > 0 for candidate in found), "floors bind all the same"
     assert set(report.rows[0].by_source) == {"first", "second"}
@@ -529,7 +527,7 @@ async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
     genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
-        report = (await genome(run, floors={"first": "founder"}, **FEW)).report
+        report = await genome(run, floors={"first": "founder"}, **FEW)
         found = {e.key: e.payload for e in run.events("candidate")}
     assert any(payload["violation"] == 0 for payload in found.values())
     assert found[report.winner_id]["violation"] == 0

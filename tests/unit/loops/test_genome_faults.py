@@ -19,10 +19,10 @@ from loops.evolution import Faulty, Genome, Inputs, clockless, run_evolution
 
 from rookery.errors import FleetDownError
 from rookery.fleet import FleetConfig, open_fleet
-from rookery.loops.genome import Watcher
 from rookery.reports import parse_genome_report
 from rookery.runs import Event, NewEvent, Run, RunView
 from rookery.slots import SlottedModel
+from rookery.testing import FakeObserver
 
 RACE = {"enabled": True, "block": 4}
 EMITTERS: dict[str, Any] = {
@@ -79,11 +79,11 @@ def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
 
 
 @contextmanager
-def killed_in(run: Run, phase: str, *, is_stored: bool) -> Iterator[Watcher]:
+def killed_in(run: Run, phase: str, *, is_stored: bool) -> Iterator[FakeObserver]:
     """The first append of a phase kills. Yields who must be told of the phases."""
-    now = [""]
-    with killed_when(run, lambda: now[0] == phase, is_stored=is_stored):
-        yield Watcher(on_phase=lambda name: now.__setitem__(0, name))
+    observer = FakeObserver()
+    with killed_when(run, lambda: observer.phases[-1:] == [phase], is_stored=is_stored):
+        yield observer
 
 
 @contextmanager
@@ -156,7 +156,7 @@ async def test_faults_and_kills_anywhere_change_nothing(
         run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly
     )
     with create(tmp_path, "whole") as run:
-        expected = clockless((await run_on(run)).report)
+        expected = clockless(await run_on(run))
         events = decided(run)
         errors = [e.payload["error"] for e in run.events("rollout") if e.payload["error"]]
     assert errors, "the faults were met"
@@ -166,7 +166,7 @@ async def test_faults_and_kills_anywhere_change_nothing(
         with killed_at(run, rng.randrange(1, 25), is_stored=rng.random() < 0.5):
             await run_on(run)
     with Run.open(tmp_path / "killed") as run:
-        assert clockless((await run_on(run)).report) == expected
+        assert clockless(await run_on(run)) == expected
         assert decided(run) == events
 
 
@@ -186,18 +186,18 @@ async def test_a_run_killed_inside_a_stage_goes_on_there(
         **scored_badly,
     )  # fmt: skip
     with create(tmp_path, "whole") as run:
-        expected = clockless((await run_on(run)).report)
+        expected = clockless(await run_on(run))
         events = decided(run)
     create(tmp_path, "killed").close()
     for is_stored in (True, False):
         run = Run.open(tmp_path / "killed")
-        with killed_in(run, phase, is_stored=is_stored) as watcher:
-            await run_on(run, watcher=watcher)
+        with killed_in(run, phase, is_stored=is_stored) as observer:
+            await run_on(run, observer=observer)
         with Run.view(tmp_path / "killed") as view:
             num_done = view.counts()["generation"]
             assert num_done == int(phase.split()[1]), "killed inside the phase"
     with Run.open(tmp_path / "killed") as run:
-        assert clockless((await run_on(run)).report) == expected
+        assert clockless(await run_on(run)) == expected
         assert decided(run) == events
 
 
@@ -212,14 +212,14 @@ async def test_faults_that_pass_are_remembered(
             if is_ill[0]:
                 super()._pass(share, *what)
 
-    def recover_after(number: int, *, and_die: bool) -> Watcher:
+    def recover_after(number: int, *, and_die: bool) -> FakeObserver:
         def note(generation: Any) -> None:
             if generation.generation == number:
                 is_ill[0] = False
                 if and_die:
                     raise Killed
 
-        return Watcher(on_generation=note)
+        return FakeObserver(note)
 
     run_on = partial(
         run_evolution,
@@ -229,15 +229,15 @@ async def test_faults_that_pass_are_remembered(
         race=RACE,
     )
     with create(tmp_path, "whole") as run:
-        expected = await run_on(run, watcher=recover_after(1, and_die=False))
+        expected = await run_on(run, observer=recover_after(1, and_die=False))
         events = decided(run)
         assert any(e.payload["error"] for e in run.events("candidate"))
         assert list(run.events("failure")), "a load failed too"
     is_ill[0] = True
     with create(tmp_path, "killed") as run, pytest.raises(Killed):
-        await run_on(run, watcher=recover_after(1, and_die=True))
+        await run_on(run, observer=recover_after(1, and_die=True))
     with Run.open(tmp_path / "killed") as run:
-        assert clockless((await run_on(run)).report) == clockless(expected.report)
+        assert clockless(await run_on(run)) == clockless(expected)
         assert decided(run) == events
 
 
@@ -261,9 +261,9 @@ async def test_a_server_that_dies_changes_no_decision(
                         inputs=inputs,
                         model=tiny_model,
                         fleet=fleet,
-                        watcher=Watcher(on_generation=kill),
+                        observer=FakeObserver(kill),
                     )
-        reports.append(clockless(found.report))
+        reports.append(clockless(found))
     assert reports[0] == reports[1]
 
 
@@ -281,7 +281,7 @@ async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(
     with Run.open(tmp_path / "gone") as run:
         assert not list(run.events("rollout")) and not list(run.events("failure"))
         resumed = await run_evolution(run, inputs=inputs, model=tiny_model)
-    assert clockless(resumed.report) == clockless(expected.report)
+    assert clockless(resumed) == clockless(expected)
 
 
 @pytest.mark.parametrize("stages", STAGES)

@@ -9,9 +9,10 @@ import pytest
 from loops.training import Inputs, run_training
 
 from rookery.errors import TaskError, TrainError
-from rookery.loops.grpo import Step, Watcher
+from rookery.loops.grpo import Step
 from rookery.runs import Run
 from rookery.slots import SlottedModel
+from rookery.testing import FakeObserver
 from rookery.types import Completion, SampleRequest, TrainRequest
 from rookery.weights import read_adapter
 
@@ -26,15 +27,14 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
     steps: list[Step] = []
     with make_run(tmp_path) as run:
         result = await run_training(
-            run, grpo_inputs, model=plain_model, watcher=Watcher(on_step=steps.append)
+            run, grpo_inputs, model=plain_model, observer=FakeObserver(steps.append)
         )
-    report = result.report
+    report = result
     assert [row.name for row in report.rows] == ["trained", "base model"]
     assert report.trained is not None and report.trained.gain is not None
     assert [one.step for one in report.checkpoints] == [0, 2, 4, 5]
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
-    assert result.trained == tmp_path / "x" / "trained"
-    assert read_adapter(result.trained).factors
+    assert read_adapter(tmp_path / "x" / "trained").factors
     metrics = steps[1].metrics
     assert metrics["grpo/logprob_gap"] < 1e-5 and metrics["grpo/staleness"] == 0
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
@@ -100,7 +100,7 @@ async def test_old_checkpoints_and_rollouts_are_removed(
 ) -> None:
     with make_run(tmp_path) as run:
         result = await run_training(run, grpo_inputs, model=plain_model)
-        best = result.report.chosen_step
+        best = result.chosen_step
         kept = {path.name for path in (run.path / "checkpoints").iterdir()}
         weights = {f"adapter_step_{step}" for step in {5, best} - {0}}
         assert kept == weights | {"trainer_step_5"}
@@ -119,7 +119,7 @@ async def test_a_run_that_ended_is_not_trained_again(
         num = run.counts()
         after = await run_training(run, grpo_inputs, model=plain_model)
         assert run.counts() == num
-    assert after.report.rows == before.report.rows
+    assert after.rows == before.rows
 
 
 async def test_a_kl_term_holds_the_policy_to_its_start(
@@ -209,7 +209,7 @@ async def test_failed_rollouts_are_counted_and_too_many_end_the_run(
         [event] = run.events("step")
         assert event.payload["metrics"]["grpo/num_failed_rollouts"] == 4
         assert event.payload["positions"] != batch["positions"]
-        assert any("4 of 12 rollouts failed" in warning for warning in result.report.warnings)
+        assert any("4 of 12 rollouts failed" in warning for warning in result.warnings)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.errors import RunError
-from rookery.loops.grpo import Step, Watcher
+from rookery.loops.grpo import Step
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.runs import Run
 from rookery.slots import SlottedModel
+from rookery.testing import FakeObserver
 
 FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
 SHARED = {**FULL, "share": True}
@@ -69,11 +70,11 @@ async def test_a_run_trains_the_model_itself(
     with make_run(tmp_path) as run:
         result = await run_training(
             run, grpo_inputs, model=plain_model, wrap=replacements,
-            watcher=Watcher(on_step=steps.append), **changes,
+            observer=FakeObserver(steps.append), **changes,
         )  # fmt: skip
         served = [event.payload["model"] for event in run.events("batch")]
-    assert [row.name for row in result.report.rows] == ["trained", "base model"]
-    assert result.report.model == ("tiny" if "share" in changes else str(grpo_inputs.model))
+    assert [row.name for row in result.rows] == ["trained", "base model"]
+    assert result.model == ("tiny" if "share" in changes else str(grpo_inputs.model))
     gaps = [step.metrics["grpo/logprob_gap"] for step in steps]
     assert all(gap < 1e-5 for gap in gaps)
     if "share" in changes and is_by_rows():
@@ -96,8 +97,8 @@ async def test_what_a_step_spends_on_publishing_is_counted_as_that(
 
     monkeypatch.setattr(PolicyTrainer, "apply", apply_slowly)
     with make_run(tmp_path) as run:
-        watcher = Watcher(on_step=steps.append)
-        await run_training(run, grpo_inputs, model=plain_model, watcher=watcher, **SHARED)
+        observer = FakeObserver(steps.append)
+        await run_training(run, grpo_inputs, model=plain_model, observer=observer, **SHARED)
     assert all(step.metrics["time/publish_s"] > 999 for step in steps) and len(steps) == 5
     assert all(step.metrics["time/train_s"] < 0 for step in steps), "of which so much was counted"
     assert not any("train/publish_s" in step.metrics for step in steps)
@@ -107,7 +108,7 @@ async def test_checkpoints_are_folders_that_transformers_loads(
     grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
 ) -> None:
     with make_run(tmp_path) as run:
-        result = await run_training(run, grpo_inputs, model=plain_model, keep=9, **SHARED)
+        await run_training(run, grpo_inputs, model=plain_model, keep=9, **SHARED)
         names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
     assert names == [f"{kind}_{step}" for kind in ("step", "trainer_step") for step in (2, 4, 5)]
     folder = tmp_path / "x/checkpoints/step_5"
@@ -115,7 +116,7 @@ async def test_checkpoints_are_folders_that_transformers_loads(
     moved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     start = AutoModelForCausalLM.from_pretrained(grpo_inputs.model).state_dict()
     assert all(not torch.equal(moved[name], start[name]) for name in start)
-    assert AutoTokenizer.from_pretrained(result.trained)("w7").input_ids == [7]
+    assert AutoTokenizer.from_pretrained(tmp_path / "x" / "trained")("w7").input_ids == [7]
 
 
 async def test_only_the_newest_states_are_kept(
@@ -125,7 +126,7 @@ async def test_only_the_newest_states_are_kept(
     with make_run(tmp_path) as run:
         result = await run_training(run, grpo_inputs, model=plain_model, **SHARED)
         names = {path.name for path in (run.path / "checkpoints").iterdir()}
-    best = result.report.chosen_step
+    best = result.chosen_step
     assert names == {"trainer_step_5"} | {f"step_{step}" for step in {5, best} - {0}}
 
 
@@ -150,7 +151,7 @@ async def test_a_run_goes_on_from_the_model_it_began_with_only(
     inputs = Inputs(model=model, tasks=grpo_inputs.tasks)
     file = model / "model.safetensors"
     with make_run(tmp_path) as run, pytest.raises(StopHereError):
-        await run_training(run, inputs, model=plain_model, watcher=Watcher(on_step=stop), **SHARED)
+        await run_training(run, inputs, model=plain_model, observer=FakeObserver(stop), **SHARED)
     tensors = load_file(file)
     tensors["model.norm.weight"] += 0.5
     save_file(tensors, file, metadata={"format": "pt"})

@@ -32,10 +32,10 @@ async def test_a_guessing_game_is_learned(
     assert late > early + 0.1
     assert all(step["grpo/logprob_gap"] < 1e-5 for step in metrics)
     assert all("game/is_right" in step for step in metrics)
-    trained = result.report.trained
+    trained = result.trained
     assert trained is not None and trained.gain is not None and trained.gain.mean is not None
     assert trained.gain.mean > 0.1
-    assert "user: w" in result.report.steps[0].examples[0].text
+    assert "user: w" in result.steps[0].examples[0].text
 
 
 async def test_a_step_has_the_turns_of_its_games(
@@ -93,7 +93,7 @@ async def test_a_run_of_games_that_is_cut_off_ends_with_the_same_weights(
     whole = Cut()
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, grpo_inputs, wrap=whole, **options)
-        expected = final_weights(run), trained_positions(run), clockless(result.report)
+        expected = final_weights(run), trained_positions(run), clockless(result)
     for at in range(staleness, len(whole.seen), 131):
         with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
             await run_training(run, grpo_inputs, wrap=Cut(at), **options)

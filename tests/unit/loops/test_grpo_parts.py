@@ -29,7 +29,7 @@ from rookery.loops.grpo.batch import (
 )
 from rookery.loops.grpo.batch_drawer import Policy, TaskOrder
 from rookery.loops.grpo.data import make_data, mean_gap
-from rookery.loops.grpo.group_source import FedSource
+from rookery.loops.grpo.group_source import AtroposSource
 from rookery.runs import Run
 from rookery.seeding import stream
 from rookery.types import KeptTokens, ModelRef, Task, TokenSequence
@@ -241,9 +241,9 @@ async def test_groups_of_environments_that_cannot_be_trained_on_stop_the_run(
     config = GrpoConfig.model_validate({"environment": {"type": "atropos"}})
     policy = Policy(ModelRef(name="policy", version="0"), step=0)
     with Run.create(tmp_path, kind="grpo", name="fed", config={}) as run:
-        bad = FedSource(RunApi(["", "token 99", "token 98"]), config=config, run=run)
+        bad = AtroposSource(RunApi(["", "token 99", "token 98"]), config=config, run=run)
         with pytest.raises(TaskError, match=r"4 of 6 rollouts failed.*The first error: token 99"):
             await bad.batch(0, policy=policy)
-        good = FedSource(RunApi(["", "", "", "", "token 99"]), config=config, run=run)
+        good = AtroposSource(RunApi(["", "", "", "", "token 99"]), config=config, run=run)
         batch = await good.batch(0, policy=policy)
     assert len(batch.groups) == 4 and batch.counts.num_failed == 2

@@ -17,7 +17,7 @@ from forked import forked
 from loops import training
 from loops.training import Inputs, clockless, run_training
 
-from rookery.loops.grpo import GrpoResult
+from rookery.reports import GrpoReport
 from rookery.runs import Run, RunView
 from rookery.slots import SlottedModel
 from rookery.types import SampleRequest, ScoreRequest
@@ -91,12 +91,12 @@ def trained_positions(run: RunView) -> list[list[int]]:
     return [event.payload["positions"] for event in run.events("step")]
 
 
-def check_same(run: Run, result: GrpoResult, expected: tuple[Any, Any, Any]) -> None:
+def check_same(run: Run, result: GrpoReport, expected: tuple[Any, Any, Any]) -> None:
     """Bit-equal weights, the same groups in the same steps, none twice, the same report."""
     weights, positions, report = expected
     assert final_weights(run) == weights
     assert trained_positions(run) == positions
-    assert clockless(result.report) == report
+    assert clockless(result) == report
     drawn = [event.payload["positions"] for event in run.events("batch")]
     assert drawn == positions
     assert max(Counter(chain.from_iterable(positions)).values()) == 1
@@ -113,7 +113,7 @@ async def test_a_run_that_is_cut_off_at_any_call_ends_with_the_same_weights(
     whole = Cut()
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, inputs, model=model, wrap=whole, **changes)
-        expected = final_weights(run), trained_positions(run), clockless(result.report)
+        expected = final_weights(run), trained_positions(run), clockless(result)
     served = {"replace_base"} if "full" in changes else {"load", "unload"}
     assert {name.partition(" ")[2] for name in whole.seen} >= served | {
         "sample", "forward_backward", "optim_step", "save", "publish", "export",
@@ -132,7 +132,7 @@ async def test_a_run_that_is_cut_off_again_and_again_gets_there(
 ) -> None:
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, inputs, model=model, staleness=1, save_every=1)
-        expected = final_weights(run), trained_positions(run), clockless(result.report)
+        expected = final_weights(run), trained_positions(run), clockless(result)
     make_run(tmp_path, "cut").close()
     at, ended = 3, None
     while ended is None:
@@ -229,7 +229,7 @@ async def test_kill_9(
 ) -> None:
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, inputs, model=model, **changes)
-        expected = final_weights(run), trained_positions(run), clockless(result.report)
+        expected = final_weights(run), trained_positions(run), clockless(result)
     make_run(tmp_path, "killed").close()
     # The weights have moved and nobody was told; a step was trained and is not published.
     for point, number in (("after optim_step", 3), ("before publish", 2)):

@@ -11,9 +11,10 @@ from loops.training import Inputs, _drawing, clockless, run_training
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import EngineError, TrainError
-from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, train_policy
+from rookery.loops.grpo import GrpoConfig, GrpoInputs, train_policy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.policy_weights import POLICY, TraineePolicy
+from rookery.reports import GrpoReport
 from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.service.client import ServiceClient, ServiceClientConfig, open_client
@@ -54,7 +55,7 @@ async def opened(folder: Path, model: Path) -> AsyncIterator[ServiceClient]:
         yield client
 
 
-async def run_on_service(run: Run, inputs: Inputs, client: ServiceClient) -> GrpoResult:
+async def run_on_service(run: Run, inputs: Inputs, client: ServiceClient) -> GrpoReport:
     config = GrpoConfig.model_validate(inputs.document(lora=LORA, drawing=DRAWING))
     tasksets = load_tasksets(config.judged_tasksets)
     shape = LoraShape(rank=4, seed=config.seed)
@@ -67,11 +68,10 @@ async def run_on_service(run: Run, inputs: Inputs, client: ServiceClient) -> Grp
         config=config,
         weights=TraineePolicy(client.trainer, trainees=client.trainer, engine=client.engine),
         tasksets=tasksets,
-        engine=client.engine,
         drawer=drawer,
         evaluator=evaluator,
     )
-    return await train_policy(parts, run=run)
+    return await train_policy(parts, engine=client.engine, run=run)
 
 
 DRAWING = {"max_tokens": 4, "top_p": 0.9}
@@ -85,8 +85,11 @@ async def test_a_training_on_a_service_is_the_same_training(
     with Run.create(tmp_path, kind="grpo", config={}, name="far") as run:
         async with opened(tmp_path / "serve", grpo_inputs.model) as client:
             far = await run_on_service(run, grpo_inputs, client)
-    assert read_adapter(far.trained).version == read_adapter(own.trained).version
-    ours, theirs = clockless(own.report), clockless(far.report)
+    assert (
+        read_adapter(tmp_path / "far/trained").version
+        == read_adapter(tmp_path / "own/trained").version
+    )
+    ours, theirs = clockless(own), clockless(far)
     assert theirs["steps"] == ours["steps"]
     assert theirs["rows"] == ours["rows"]
 

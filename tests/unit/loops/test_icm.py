@@ -14,30 +14,28 @@ import pytest
 from loops.oracle import Oracle, make_config, write_items
 
 from rookery.errors import ConfigError, EngineError, TaskError
-from rookery.loops.icm import IcmConfig, IcmResult, label, read_gold, read_items
+from rookery.loops.icm import IcmConfig, IcmInputs, label, read_gold, read_items
 from rookery.loops.icm.baselines import INVERTED, Baselines
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.reports import parse_icm_report
+from rookery.reports import IcmReport, parse_icm_report
 from rookery.runs import Run
 from rookery.search.labelling import TreeOrder
 from rookery.testing import BASE
 from rookery.types import Datum, ModelRef, Score, ScoreRequest, TokenIds
 
 
-async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = "a") -> IcmResult:
+async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = "a") -> IcmReport:
     path = root / name
     opened = Run.open(path) if path.exists() else Run.create(root, kind="icm", config={}, name=name)
     items = read_items(config.data)
     with opened as run:
         return await label(
-            config,
-            items=items,
-            labeller=oracle.labeller,
+            IcmInputs(config=config, items=items, gold=lambda: read_gold(config.data, items)),
+            engine=oracle.labeller,
             run=run,
-            gold=lambda: read_gold(config.data, items),
         )
 
 
@@ -78,8 +76,8 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     oracle = Oracle(16, seed=1)
     config = make_config(write_items(tmp_path / "items.jsonl", oracle))
     result = await run_icm(tmp_path, oracle, config)
-    report = result.report
-    assert oracle.accuracy(result.labels) == 1.0
+    report = result
+    assert oracle.accuracy(result.label_by_id) == 1.0
     assert report.verdict == "coherent" and report.warnings == ()
     assert report.num_labelled == 16 and report.balance == {"True": 8, "False": 8}
     assert [row.name for row in report.rows] == [
@@ -95,7 +93,8 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     assert all(row["margin"] > 0 and row["model"] == "base@fake" for row in rows)
     sft = read_rows(tmp_path / "a" / "sft.jsonl")
     assert sft[0] == {
-        "id": "i0", "prompt": "#0 is", "choices": ["True", "False"], "answer": result.labels["i0"],
+        "id": "i0", "prompt": "#0 is", "choices": ["True", "False"],
+        "answer": result.label_by_id["i0"],
     }  # fmt: skip
     soft = read_rows(tmp_path / "a" / "soft.jsonl")
     assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in soft)
@@ -172,7 +171,7 @@ async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
         ]
         best = max(a.utility for a in await opened.assess(options) if a is not None)
         result = await run_icm(tmp_path, oracle, config, name=f"run{seed}")
-        assert result.report.utility == pytest.approx(best)
+        assert result.utility == pytest.approx(best)
 
 
 async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> None:
@@ -187,8 +186,8 @@ async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     second = await run_icm(tmp_path, oracle, config, name="second")
     assert decisions(tmp_path / "first") == decisions(tmp_path / "second")
-    assert first.labels == second.labels
-    assert first.report.rows[0].accuracy != second.report.rows[0].accuracy
+    assert first.label_by_id == second.label_by_id
+    assert first.rows[0].accuracy != second.rows[0].accuracy
 
 
 def test_the_search_cannot_be_shown_the_true_labels(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(
 ) -> None:
     oracle = Oracle(10, seed=4, order_weight=2.0)
     config = make_config(write_items(tmp_path / "items.jsonl", oracle), num_chains=2)
-    expected = (await run_icm(tmp_path, oracle, config, name="whole")).report
+    expected = await run_icm(tmp_path, oracle, config, name="whole")
     total = len(oracle.asked)
     score, kills = oracle.sampler.score, 0
     asked: list[TokenIds] = []
@@ -228,12 +227,12 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(
 
         monkeypatch.setattr(oracle.sampler, "score", dying)
         try:
-            report = (await run_icm(tmp_path, oracle, config, name="killed")).report
+            report = await run_icm(tmp_path, oracle, config, name="killed")
         except (Killed, BaseExceptionGroup):
             kills += 1
     monkeypatch.setattr(oracle.sampler, "score", score)
     before = len(oracle.asked)
-    report = (await run_icm(tmp_path, oracle, config, name="killed")).report
+    report = await run_icm(tmp_path, oracle, config, name="killed")
     asked.extend(oracle.asked[before:])
     assert kills >= 4
     assert len(asked) == len(set(asked)) == total, "what was answered is not asked for again"
@@ -241,7 +240,7 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(
     assert report.model_dump(exclude=other) == expected.model_dump(exclude=other)
     assert decisions(tmp_path / "killed") != [] and report.tokens.naive > 0
     again = len(oracle.asked)
-    assert (await run_icm(tmp_path, oracle, config, name="killed")).report.rows == report.rows
+    assert (await run_icm(tmp_path, oracle, config, name="killed")).rows == report.rows
     assert len(oracle.asked) == again, "a finished run costs nothing to open"
 
 
@@ -285,11 +284,11 @@ async def test_without_constraints_a_biased_model_collapses_and_is_told_so(tmp_p
     oracle = Oracle(12, prior=0.2, pull=0.5, noise=0.1, bias=4.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     result = await run_icm(tmp_path, oracle, make_config(path, constraints=[]))
-    assert result.report.verdict == "collapsed"
-    assert "All labels are True" in result.report.warnings[0]
+    assert result.verdict == "collapsed"
+    assert "All labels are True" in result.warnings[0]
     calibrated = make_config(path, constraints=[], objective={"calibrate": True}, num_chains=3)
     result = await run_icm(tmp_path, oracle, calibrated, name="calibrated")
-    assert result.report.verdict != "collapsed" and oracle.accuracy(result.labels) == 1.0
+    assert result.verdict != "collapsed" and oracle.accuracy(result.label_by_id) == 1.0
 
 
 class Silent(Oracle):
@@ -305,11 +304,11 @@ async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -
     path = write_items(tmp_path / "items.jsonl", oracle)
     config = make_config(path, constraints=[])
     result = await run_icm(tmp_path, oracle, config)
-    assert result.report.verdict == "partial"
-    assert result.report.num_labelled < 20
-    assert None in result.labels.values()
+    assert result.verdict == "partial"
+    assert result.num_labelled < 20
+    assert None in result.label_by_id.values()
     rows = read_rows(tmp_path / "a" / "sft.jsonl")
-    assert len(rows) <= result.report.num_labelled
+    assert len(rows) <= result.num_labelled
 
 
 @pytest.mark.parametrize("num_chains", [1, 2])
@@ -319,7 +318,7 @@ async def test_a_search_never_ends_below_a_baseline(tmp_path: Path, num_chains: 
     path = write_items(tmp_path / "items.jsonl", oracle)
     search = {"iterations": 2, "num_start": 4}
     config = make_config(path, search=search, num_chains=num_chains, baselines={"inverted": False})
-    report = (await run_icm(tmp_path, oracle, config)).report
+    report = await run_icm(tmp_path, oracle, config)
     ours, *others = report.rows
     assert report.num_labelled == 20
     known = [row.utility for row in others if row.utility is not None and not row.num_violated]
@@ -341,17 +340,17 @@ async def test_the_search_from_the_opposite_counts_where_it_is_better(
     search = {"iterations": 40, "num_start": 4}
     config = make_config(path, search=search, num_chains=num_chains, batch_size=12, seed=20)
     found = await run_icm(tmp_path, oracle, config)
-    rows = {row.name: row for row in found.report.rows}
+    rows = {row.name: row for row in found.rows}
     ours, inverted = rows["icm"], rows["inverted seed"]
     assert ours.utility is not None and ours.utility == inverted.utility
     assert ours.note == "labels of inverted seed: no chain found better ones"
-    *chains, best = found.report.chains
+    *chains, best = found.chains
     assert best.is_best and best.origin == "inverted seed"
     assert max(chain.utility or 0.0 for chain in chains) < (best.utility or 0.0)
     decided = {key for key, _ in decisions(tmp_path / "a")}
     assert sum(key.startswith(f"0/{len(chains)}/") for key in decided) == len(best.steps)
     again = await run_icm(tmp_path, oracle, config)
-    assert again.labels == found.labels and again.report.rows == found.report.rows
+    assert again.label_by_id == found.label_by_id and again.rows == found.rows
 
 
 async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
@@ -361,8 +360,7 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
     oracle = Oracle(16, prior=0.0, pull=3.0, noise=0.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     reports = [
-        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")).report
-        for s in range(6)
+        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")) for s in range(6)
     ]
     accuracies = {report.rows[0].accuracy for report in reports}
     assert accuracies == {0.0, 1.0}, "both ends are found"
@@ -375,12 +373,12 @@ async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_
     oracle = Oracle(22, seed=5)
     path = write_items(tmp_path / "items.jsonl", oracle)
     result = await run_icm(tmp_path, oracle, make_config(path, batch_size=8, num_chains=2))
-    assert len(result.labels) == 22
+    assert len(result.label_by_id) == 22
     rows = read_rows(tmp_path / "a" / "labels.jsonl")
     assert {row["batch"] for row in rows} == {0, 1, 2}
     for i in range(0, 22, 2):
         assert rows[i]["batch"] == rows[i + 1]["batch"]
-    assert oracle.accuracy(result.labels) > 0.85
+    assert oracle.accuracy(result.label_by_id) > 0.85
 
 
 async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: Path) -> None:
@@ -392,13 +390,13 @@ async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: 
         config = make_config(path, batch_size=12, seed=seed, baselines={"inverted": False})
         config = config.model_copy(update={"data": config.data.model_copy(update={"gold": None})})
         result = await run_icm(tmp_path, oracle, config, name=f"s{seed}")
-        rights = [result.labels[f"i{i}"] == ("True" if oracle.truth[i] > 0 else "False")
+        rights = [result.label_by_id[f"i{i}"] == ("True" if oracle.truth[i] > 0 else "False")
                   for i in range(24)]  # fmt: skip
         is_opposite = all(rights[:12]) != all(rights[12:])
         seen.add(is_opposite)
-        [row] = result.report.transfers
+        [row] = result.transfers
         assert row.accuracy == (0.0 if is_opposite else 1.0)
-        assert (result.report.verdict == "opposite") == is_opposite
+        assert (result.verdict == "opposite") == is_opposite
     assert seen == {True, False}
 
 
@@ -423,9 +421,9 @@ async def test_more_than_two_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(oracle, "logprob", logprob)
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
-        result = await label(config, items=items, labeller=oracle.labeller, run=run)
-    assert result.labels == {row["id"]: row["word"] for row in rows}
-    assert result.report.gold is None and result.report.rows[0].accuracy is None
+        result = await label(IcmInputs(config=config, items=items), engine=oracle.labeller, run=run)
+    assert result.label_by_id == {row["id"]: row["word"] for row in rows}
+    assert result.gold is None and result.rows[0].accuracy is None
 
 
 def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem: MakeProblem) -> None:
@@ -451,8 +449,10 @@ async def test_texts_become_tokens_beside_the_event_loop(tmp_path: Path) -> None
 
     labeller = replace(oracle.labeller, tune=tune, encoder=Encoder(encode=encode))
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
-        result = await label(config, items=read_items(config.data), labeller=labeller, run=run)
-    assert len(result.report.transfers) == 2
+        result = await label(
+            IcmInputs(config=config, items=read_items(config.data)), engine=labeller, run=run
+        )
+    assert len(result.transfers) == 2
     assert threads and threading.get_ident() not in threads
 
 
@@ -471,7 +471,7 @@ async def test_batches_are_searched_from_the_opposite_side_by_side(
     oracle = Oracle(16, seed=6)
     config = make_config(write_items(tmp_path / "items.jsonl", oracle), batch_size=8, parallel=2)
     result = await run_icm(tmp_path, oracle, config)
-    assert [row.utility is not None for row in result.report.rows if row.name == INVERTED] == [True]
+    assert [row.utility is not None for row in result.rows if row.name == INVERTED] == [True]
 
 
 async def test_chains_of_one_batch_share_what_is_in_flight(problem: MakeProblem) -> None:
@@ -507,7 +507,7 @@ async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
         labeller = replace(oracle.labeller, tune=tune)
-        result = await label(config, items=items, labeller=labeller, run=run)
+        result = await label(IcmInputs(config=config, items=items), engine=labeller, run=run)
     assert [len(data) for data in trained] == [8, 16], "all labels so far"
     rows = read_rows(tmp_path / "a" / "labels.jsonl")
     assert [row["model"] for row in rows] == ["base@fake"] * 8 + ["icm@1"] * 8 + ["icm@2"] * 8
@@ -515,6 +515,6 @@ async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(
     words = oracle.words.ids
     first = trained[0][0]
     assert first.tokens == (words["#0"], words["is"]) and first.positions == (1,)
-    assert first.targets == (words[result.labels["i0"] or ""],) and first.weights == (1.0,)
+    assert first.targets == (words[result.label_by_id["i0"] or ""],) and first.weights == (1.0,)
     with pytest.raises(ConfigError, match="adapters can be loaded"):
         await run_icm(tmp_path, oracle, config, name="b")

@@ -19,7 +19,7 @@ from forked import forked, run_code
 from loops.oracle import Oracle, make_config, write_items
 
 from rookery.errors import EngineError
-from rookery.loops.icm import IcmConfig, label, read_gold, read_items
+from rookery.loops.icm import IcmConfig, IcmInputs, label, read_gold, read_items
 from rookery.runs import EventLog, NewEvent, Run
 from rookery.seeding import stream
 from rookery.types import Score, ScoreRequest
@@ -74,11 +74,9 @@ async def run_icm(path: Path, config: IcmConfig, oracle: Oracle, sampler: Faulty
     opened = Run.create(path.parent, kind="icm", config={}, name=path.name) if is_new else None
     with opened or Run.open(path) as run:
         await label(
-            config,
-            items=items,
-            labeller=replace(oracle.labeller, sampler=sampler),
+            IcmInputs(config=config, items=items, gold=lambda: read_gold(config.data, items)),
+            engine=replace(oracle.labeller, sampler=sampler),
             run=run,
-            gold=lambda: read_gold(config.data, items),
         )
 
 

@@ -14,7 +14,7 @@ from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.chain import Batch, Chain, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import DataConfig, Item
-from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore
+from rookery.loops.icm.label_scorer import Context, LabelScorer, Part, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
 from rookery.loops.icm.support import Support
@@ -116,7 +116,7 @@ class Scripted:
 
     naive_tokens = 0
 
-    def of_chain(self, affinity: Hashable) -> LabelScorer:
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> LabelScorer:
         return self
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
+from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.policy_weights import AdapterPolicy, BaseModel, FullPolicy, PolicyWeights
-from rookery.ports import Engine, Evaluator, GroupDrawer
+from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -36,7 +36,6 @@ from rookery.types import Completion, Task
 
 REWARDS = f"{Path(__file__)}:reward"
 GUESS = f"{Path(__file__).parents[1] / 'environments' / 'games.py'}:guess"
-SILENT = Watcher()
 
 
 class Killer:
@@ -131,9 +130,9 @@ async def run_training(
     *,
     model: SlottedModel,
     wrap: Callable[[Any], Any] = _same,
-    watcher: Watcher = SILENT,
+    observer: Observer[Step] = UNOBSERVED,
     **changes: object,
-) -> GrpoResult:
+) -> GrpoReport:
     """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses.
 
     An adapter is trained over `model`, which the engine shares. With `full` the model is read anew.
@@ -150,11 +149,10 @@ async def run_training(
             config=config,
             weights=make(run, inputs, own, engine, config, wrap),
             tasksets=tasksets,
-            engine=engine,
             drawer=drawer,
             evaluator=evaluator,
         )
-        return await train_policy(parts, run=run, watcher=watcher)
+        return await train_policy(parts, engine=engine, run=run, observer=observer)
 
 
 @asynccontextmanager

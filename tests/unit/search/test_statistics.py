@@ -326,3 +326,42 @@ def test_two_large_questions_among_small_ones_prove_little() -> None:
         missed += not mean.low <= 0.5 <= mean.high
         shares += not share.low <= 0.5 <= share.high
     assert missed <= 8 and shares <= 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [((5, 400), (19.0, 1.0)), ((5, 400), (1.0, 1.0)), ((8, 8, 300), (5, 5, 1))],
+)
+def test_many_tasks_of_little_weight_do_not_make_the_few_that_decide_exact(
+    sizes: tuple[int, ...], weights: tuple[float, ...]
+) -> None:
+    """Two equally good models differ on half of the few tasks, and hardly on the many others."""
+    names = tuple(f"s{i}" for i, size in enumerate(sizes) for _ in range(size))
+    strata = Strata(names=names, weights={f"s{i}": weight for i, weight in enumerate(weights)})
+    share = np.where(np.array(names) == f"s{len(sizes) - 1}", 0.02, 1.0)
+    claims = 0
+    for seed in range(300):
+        rng = stream(seed)
+        ours, drawn = (rng.random((2, len(names))) < 0.5) * 1.0
+        theirs = np.where(rng.random(len(names)) < share, drawn, ours)
+        found = paired_difference(
+            ours.tolist(),
+            theirs.tolist(),
+            rng=rng,
+            strata=strata,
+            bootstrap=Bootstrap(num_resamples=50),
+        )
+        claims += not found.low <= 0 <= found.high
+    # 5 % are 15, and chance makes up to 23 of them.
+    assert claims <= 23
+
+
+def test_questions_count_as_many_as_they_are_worth() -> None:
+    sizes = [40, 40, *[1] * 38]
+    clusters = tuple(np.repeat(np.arange(40), sizes).tolist())
+    strata = Strata(names=("all",) * len(clusters), clusters=clusters)
+    values = [float(i % 2) for i in range(len(clusters))]
+    small = bootstrap_mean(values, rng=stream(0), strata=strata, bootstrap=QUICK).small
+    assert small == "40 questions that count for 4 in all, where 30 are few"
+    even = Strata(names=("all",) * 60, clusters=tuple(i // 2 for i in range(60)))
+    assert not bootstrap_mean([0.0, 1.0] * 30, rng=stream(0), strata=even, bootstrap=QUICK).small

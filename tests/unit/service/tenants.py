@@ -48,6 +48,7 @@ class FakeEngine(FakeSampler, FakeAdapters):
     max_rank = 64
     context_tokens = 256
     is_remote = False
+    is_batch_invariant = True
     token_counts: dict[str, int] = {}  # noqa: RUF012
 
     def __init__(self) -> None:

@@ -9,14 +9,14 @@ search_evaluator.py  adapters -> fitness: all together, in one batch, with racin
 stages/              the ways to search: random, surrogate, ga, es, cmaes
 generation_log.py    what is recorded of each generation, and who is told
 final_report.py      choosing on the select split, measuring on the report split, once
-comparison.py        the rows of the report, with intervals
+parts.py             what a run is made of, put together once
 documents.py         what is left behind, and the warnings
 loop.py              the loop
 """
 
 from rookery.loops.genome.adapter_builder import rebuild
 from rookery.loops.genome.config import GenomeConfig
-from rookery.loops.genome.generation_log import Watcher
-from rookery.loops.genome.loop import GenomeResult, evolve
+from rookery.loops.genome.loop import evolve
+from rookery.loops.genome.parts import GenomeInputs
 
-__all__ = ["GenomeConfig", "GenomeResult", "Watcher", "evolve", "rebuild"]
+__all__ = ["GenomeConfig", "GenomeInputs", "evolve", "rebuild"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
 from rookery.loops.genome.parts import RunParts
@@ -23,11 +24,11 @@ from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter
 
-__all__ = ["Ending", "write_report"]
+__all__ = ["RunSummary", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunSummary:
     """How a run came out."""
 
     searched: Sequence[str]
@@ -38,11 +39,11 @@ class Ending:
     rows: Sequence[ReportRow]
 
 
-def write_report(parts: RunParts, ending: Ending) -> GenomeReport:
+def write_report(parts: RunParts, summary: RunSummary) -> GenomeReport:
     """Leave everything in the run directory; the report is also the result."""
     builder, search, run = parts.builder, parts.search, parts.run
-    winner = ending.choice.ranked[0]
-    population = list(dict.fromkeys(ending.population or [winner]))
+    winner = summary.choice.ranked[0]
+    population = list(dict.fromkeys(summary.population or [winner]))
     run.write_folder("winner", lambda path: write_adapter(builder.adapter(winner), path))
     _save_all(run, "founders", builder, builder.founders)
     _save_all(run, "population", builder, population)
@@ -53,19 +54,19 @@ def write_report(parts: RunParts, ending: Ending) -> GenomeReport:
         model=parts.engine.base.version,
         seed=parts.config.seed,
         tasksets=tuple(_describe_taskset(taskset) for taskset in parts.tasksets),
-        rows=tuple(ending.rows),
+        rows=tuple(summary.rows),
         generations=tuple(parts.log.generations),
-        lineage=_draw_lineage(parts, ending.searched, winner),
+        lineage=_draw_lineage(parts, summary.searched, winner),
         winner_id=winner,
         merit=search.merit if search.num_choices else "reward",
         population=_describe_all(search, population),
-        front=_describe_all(search, _find_front(search, ending.searched)),
+        front=_describe_all(search, _find_front(search, summary.searched)),
         floors=dict(search.floors),
-        num_candidates=builder.num_distinct(ending.searched),
+        num_candidates=builder.num_distinct(summary.searched),
         num_rollouts=parts.evaluator.num_rollouts,
         num_tokens=parts.evaluator.num_tokens,
         seconds=run.worked_s,
-        warnings=tuple(_make_warnings(parts, ending)),
+        warnings=tuple(_make_warnings(parts, summary)),
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return report
@@ -148,14 +149,15 @@ def _parent_weights(recipe: Recipe) -> tuple[float, ...]:
     return tuple(fmean(recipe.weights[place::count]) for place in range(count))
 
 
-def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:
+def _make_warnings(parts: RunParts, summary: RunSummary) -> list[str]:
     """What a reader must know before the numbers, the most serious first."""
     return [
-        *_warn_of_better_baselines(ending.rows),
-        *_warn_of_winner(parts, ending),
-        *_warn_of_failures(parts, ending),
+        *_warn_of_better_baselines(summary.rows),
+        *_warn_of_winner(parts, summary),
+        *_warn_of_failures(parts, summary),
         *_warn_of_splits(parts.tasksets),
-        *_warn_of_small_samples(ending.rows),
+        *warn_of_small_samples(summary.rows),
+        *warn_of_batches(parts.engine),
     ]
 
 
@@ -172,8 +174,8 @@ def _warn_of_better_baselines(rows: Sequence[ReportRow]) -> list[str]:
     return [sentence for _, sentence in sorted(better, key=lambda pair: -pair[0])]
 
 
-def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
-    winner, warnings = ending.choice.ranked[0], []
+def _warn_of_winner(parts: RunParts, summary: RunSummary) -> list[str]:
+    winner, warnings = summary.choice.ranked[0], []
     if winner in parts.builder.founders:
         warnings.append(
             f"The search improved on no founder: the winner is the founder {winner} itself."
@@ -185,7 +187,7 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
             f"by {violation:.3f} in all there."
         )
     for source, floor in parts.search.floors.items():
-        mean = ending.rows[0].by_source.get(source)
+        mean = summary.rows[0].by_source.get(source)
         if mean is not None and mean < floor:
             is_measured = parts.config.floors[source] == "founder"
             origin = ", the best founder's mean on the search tasks" if is_measured else ""
@@ -193,17 +195,17 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
                 f"On the report tasks of {source} the winner has {mean:.3f}, below the floor of "
                 f"{floor:.3f}{origin}."
             )
-    if winner in ending.choice.errors:
+    if winner in summary.choice.errors:
         warnings.append(
             "Every finalist failed on the select tasks, so the winner is the best on the search "
-            f"tasks. The first error: {ending.choice.errors[winner]}"
+            f"tasks. The first error: {summary.choice.errors[winner]}"
         )
     return warnings
 
 
-def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
-    measured, choice, warnings = parts.search.measured, ending.choice, []
-    for row in ending.rows:
+def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
+    measured, choice, warnings = parts.search.measured, summary.choice, []
+    for row in summary.rows:
         if row.num_failed:
             warnings.append(
                 f"The {row.name} failed on {row.num_failed} of the report tasks and has no "
@@ -215,14 +217,14 @@ def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
             f"{len(losers)} of {len(choice.ranked)} finalists failed on the select tasks and "
             f"lost. The first error: {choice.errors[losers[0]]}"
         )
-    failed = [measured[name].error for name in ending.searched if measured[name].error]
+    failed = [measured[name].error for name in summary.searched if measured[name].error]
     if failed:
         warnings.append(f"{len(failed)} candidates failed and lost. The first error: {failed[0]}")
-    return [*warnings, *_warn_of_random_search(parts, ending)]
+    return [*warnings, *_warn_of_random_search(parts, summary)]
 
 
-def _warn_of_random_search(parts: RunParts, ending: Ending) -> list[str]:
-    searched = set(ending.searched)
+def _warn_of_random_search(parts: RunParts, summary: RunSummary) -> list[str]:
+    searched = set(summary.searched)
     drawn = [own for name, own in parts.search.measured.items() if name not in searched]
     errors = [own.error for own in drawn if own.error]
     if not errors:
@@ -231,14 +233,6 @@ def _warn_of_random_search(parts: RunParts, ending: Ending) -> list[str]:
     return [
         f"{len(errors)} of {len(drawn)} random merges failed and {outcome}. The first error: "
         f"{errors[0]}"
-    ]
-
-
-def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
-    reasons = dict.fromkeys(row.small for row in rows if row.small)
-    return [
-        f"The report is of a small sample ({reason}): its intervals are rough."
-        for reason in reasons
     ]
 
 

@@ -1,19 +1,20 @@
-"""What a run remembers of its search, and tells whoever watches: one record per generation."""
+"""What a run remembers of its search, and tells the observer: one record per generation."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import check_repeated
 from rookery.loops.genome.search_evaluator import Measured
+from rookery.ports import Observer
 from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.types import Json
 
-__all__ = ["UNWATCHED", "Cost", "GenerationLog", "Watcher"]
+__all__ = ["Cost", "GenerationLog", "RunCost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +35,20 @@ class Cost:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watcher:
-    """Who is told how a run goes on."""
+@dataclass(slots=True)
+class RunCost:
+    """What each part of a run took so far."""
 
-    on_generation: Callable[[GenerationRecord], None] = lambda _: None
-    on_phase: Callable[[str], None] = lambda _: None
-    """Called with what begins now: "founders", "ga 3", "select", "random search", "report"."""
-
-
-UNWATCHED = Watcher()
+    founders: Cost = field(default_factory=Cost)
+    """To measure them, without the merges of pairs."""
+    generations: Cost = field(default_factory=Cost)
+    """All of them; the first one measures founders and merges of pairs."""
+    select: Cost = field(default_factory=Cost)
+    """To choose among the finalists of the search."""
 
 
 class GenerationLog:
-    """Records generations and phases in the run, and tells the watcher of each."""
+    """Records generations and phases in the run, and tells the observer of each."""
 
     def __init__(
         self,
@@ -55,22 +56,22 @@ class GenerationLog:
         *,
         builder: AdapterBuilder,
         evaluator: TasksetEvaluator,
-        watcher: Watcher,
+        observer: Observer[GenerationRecord],
     ) -> None:
+        self.cost = RunCost()
         self.generations: list[GenerationRecord] = []
         self.generation_of: dict[str, int] = {}
         """By candidate, among all generations of the run: a stage's own count begins again."""
-        self._costs: list[Cost] = []
         self._run = run
         self._builder = builder
         self._evaluator = evaluator
-        self._watcher = watcher
+        self._observer = observer
         self._best: float | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[], Cost]]:
         """Announce a phase; what it yields tells the phase's cost so far."""
-        self._watcher.on_phase(name)
+        self._observer.on_phase(name)
         before = self._evaluator.num_rollouts, self._evaluator.num_tokens
         start = time.monotonic()
         yield lambda: Cost(
@@ -119,8 +120,8 @@ class GenerationLog:
         await self._write(generation, measured)
         self.generations.append(generation)
         self.generation_of |= dict.fromkeys(measured, number)
-        self._costs.append(cost)
-        self._watcher.on_generation(generation)
+        self.cost.generations += cost
+        self._observer.on_step(generation)
         return generation
 
     async def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
@@ -167,11 +168,3 @@ class GenerationLog:
             "num_tasks": len(result.rewards),
             "error": result.error,
         }
-
-    def searched(self) -> Cost:
-        """What all generations took so far."""
-        return sum(self._costs, start=Cost())
-
-    def founders(self) -> Cost:
-        """What measuring the founders took."""
-        return self._costs[0]

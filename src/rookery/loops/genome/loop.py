@@ -12,87 +12,68 @@ asked twice.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import TaskError
 from rookery.loops.genome.checks import check_inputs, check_tasks
-from rookery.loops.genome.config import GenomeConfig
-from rookery.loops.genome.documents import Ending, write_report
+from rookery.loops.genome.documents import RunSummary, write_report
 from rookery.loops.genome.final_report import Choice, ReportEntry
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.generation_log import UNWATCHED, Watcher
-from rookery.loops.genome.parts import RunParts, assemble
+from rookery.loops.genome.parts import GenomeInputs, RunParts, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
-from rookery.ports import Engine
-from rookery.reports import GenomeReport
-from rookery.rollout import TasksetEvaluator
+from rookery.ports import UNOBSERVED, Engine, Observer
+from rookery.reports import GenerationRecord, GenomeReport
 from rookery.runs import Run
 from rookery.search.founders import pair_plans
-from rookery.tasks.taskset import Taskset, join_splits
-from rookery.types import Adapter
+from rookery.tasks.taskset import join_splits
 
-__all__ = ["GenomeResult", "evolve"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenomeResult:
-    """The winner and the report about it."""
-
-    winner: Adapter
-    report: GenomeReport
+__all__ = ["evolve"]
 
 
 async def evolve(
-    config: GenomeConfig,
+    inputs: GenomeInputs,
     *,
-    founders: Mapping[str, Adapter],
-    tasksets: Sequence[Taskset],
     engine: Engine,
-    evaluator: TasksetEvaluator,
     run: Run,
-    watcher: Watcher = UNWATCHED,
-) -> GenomeResult:
+    observer: Observer[GenerationRecord] = UNOBSERVED,
+) -> GenomeReport:
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
-    tasksets = join_splits(tasksets)
-    check_inputs(config, founders=founders, tasksets=tasksets, engine=engine)
-    limit = engine.context_tokens
-    await run_in_thread(check_tasks, evaluator, tasksets, context_tokens=limit)
-    parts = assemble(
-        config,
-        founders=founders,
-        tasksets=tasksets,
-        engine=engine,
-        evaluator=evaluator,
-        run=run,
-        watcher=watcher,
-    )
+    inputs = replace(inputs, tasksets=join_splits(inputs.tasksets))
+    config, tasksets, limit = inputs.config, inputs.tasksets, engine.context_tokens
+    check_inputs(config, founders=inputs.founders, tasksets=tasksets, engine=engine)
+    await run_in_thread(check_tasks, inputs.evaluator, tasksets, context_tokens=limit)
+    parts = assemble(inputs, engine=engine, run=run, observer=observer)
     holders = await _measure_founders(parts)
     population: Sequence[str] = ()
     for index, stage in enumerate(config.stages):
         population = await STAGES[stage.type](stage, _context(parts, index))
     searched = list(parts.search.measured)
-    choice, entries = await _enter(parts, holders)
+    choice = await _select(parts, holders)
+    entries = await _list_entries(parts, choice, holders)
     with parts.log.phase("report"):
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
-    ending = Ending(searched=searched, population=tuple(population), choice=choice, rows=rows)
-    report = await run_in_thread(write_report, parts, ending)
-    return GenomeResult(winner=parts.builder.adapter(choice.ranked[0]), report=report)
+    summary = RunSummary(searched=searched, population=tuple(population), choice=choice, rows=rows)
+    return await run_in_thread(write_report, parts, summary)
 
 
 async def _measure_founders(parts: RunParts) -> dict[str, str]:
     """Founders see every task: they are the baseline. The founders that hold a floor, by source."""
-    config, names = parts.config, list(parts.builder.founders)
+    config, log, founders = parts.config, parts.log, list(parts.builder.founders)
+    pairs: list[str] = []
     if isinstance(config.init, FileInit) and config.init.use != "adapters":
-        plans = pair_plans(names, count=config.init.num_pairs, seed=config.seed)
+        plans = pair_plans(founders, count=config.init.num_pairs, seed=config.seed)
         parts.builder.plan(plans)
-        names = [*names, *(plan.id for plan in plans)]
-    with parts.log.phase("founders") as cost:
-        await parts.search.measure(names, rivals=(), seed=config.seed, keep=len(names))
+        pairs = [plan.id for plan in plans]
+    with log.phase("founders") as cost:
+        await parts.search.measure(founders, rivals=(), seed=config.seed, keep=len(founders))
+        spent = await log.settle("founders", cost())
+        log.cost.founders = replace(spent, num_candidates=len(founders))
+        await parts.search.measure(pairs, rivals=(), seed=config.seed, keep=len(pairs))
         holders = _set_floors(parts)
-        measured = {name: parts.search.measured[name] for name in names}
-        await parts.log.record("founders", measured, cost())
-    errors = [measured[founder].error for founder in parts.builder.founders]
+        measured = {name: parts.search.measured[name] for name in [*founders, *pairs]}
+        await log.record("founders", measured, cost())
+    errors = [measured[founder].error for founder in founders]
     if all(errors):
         raise TaskError(f"All {len(errors)} founders failed. The first error: {errors[0]}")
     return holders
@@ -124,54 +105,61 @@ def _context(parts: RunParts, index: int) -> StageContext:
     )
 
 
-async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, list[ReportEntry]]:
-    """Choose on `select`; who is compared on `report`: the winner first, then the best founder."""
-    final, builder, log = parts.final, parts.builder, parts.log
-    settings, select = parts.config.finals, parts.split("select")
-    num_searched = builder.num_distinct(parts.search.measured)
+async def _select(parts: RunParts, holders: Mapping[str, str]) -> Choice:
+    """The finalists as the select split ranks them."""
+    final, log = parts.final, parts.log
     with log.phase("select") as cost:
-        finalists = final.finalists(settings.num_finalists)
-        choice = await final.choose(finalists, select, floor_holders=holders)
-        spent = await log.settle("select", cost())
-    spent = replace(log.searched() + spent, num_candidates=num_searched)
-    founders = final.founders()
-    measuring = log.founders()
+        finalists = final.finalists(parts.config.finals.num_finalists)
+        choice = await final.choose(finalists, parts.split("select"), floor_holders=holders)
+        log.cost.select = await log.settle("select", cost())
+    return choice
+
+
+async def _list_entries(
+    parts: RunParts, choice: Choice, holders: Mapping[str, str]
+) -> list[ReportEntry]:
+    """Who is compared on `report`: the winner first, then the best founder, then what else needs
+    no search."""
+    final, builder, cost = parts.final, parts.builder, parts.log.cost
+    settings, founders = parts.config.finals, final.founders()
+    num_searched = builder.num_distinct(parts.search.measured)
+    searching = replace(cost.generations + cost.select, num_candidates=num_searched)
     winner, best = choice.ranked[0], founders[0]
     entries = [
-        ReportEntry(name="evolved", make=builder.maker(winner), note=winner, cost=spent),
-        ReportEntry(name="best founder", make=builder.maker(best), note=best, cost=measuring),
+        ReportEntry(name="evolved", make=builder.maker(winner), note=winner, cost=searching),
+        ReportEntry(name="best founder", make=builder.maker(best), note=best, cost=cost.founders),
         *final.merged(parts.engine.max_rank),
     ]
     if settings.random_search and len(builder.founders) > 1:
         entries += await _search_randomly(parts, holders, count=num_searched)
-    panels = {
-        "vote of founders": (founders[: settings.num_voters], measuring),
-        "vote of finalists": (choice.ranked[: settings.num_voters], spent),
-    }
     entries.append(ReportEntry(name="base model"))
+    panels = {
+        "vote of founders": (founders[: settings.num_voters], cost.founders),
+        "vote of finalists": (choice.ranked[: settings.num_voters], searching),
+    }
     entries += [
-        ReportEntry(name=name, voters=tuple(panel), note=f"{len(panel)} voters", cost=cost)
-        for name, (panel, cost) in panels.items()
+        ReportEntry(name=name, voters=tuple(panel), note=f"{len(panel)} voters", cost=spent)
+        for name, (panel, spent) in panels.items()
     ]
-    return choice, entries
+    return entries
 
 
 async def _search_randomly(
     parts: RunParts, holders: Mapping[str, str], *, count: int
 ) -> list[ReportEntry]:
-    """The winner of `count` random merges, chosen as the search's own winner is."""
+    """The winner of `count` random merges and founders, chosen as the search's own winner is."""
     keep, select = parts.config.finals.num_finalists, parts.split("select")
     with parts.log.phase("random search") as cost:
-        found = await parts.final.random_search(count, seed=parts.config.seed, keep=keep)
-        if not found:
+        drawn = await parts.final.random_search(count, seed=parts.config.seed, keep=keep)
+        if not drawn:
             return []
-        choice = await parts.final.choose(found, select, floor_holders=holders)
+        choice = await parts.final.choose(drawn, select, floor_holders=holders)
         spent = await parts.log.settle("random search", cost())
     return [
         ReportEntry(
             name="random search",
             make=parts.builder.maker(choice.ranked[0]),
             note=f"best of {count}",
-            cost=replace(spent, num_candidates=count),
+            cost=replace(parts.log.cost.founders + spent, num_candidates=count),
         )
     ]

@@ -7,16 +7,28 @@ from typing import Literal
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
 from rookery.loops.genome.final_report import FinalReport
-from rookery.loops.genome.generation_log import GenerationLog, Watcher
+from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.loading import CandidateLoader
 from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.ports import Engine
+from rookery.ports import Engine, Observer
+from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter, Task
 
-__all__ = ["RunParts", "assemble"]
+__all__ = ["GenomeInputs", "RunParts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenomeInputs:
+    """What an evolution is made of."""
+
+    config: GenomeConfig
+    founders: Mapping[str, Adapter]
+    tasksets: Sequence[Taskset]
+    evaluator: TasksetEvaluator
+    """Asks the engine, and keeps the answers in the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +50,11 @@ class RunParts:
 
 
 def assemble(
-    config: GenomeConfig,
-    *,
-    founders: Mapping[str, Adapter],
-    tasksets: Sequence[Taskset],
-    engine: Engine,
-    evaluator: TasksetEvaluator,
-    run: Run,
-    watcher: Watcher,
+    inputs: GenomeInputs, *, engine: Engine, run: Run, observer: Observer[GenerationRecord]
 ) -> RunParts:
     """Everything a run needs, ready to measure the founders."""
+    config, founders, tasksets = inputs.config, inputs.founders, inputs.tasksets
+    evaluator = inputs.evaluator
     builder = AdapterBuilder(
         founders,
         merges={**MERGES, **config.merges},
@@ -84,6 +91,6 @@ def assemble(
             weights=weights,
             settings=config.finals,
         ),
-        log=GenerationLog(run, builder=builder, evaluator=evaluator, watcher=watcher),
+        log=GenerationLog(run, builder=builder, evaluator=evaluator, observer=observer),
         run=run,
     )

@@ -12,7 +12,6 @@ from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
-from rookery.fleet import FleetConfig
 from rookery.loops.grpo.batch import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -285,7 +284,7 @@ class GrpoConfig(ScheduleConfig):
             raise ValueError(
                 f"bridge is {self.bridge}, and {trained} trained: write one of {', '.join(fitting)}"
             )
-        launch = self.engine.launch if isinstance(self.engine, FleetConfig) else None
+        launch = self.engine.launch if self.engine.type == "fleet" else None
         if self.bridge == "alias" and launch is not None and launch.spare_gpus:
             raise ValueError(
                 f"bridge is alias and engine.launch.spare_gpus is {launch.spare_gpus}: one copy of "

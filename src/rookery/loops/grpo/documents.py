@@ -2,15 +2,17 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
 from rookery.loops.grpo.batch import Batch, DrawnGroup
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.group_source import BATCH
 from rookery.loops.grpo.selection import Selection
+from rookery.ports import Engine, Observer
 from rookery.reports import (
     CheckpointRecord,
     GrpoReport,
@@ -25,16 +27,14 @@ from rookery.tasks.taskset import Taskset
 from rookery.types import Task
 
 __all__ = [
-    "UNWATCHED",
-    "Ending",
     "Example",
+    "RunSummary",
     "Step",
     "StepLog",
-    "Watcher",
     "write_report",
 ]
 
-# What a run remembers of each training step, and tells whoever watches.
+# What a run remembers of each training step, and tells the observer.
 
 
 STEP = "step"
@@ -66,24 +66,12 @@ class Step:
     """The best and the worst answer of the first group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watcher:
-    """Who is told how a run goes on."""
-
-    on_step: Callable[[Step], None] = lambda _: None
-    on_phase: Callable[[str], None] = lambda _: None
-    """Called with what begins now: "train", "select 20", "report"."""
-
-
-UNWATCHED = Watcher()
-
-
 class StepLog:
     """Records steps in the run: an event and a line of metrics each."""
 
-    def __init__(self, run: Run, *, watcher: Watcher) -> None:
+    def __init__(self, run: Run, *, observer: Observer[Step]) -> None:
         self._run = run
-        self.watcher = watcher
+        self.observer = observer
 
     async def record(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Note a step that was taken. A resumed run takes steps since the last checkpoint again,
@@ -98,7 +86,7 @@ class StepLog:
         new = NewEvent(kind=STEP, key=str(step.step), payload=asdict(step), first_wins=True)
         await self._run.append_many([new])
         self._run.log_metrics(step.step, step.metrics)
-        self.watcher.on_step(step)
+        self.observer.on_step(step)
 
     def read(self) -> Iterator[TrainStepRecord]:
         """Every step of the run, in order."""
@@ -133,11 +121,12 @@ FEW_GROUPS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunSummary:
     """How a run came out."""
 
     config: GrpoConfig
     base: str
+    engine: Engine
     tasksets: Sequence[Taskset]
     checkpoints: Checkpoints
     selection: Selection
@@ -145,36 +134,36 @@ class Ending:
     rows: Sequence[ReportRow]
 
 
-def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
-    """Leave everything in the run directory; the folder of the chosen policy and the report."""
-    best = ending.selection.best
-    saved = ending.checkpoints.read(best)
-    trained = run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
-    known = {task.id: task for taskset in ending.tasksets for task in taskset.tasks}
-    steps = tuple(_with_tasks(step, known) for step in ending.log.read())
+def write_report(run: Run, summary: RunSummary) -> GrpoReport:
+    """Leave everything in the run directory; the report is also the result."""
+    best = summary.selection.best
+    saved = summary.checkpoints.read(best)
+    run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
+    known = {task.id: task for taskset in summary.tasksets for task in taskset.tasks}
+    steps = tuple(_with_tasks(step, known) for step in summary.log.read())
     report = GrpoReport(
         run=run.name,
-        model=ending.base,
-        seed=ending.config.seed,
-        loss=ending.config.loss.type,
-        advantages=ending.config.advantage_name,
-        staleness=ending.config.staleness,
-        game="" if ending.config.game is None else ending.config.game.function,
-        tasksets=tuple(_describe_taskset(taskset) for taskset in ending.tasksets),
-        rows=tuple(ending.rows),
+        model=summary.base,
+        seed=summary.config.seed,
+        loss=summary.config.loss.type,
+        advantages=summary.config.advantage_name,
+        staleness=summary.config.staleness,
+        game="" if summary.config.game is None else summary.config.game.function,
+        tasksets=tuple(_describe_taskset(taskset) for taskset in summary.tasksets),
+        rows=tuple(summary.rows),
         chosen_step=best,
         checkpoints=tuple(
             CheckpointRecord(step=step, mean=mean, is_chosen=step == best)
-            for step, mean in sorted(ending.selection.means.items())
+            for step, mean in sorted(summary.selection.means.items())
         ),
         steps=steps,
         num_rollouts=int(_total(steps, "grpo/num_rollouts")),
         num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
         seconds=run.worked_s,
-        warnings=(*_warn_of_scorers(run), *_make_warnings(ending, steps)),
+        warnings=(*_warn_of_scorers(run), *_make_warnings(summary, steps)),
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
-    return trained, report
+    return report
 
 
 def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRecord:
@@ -210,14 +199,15 @@ def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
     return math.fsum(step.metrics.get(name) or 0.0 for step in steps)
 
 
-def _make_warnings(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _make_warnings(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     """What a reader must know before the numbers, the most serious first."""
     return [
-        *_warn_of_result(ending),
-        *_warn_of_failures(ending, steps),
-        *_warn_of_groups(ending, steps),
-        *(note for taskset in ending.tasksets for note in taskset.notes),
-        *_warn_of_small_samples(ending.rows),
+        *_warn_of_result(summary),
+        *_warn_of_failures(summary, steps),
+        *_warn_of_groups(summary, steps),
+        *(note for taskset in summary.tasksets for note in taskset.notes),
+        *warn_of_small_samples(summary.rows),
+        *warn_of_batches(summary.engine),
     ]
 
 
@@ -233,38 +223,38 @@ def _warn_of_scorers(run: Run) -> list[str]:
     ]
 
 
-def _warn_of_result(ending: Ending) -> list[str]:
+def _warn_of_result(summary: RunSummary) -> list[str]:
     warnings = [
         f"The {row.name} is better than the trained policy by {row.lead.mean:.3f} "
         f"({row.lead.low:.3f} to {row.lead.high:.3f}) on the report tasks."
-        for row in ending.rows
+        for row in summary.rows
         if row.lead is not None and row.lead.low is not None and row.lead.low > 0
     ]
-    if ending.selection.best == 0 and ending.tasksets:
+    if summary.selection.best == 0 and summary.tasksets:
         warnings.append(
             "No checkpoint is better than the start on the select tasks: what is called trained "
             "is the start itself."
         )
-    if not ending.tasksets:
+    if not summary.tasksets:
         warnings.append(
             "There were no tasksets to measure on: what is called trained is the newest checkpoint."
         )
-    if ending.config.advantages == "shuffled":
+    if summary.config.advantages == "shuffled":
         warnings.append("A control: advantages were shuffled, so nothing was to be learned.")
     return warnings
 
 
-def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _warn_of_failures(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     warnings = [
         f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: "
         "what is missing is not averaged away."
-        for row in ending.rows
+        for row in summary.rows
         if row.num_failed
     ]
-    unmeasured = [step for step, mean in ending.selection.means.items() if mean is None]
-    if unmeasured and ending.tasksets:
+    unmeasured = [step for step, mean in summary.selection.means.items() if mean is None]
+    if unmeasured and summary.tasksets:
         warnings.append(
-            f"{len(unmeasured)} of {len(ending.selection.means)} checkpoints failed on select "
+            f"{len(unmeasured)} of {len(summary.selection.means)} checkpoints failed on select "
             "tasks; they were compared with others on the tasks that both answered."
         )
     num_failed = int(_total(steps, "grpo/num_failed_rollouts"))
@@ -274,20 +264,12 @@ def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[
     return warnings
 
 
-def _warn_of_groups(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _warn_of_groups(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     trained = _total(steps, "grpo/num_groups")
-    wanted = ending.config.groups_per_step * len(steps)
+    wanted = summary.config.groups_per_step * len(steps)
     if trained >= FEW_GROUPS * wanted:
         return []
     return [
         f"Only {trained:.0f} of {wanted} groups had rewards that differ: most tasks were too easy "
         "or too hard. Raise group_size or max_extra_groups, or take other tasks."
-    ]
-
-
-def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
-    reasons = dict.fromkeys(row.small for row in rows if row.small)
-    return [
-        f"The report is of a small sample ({reason}): its intervals are rough."
-        for reason in reasons
     ]

@@ -41,8 +41,8 @@ from rookery.types import Task, TokenSequence
 
 __all__ = [
     "BATCH",
+    "AtroposSource",
     "BatchStore",
-    "FedSource",
     "GroupSource",
 ]
 
@@ -142,7 +142,7 @@ class GroupSource:
 # | ack     | a durable one  | room in the queue   | the disk                     |
 
 
-class FedSource:
+class AtroposSource:
     """The batches of one run, step by step. Ask for them in order, one at a time."""
 
     def __init__(self, feed: Feed, *, config: GrpoConfig, run: Run) -> None:

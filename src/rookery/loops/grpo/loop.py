@@ -35,7 +35,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from rookery.concurrency import task_group
@@ -44,17 +43,17 @@ from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
-from rookery.loops.grpo.documents import UNWATCHED, Ending, StepLog, Watcher, write_report
-from rookery.loops.grpo.group_source import FedSource, GroupSource
+from rookery.loops.grpo.documents import RunSummary, Step, StepLog, write_report
+from rookery.loops.grpo.group_source import AtroposSource, GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
-from rookery.ports import Engine, Evaluator, GroupDrawer
+from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
-__all__ = ["GrpoInputs", "GrpoResult", "Source", "train_policy"]
+__all__ = ["GrpoInputs", "Source", "train_policy"]
 
 
 class Source(Protocol):
@@ -82,43 +81,36 @@ class GrpoInputs:
     """The policy to begin with; a run that goes on with an adapter has its start in its own folder,
     see `read_start`."""
     tasksets: Sequence[Taskset]
-    engine: Engine
     drawer: GroupDrawer | Feed
     """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
 
 
-@dataclass(frozen=True, slots=True)
-class GrpoResult:
-    """The chosen policy and the report about it."""
-
-    trained: Path
-    report: GrpoReport
-
-
-async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWATCHED) -> GrpoResult:
+async def train_policy(
+    inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer[Step] = UNOBSERVED
+) -> GrpoReport:
     """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
-    base = inputs.engine.base.version
-    parts = _assemble(inputs, run=run, watcher=watcher)
+    base = engine.base.version  # all weights that are trained are published under another
+    parts = _assemble(inputs, engine=engine, run=run, observer=observer)
     await _train(parts)
-    watcher.on_phase("report")
+    observer.on_phase("report")
     entries: dict[str, SavedWeights | None] = {
         "trained": parts.checkpoints.read(parts.selection.best)
     }
     if inputs.config.init_from is not None:
         entries["start"] = parts.checkpoints.read(0)
     rows = await parts.selection.report({**entries, "base model": None}, seed=inputs.config.seed)
-    ending = Ending(
+    summary = RunSummary(
         config=inputs.config,
         base=base,
+        engine=engine,
         tasksets=inputs.tasksets,
         checkpoints=parts.checkpoints,
         selection=parts.selection,
         log=parts.log,
         rows=rows,
     )
-    trained, report = await asyncio.to_thread(write_report, run, ending)
-    return GrpoResult(trained, report)
+    return await asyncio.to_thread(write_report, run, summary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +125,21 @@ class _Parts:
     log: StepLog
 
 
-def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
+def _assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer[Step]) -> _Parts:
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
     return _Parts(
         config=config,
         source=_source(inputs, run),
-        trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
+        trainer=PolicyTrainer(weights, engine=engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
-        log=StepLog(run, watcher=watcher),
+        log=StepLog(run, observer=observer),
     )
 
 
 def _source(inputs: GrpoInputs, run: Run) -> Source:
     if not isinstance(inputs.drawer, GroupDrawer):
-        return FedSource(inputs.drawer, config=inputs.config, run=run)
+        return AtroposSource(inputs.drawer, config=inputs.config, run=run)
     tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
     return GroupSource(inputs.drawer, tasks=tasks, config=inputs.config, run=run)
 
@@ -198,10 +190,10 @@ async def _train_and_draw(
         with seconds.spent_on("draw"):
             ahead = await drawing if drawing is not None else None
     if batch.groups:
-        with seconds.spent_on("train"):
+        with seconds.spent_on("train") as span:
             trained |= await parts.trainer.apply(step)
-        # An engine that computes with the trainer's memory has the new weights with the step.
-        seconds.move(trained.pop("train/publish_s", 0.0), "train", "publish")
+            # An engine that computes with the trainer's memory has the new weights with the step.
+            span.publish_s = trained.pop("train/publish_s", 0.0)
     return trained, ahead
 
 
@@ -209,11 +201,19 @@ async def _save(parts: _Parts, policy: Policy) -> None:
     """A checkpoint of the published weights, measured on the select tasks; what is no longer
     needed is removed."""
     await parts.checkpoints.save(policy.step)
-    parts.log.watcher.on_phase(f"select {policy.step}")
+    parts.log.observer.on_phase(f"select {policy.step}")
     await parts.selection.measure(policy.step, policy.ref)
     await parts.checkpoints.prune(best=parts.selection.best)
     await parts.source.release(before=policy.step)
-    parts.log.watcher.on_phase("train")
+    parts.log.observer.on_phase("train")
+
+
+@dataclass(slots=True)
+class _Span:
+    """Seconds of one stage."""
+
+    publish_s: float = 0.0
+    """Of these, what it took to publish weights."""
 
 
 class _Seconds:
@@ -223,15 +223,12 @@ class _Seconds:
         self._spent: dict[str, float] = {}
 
     @contextmanager
-    def spent_on(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._add(stage, time.perf_counter() - began)
-
-    def move(self, seconds: float, source: str, target: str) -> None:
-        """They were spent on another stage than they were counted for."""
-        self._add(source, -seconds)
-        self._add(target, seconds)
+    def spent_on(self, stage: str) -> Iterator["_Span"]:
+        began, span = time.perf_counter(), _Span()
+        yield span
+        self._add(stage, time.perf_counter() - began - span.publish_s)
+        if span.publish_s:
+            self._add("publish", span.publish_s)
 
     def take(self) -> dict[str, float]:
         spent, self._spent = self._spent, {}

@@ -311,6 +311,12 @@ class Batch:
     def scorer(self) -> LabelScorer:
         return self.problem.scorer
 
+    def end_search(self) -> None:
+        """What is asked from now on is counted as reads of the baselines."""
+        self.naive_tokens = self.scorer.naive_tokens
+        scorer = self.scorer.of_chain(None, part="baselines")
+        self.problem = replace(self.problem, scorer=scorer)
+
     @property
     def chain(self) -> int:
         """The place of the best result, the first of equals."""

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from zlib import crc32
 
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
@@ -40,6 +40,9 @@ __all__ = [
 
 Context = tuple[Labels, int]
 """All labels and the item that is asked for: its own label is not shown."""
+
+Part = Literal["search", "baselines"]
+"""What reads are counted as: those of the search, or of what it is compared with."""
 
 BLOCK_REQUESTS = 32
 """Requests stored together: what a killed process loses at most, per block in flight."""
@@ -77,8 +80,6 @@ class ScoreStore:
         self._run = run
         self._known: dict[str, LabelLogprobs | None] = {}
         self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
-        self.part = "search"
-        """What new reads are counted as."""
         self.errors: dict[str, str] = {}
         """Of the contexts that the engine could not answer, by key."""
         self.requests: Counter[str] = Counter()
@@ -100,8 +101,9 @@ class ScoreStore:
         """Count a request that is about to be sent: the tokens left to compute."""
         return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
 
-    async def add(self, scored: Iterable[Scored]) -> None:
-        """Store a block, all or none. Failed contexts are stored as good ones are.
+    async def add(self, scored: Iterable[Scored], *, part: Part) -> None:
+        """Store a block, all or none, counted as reads of this part of the run. Failed contexts
+        are stored as good ones are.
 
         Of two answers to one context the first that was stored is kept.
         """
@@ -111,7 +113,7 @@ class ScoreStore:
                 "error": one.error,
                 "num_tokens": one.num_tokens,
                 "num_computed": one.num_computed,
-                "part": self.part,
+                "part": part,
             }
             for one in scored
             if one.key not in self._known
@@ -147,9 +149,9 @@ class LabelScorer(Protocol):
         """Prompt tokens of all reads, had nothing been shared."""
         ...
 
-    def of_chain(self, affinity: Hashable) -> "LabelScorer":
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "LabelScorer":
         """The same scorer for one chain: what it asks for goes to one server where that is as
-        quick."""
+        quick. New reads are counted as those of `part`."""
         ...
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
@@ -177,8 +179,8 @@ class PlainLabelScorer:
         self._model = model
         self.naive_tokens = 0
 
-    def of_chain(self, affinity: Hashable) -> "PlainLabelScorer":
-        del affinity
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "PlainLabelScorer":
+        del affinity, part
         return self
 
     def known(self, context: Context) -> LabelLogprobs | None:
@@ -223,17 +225,19 @@ class SharedLabelScorer:
         self._room = asyncio.Semaphore(NUM_BLOCKS)
         self.naive_tokens = 0
 
-    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
-        return ChainLabelScorer(self, affinity=affinity)
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "ChainLabelScorer":
+        return ChainLabelScorer(self, affinity=affinity, part=part)
 
     def known(self, context: Context) -> LabelLogprobs | None:
         return self._store.find(self._key(context))
 
-    async def prefetch(self, contexts: Sequence[Context], *, affinity: Hashable = None) -> None:
-        await self._fetch({self._key(context): context for context in contexts}, affinity)
+    async def prefetch(
+        self, contexts: Sequence[Context], *, affinity: Hashable = None, part: Part = "search"
+    ) -> None:
+        await self._fetch({self._key(context): context for context in contexts}, affinity, part)
 
     async def score(
-        self, contexts: Sequence[Context], *, affinity: Hashable = None
+        self, contexts: Sequence[Context], *, affinity: Hashable = None, part: Part = "search"
     ) -> list[LabelLogprobs | None]:
         """Each context's read, in order; none is ever asked for twice."""
         keys = [self._key(context) for context in contexts]
@@ -241,32 +245,37 @@ class SharedLabelScorer:
             self.naive_tokens += self._prompts.num_tokens(
                 labels, target, order=self._order.of(target)
             )
-        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity)
+        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity, part)
         assert all(key in self._store for key in keys)
         return [self._store.find(key) for key in keys]
 
-    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable) -> None:
+    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable, part: Part) -> None:
         missing = {key: c for key, c in contexts.items() if key not in self._store}
         waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
-        own = [key for key in missing if key not in self._in_flight]
-        own.sort(key=lambda key: self._place[missing[key][1]])
+        unasked = [key for key in missing if key not in self._in_flight]
+        unasked.sort(key=lambda key: self._place[missing[key][1]])
         blocks = [
-            own[first : first + BLOCK_REQUESTS] for first in range(0, len(own), BLOCK_REQUESTS)
+            unasked[first : first + BLOCK_REQUESTS]
+            for first in range(0, len(unasked), BLOCK_REQUESTS)
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 for block in blocks:
                     done = asyncio.get_running_loop().create_future()
                     self._in_flight.update(dict.fromkeys(block, done))
-                    part = {key: missing[key] for key in block}
-                    group.create_task(self._send(part, done, affinity))
+                    asked = {key: missing[key] for key in block}
+                    group.create_task(self._send(asked, done, affinity, part))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         for future in waiting:
             await asyncio.shield(future)
 
     async def _send(
-        self, block: dict[str, Context], done: asyncio.Future[None], affinity: Hashable
+        self,
+        block: dict[str, Context],
+        done: asyncio.Future[None],
+        affinity: Hashable,
+        part: Part,
     ) -> None:
         try:
             async with self._room:
@@ -279,7 +288,7 @@ class SharedLabelScorer:
                 ]
                 plans = [self._store.plan(request) for request in requests]
                 answers = await self._answer(requests)
-            await self._store.add(map(_scored, block, answers, requests, plans))
+            await self._store.add(map(_scored, block, answers, requests, plans), part=part)
             done.set_result(None)
         except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)
@@ -326,25 +335,26 @@ class SharedLabelScorer:
 class ChainLabelScorer:
     """What one chain asks of the scorer that it shares with the other chains of its batch."""
 
-    def __init__(self, scorer: SharedLabelScorer, *, affinity: Hashable) -> None:
+    def __init__(self, scorer: SharedLabelScorer, *, affinity: Hashable, part: Part) -> None:
         self._scorer = scorer
         self._affinity = affinity
+        self._part: Part = part
 
     @property
     def naive_tokens(self) -> int:
         return self._scorer.naive_tokens
 
-    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
-        return ChainLabelScorer(self._scorer, affinity=affinity)
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "ChainLabelScorer":
+        return ChainLabelScorer(self._scorer, affinity=affinity, part=part)
 
     def known(self, context: Context) -> LabelLogprobs | None:
         return self._scorer.known(context)
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
-        await self._scorer.prefetch(contexts, affinity=self._affinity)
+        await self._scorer.prefetch(contexts, affinity=self._affinity, part=self._part)
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        return await self._scorer.score(contexts, affinity=self._affinity)
+        return await self._scorer.score(contexts, affinity=self._affinity, part=self._part)
 
 
 def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:

@@ -24,11 +24,11 @@ from rookery.loops.icm.chain import Batch, Chain, ChainResult, DecisionLog, Prob
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import check_exports, write_exports
 from rookery.loops.icm.items import Item, batch_items
-from rookery.loops.icm.label_scorer import ScoreStore, SharedLabelScorer
+from rookery.loops.icm.label_scorer import LabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.objective import build_constraints
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
-from rookery.ports import Adapters, Sampler
+from rookery.ports import UNOBSERVED, Adapters, Observer, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, IdOrder, Labels, TreeOrder
@@ -37,7 +37,7 @@ from rookery.types import Datum, ModelRef
 
 __all__ = [
     "ChainStep",
-    "IcmResult",
+    "IcmInputs",
     "Labeller",
     "check_batches",
     "label",
@@ -56,13 +56,15 @@ class Labeller:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the report must know of the model."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
     """Trains an adapter on the data and makes it servable; needed when the config iterates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainStep:
-    """A decision of one chain, for whoever watches."""
+    """A decision of one chain, for the observer."""
 
     batch: int
     chain: int
@@ -84,27 +86,26 @@ class _Progress:
         batches: Sequence[Batch],
         config: IcmConfig,
         store: ScoreStore,
-        on_step: Callable[[ChainStep], None] | None,
+        observer: Observer[ChainStep],
     ) -> None:
         searches = range(config.num_chains + config.baselines.inverted)
         self._iterations = {(batch.index, chain): 0 for batch in batches for chain in searches}
         self._ended: set[tuple[int, int]] = set()
-        self._most, self._store, self._on_step = config.search.iterations, store, on_step
+        self._most, self._store, self._observer = config.search.iterations, store, observer
 
     def step(self, batch: Batch, chain: int, step: Step) -> None:
         self._iterations[batch.index, chain] = step.iteration + 1
-        if self._on_step is not None:
-            self._on_step(
-                ChainStep(
-                    batch=batch.index,
-                    chain=chain,
-                    num_items=len(batch.items),
-                    num_tokens=sum(self._store.computed.values()),
-                    num_done=sum(self._iterations.values()),
-                    num_expected=self._num_expected(),
-                    step=step,
-                )
+        self._observer.on_step(
+            ChainStep(
+                batch=batch.index,
+                chain=chain,
+                num_items=len(batch.items),
+                num_tokens=sum(self._store.computed.values()),
+                num_done=sum(self._iterations.values()),
+                num_expected=self._num_expected(),
+                step=step,
             )
+        )
 
     def end(self, batch: Batch, chain: int) -> None:
         self._ended.add((batch.index, chain))
@@ -117,55 +118,50 @@ class _Progress:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class IcmResult:
-    """The labels by item id, None where there is none, and the report about them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcmInputs:
+    """What a labelling is made of."""
 
-    labels: dict[str, str | None]
-    report: IcmReport
+    config: IcmConfig
+    items: Sequence[Item]
+    gold: Callable[[], Mapping[str, int]] = dict
+    """Reads the true labels; called when the search is over, so that nothing before can depend on
+    them."""
 
 
 async def label(
-    config: IcmConfig,
+    inputs: IcmInputs,
     *,
-    items: Sequence[Item],
-    labeller: Labeller,
+    engine: Labeller,
     run: Run,
-    gold: Callable[[], Mapping[str, int]] | None = None,
-    on_step: Callable[[ChainStep], None] | None = None,
-) -> IcmResult:
-    """Run or resume one labelling in `run`, which is left with labels, exports and report.
-
-    `gold` is called when the search is over: nothing before it can depend on the true labels.
-    """
+    observer: Observer[ChainStep] = UNOBSERVED,
+) -> IcmReport:
+    """Run or resume one labelling in `run`, which is left with labels, exports and report."""
+    config, labeller = inputs.config, engine
     store = ScoreStore(run)
     batches: list[Batch] = []
-    model = labeller.model
-    for round_items in _rounds(config, items):
+    for round_items in _rounds(config, inputs.items):
         if batches:
-            model = await _tune(config, batches, labeller)
-        own = replace(labeller, model=model)
+            labeller = replace(labeller, model=await _tune(config, batches, labeller))
         opened = [
-            await run_in_thread(_open_batch, config, index, part, labeller=own, store=store)
+            await run_in_thread(_open_batch, config, index, part, labeller=labeller, store=store)
             for index, part in enumerate(round_items, start=len(batches))
         ]
-        await _search(config, opened, run, store, on_step)
+        await _search(config, opened, run, store, observer)
         batches += opened
-    truth = dict(gold()) if gold is not None else {}
-    summary = await make_report(
-        batches, config=config, model=labeller.model, gold=truth, store=store
-    )
+    truth = dict(inputs.gold())
+    summary = await make_report(batches, config=config, model=engine.model, gold=truth, store=store)
     records = label_records(batches)
-    names = config.data.labels
-    await run_in_thread(write_exports, run, records, labels=names, config=config.exports)
-    report = summary.model_copy(update={"run": run.name, "seconds": run.worked_s})
-    await run_in_thread(_write_report, run, report)
-    labels = {r.item.id: None if r.label is None else names[r.label] for r in records}
-    return IcmResult(labels=labels, report=report)
-
-
-def _write_report(run: Run, report: IcmReport) -> None:
-    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
+    await run_in_thread(
+        write_exports, run, records, labels=config.data.labels, config=config.exports
+    )
+    warnings = (*summary.warnings, *engine.notes)
+    report = summary.model_copy(
+        update={"run": run.name, "seconds": run.worked_s, "warnings": warnings}
+    )
+    document = report.model_dump(mode="json", exclude_none=True)
+    await run_in_thread(run.write_json, "report.json", document)
+    return report
 
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labeller) -> None:
@@ -176,8 +172,8 @@ def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labelle
             "or fleet, or leave iterate out."
         )
     check_exports(items, labels=config.data.labels, config=config.exports)
-    for own in batch_items(items, size=config.batch_size):
-        open_problem(config, own, labeller=labeller, store=ScoreStore())
+    for batch in batch_items(items, size=config.batch_size):
+        open_problem(config, batch, labeller=labeller, store=ScoreStore())
 
 
 def open_problem(
@@ -220,12 +216,12 @@ def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
 def _open_batch(
     config: IcmConfig, index: int, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
 ) -> Batch:
-    def open_scorer(others: Sequence[Item]) -> SharedLabelScorer:
+    def open_scorer(others: Sequence[Item]) -> LabelScorer:
         prompts = Prompts(others, encoder=labeller.encoder, data=config.data)
         order = IdOrder(len(others))
         return SharedLabelScorer(
             labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
-        )
+        ).of_chain(None, part="baselines")
 
     return Batch(
         index=index,
@@ -272,11 +268,11 @@ async def _search(
     batches: Sequence[Batch],
     run: Run,
     store: ScoreStore,
-    on_step: Callable[[ChainStep], None] | None,
+    observer: Observer[ChainStep],
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
-    progress = _Progress(batches, config, store, on_step)
+    progress = _Progress(batches, config, store, observer)
 
     async def search(batch: Batch, chain: int) -> ChainResult:
         decisions = DecisionLog(run, batch, chain=chain)
@@ -315,10 +311,8 @@ async def _search(
     results = await together(search(batch, chain) for batch in batches for chain in chains)
     for place, batch in enumerate(batches):
         batch.results = results[place * len(chains) : (place + 1) * len(chains)]
-        batch.naive_tokens = batch.scorer.naive_tokens
-    store.part = "baselines"
+        batch.end_search()
     await together(map(compare, batches))
-    store.part = "search"
 
 
 async def _bootstrap(config: IcmConfig, problem: Problem, batch: Batch) -> Labels | None:
@@ -348,7 +342,7 @@ async def _better_baselines(config: IcmConfig, batch: Batch) -> list[ChainResult
             steps=(),
             origin=name,
         )
-        if result.rank > max(own.rank for own in [*batch.results, *better]):
+        if result.rank > max(known.rank for known in [*batch.results, *better]):
             better = [result]
     return better
 

@@ -162,7 +162,6 @@ async def make_report(
     store: ScoreStore,
 ) -> IcmReport:
     """Label the batches in every other way too, and compare: all but the run's name and seconds."""
-    store.part = "baselines"
     naive_tokens = sum(batch.naive_tokens for batch in batches)
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]

@@ -165,6 +165,7 @@ class ServiceEngine:
     with them."""
 
     is_remote = True
+    is_batch_invariant = False
     token_counts: Mapping[str, int] = {}
 
     def __init__(self, connection: Connection, samplers: Samplers, facts: EngineFacts) -> None:
