@@ -88,7 +88,7 @@ def read_loop_config(
 
 def _print_once(outcome: "Outcome[Any]") -> int:
     """Of several processes under torchrun, one prints."""
-    from rookery.compose.grpo_files import is_first_process
+    from rookery.compose.running import is_first_process
 
     return print_outcome(outcome) if is_first_process() else 0
 

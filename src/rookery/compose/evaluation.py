@@ -7,18 +7,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rookery.compose.running import (
-    OpenRun,
-    Outcome,
-    RunKind,
+from rookery.compose.inputs import (
     digest,
     digest_adapters,
     digest_models,
     digest_scorers,
     join_digests,
-    new_run,
     on_same_inputs,
     open_shown_engine,
+)
+from rookery.compose.running import (
+    OpenRun,
+    Outcome,
+    RunKind,
+    new_run,
     quiet_libraries,
     resumable,
     run_async,

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.inputs import digest, join_digests, on_same_inputs
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     OpenRun,
     Outcome,
     RunKind,
-    digest,
-    join_digests,
-    on_same_inputs,
     resumable,
     run_async,
     tracked,

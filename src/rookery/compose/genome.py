@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from rookery.compose.running import (
-    ConfigSource,
-    OpenRun,
-    Outcome,
-    RunKind,
+from rookery.compose.inputs import (
     digest,
     digest_adapters,
     digest_models,
@@ -19,8 +15,14 @@ from rookery.compose.running import (
     join_digests,
     on_same_inputs,
     open_shown_engine,
-    quiet_libraries,
     read_tasksets,
+)
+from rookery.compose.running import (
+    ConfigSource,
+    OpenRun,
+    Outcome,
+    RunKind,
+    quiet_libraries,
     resumable,
     run_async,
     tracked,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
-from rookery.compose.grpo_files import GrpoFiles, is_first_process, read_files, trainer_place
+from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import (
     MakePolicy,
@@ -19,16 +19,19 @@ from rookery.compose.grpo_policy import (
     help_grpo,
     make_reference,
 )
-from rookery.compose.running import (
-    ConfigSource,
-    OpenRun,
-    Outcome,
-    RunKind,
+from rookery.compose.inputs import (
     digest,
     digest_models,
     digest_scorers,
     join_digests,
     on_same_inputs,
+)
+from rookery.compose.running import (
+    ConfigSource,
+    OpenRun,
+    Outcome,
+    RunKind,
+    is_first_process,
     quiet_libraries,
     resumable,
     run_async,

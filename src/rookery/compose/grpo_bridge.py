@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from rookery.compose.grpo_files import num_processes
+from rookery.compose.running import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder

@@ -23,30 +23,9 @@ from rookery.weights import read_adapter
 
 __all__ = [
     "GrpoFiles",
-    "is_first_process",
-    "num_local_processes",
-    "num_processes",
     "read_files",
     "trainer_place",
 ]
-
-# Whether this process is one of several that torchrun started, from what it put into the
-# environment.
-
-
-def is_first_process() -> bool:
-    """The first one owns the run and speaks; the others compute. True without torchrun."""
-    return int(os.environ.get("RANK") or 0) == 0
-
-
-def num_processes() -> int:
-    """On all machines; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def num_local_processes() -> int:
-    """On this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 @dataclass(frozen=True, slots=True)

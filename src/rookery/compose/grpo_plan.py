@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from rookery.compose.grpo_files import (
-    GrpoFiles,
+from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo_policy import has_reference_model, needs_reference
+from rookery.compose.running import (
+    ConfigSource,
     num_local_processes,
     num_processes,
-    read_files,
-    trainer_place,
+    quiet_libraries,
+    read_config,
 )
-from rookery.compose.grpo_policy import has_reference_model, needs_reference
-from rookery.compose.running import ConfigSource, quiet_libraries, read_config
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
 from rookery.errors import ConfigError

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rookery.compose.inputs import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
     Outcome,
     RunKind,
-    digest,
-    digest_models,
-    on_same_inputs,
     quiet_libraries,
     resumable,
     run_async,

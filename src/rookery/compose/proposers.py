@@ -9,13 +9,7 @@ Without an engine nothing here needs torch.
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
-from pydantic import Field
-
-from rookery.compose.running import open_shown_engine, quiet_libraries
-from rookery.config import Config, parse_config
-from rookery.engines import EngineChoice, model_folder, require_adapters
 from rookery.errors import ConfigError
 from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
 from rookery.fleet.http.external import (
@@ -24,51 +18,15 @@ from rookery.fleet.http.external import (
     open_embedder,
     open_text_model,
 )
-from rookery.loops.evolve.config import EvolveConfig, ModelConfig, RookeryConfig
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.config.sections import DEFAULT_API_BASE
 from rookery.ports import TextModel
-from rookery.rollout.asking import EngineTextModel
-from rookery.tasks.template import load_template
 from rookery.ui.display import Display
-from rookery.weights import read_adapter
 
 __all__ = [
     "open_config_embedder",
-    "open_engine_models",
     "open_models",
 ]
-
-# The models of an engine of ours as text models: the base, and each adapter. Needs torch.
-
-
-class _Parts(Config):
-    """What `rookery` says of the engine."""
-
-    engine: EngineChoice
-    adapters: dict[str, Path] = Field(default_factory=dict)
-    tokenizer: str = ""
-
-
-@asynccontextmanager
-async def open_engine_models(
-    config: RookeryConfig, display: Display
-) -> AsyncIterator[Mapping[str, TextModel]]:
-    """`base` and every adapter, by name, while the engine is open."""
-    quiet_libraries()
-    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
-    parts = parse_config(_Parts, document, origin="the section rookery")
-    adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
-    require_adapters(parts.engine, {f"The rank of {n}": a.rank for n, a in adapters.items()})
-    template = load_template(model_folder(parts.engine, tokenizer=parts.tokenizer))
-    async with open_shown_engine(parts.engine, display) as engine:
-        refs = {"base": engine.base}
-        for name, adapter in adapters.items():
-            refs[name] = await engine.load(adapter)
-        yield {
-            name: EngineTextModel(engine, model=ref, template=template)
-            for name, ref in refs.items()
-        }
-
 
 REASONING = ("o1", "o3", "o4-", "gpt-5", "gpt-oss-120b", "gpt-oss-20b")
 """How the names of models begin that take max_completion_tokens, as OpenEvolve lists them."""
@@ -90,7 +48,7 @@ async def open_models(
             if name not in own:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
         if names := [name for name in by_name if name in own]:
-            from rookery.compose.proposers import open_engine_models
+            from rookery.compose.engine_models import open_engine_models
 
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
             models |= {name: opened[name] for name in names}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rookery.compose.evaluation import Split
-from rookery.compose.running import digest_models, merge, quiet_libraries, run_async
+from rookery.compose.inputs import digest_models
+from rookery.compose.running import merge, quiet_libraries, run_async
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
 from rookery.errors import AdapterError, ConfigError, boundary

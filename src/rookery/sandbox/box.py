@@ -214,7 +214,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _box_sweep() -> None:
     """Remove the boxes of programs of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_BOX_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
             # Others may write to the folder of temporary files: what is theirs is left alone.

@@ -30,7 +30,7 @@ from rookery.service.desk import Desk
 from rookery.service.drawing import Drawing, Samples
 from rookery.service.fair_queue import Turns
 from rookery.service.futures import Future
-from rookery.service.keys import Admission
+from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot

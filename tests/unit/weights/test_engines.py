@@ -258,7 +258,7 @@ def test_children_made_of_tensors_have_the_same_bits(
     parents = [made(1), made(2)]
     wanted = method.model_copy(update={"space": space})
     children = []
-    for operator in ("", "ties", "dare"):
+    for operator in ("", "ties"):
         if operator:
             monkeypatch.setattr(f"rookery.weights.merge.{operator}.open_rows", open_tensors)
         children.append(merge(parents, weights=(0.4, 0.6), method=wanted, key=(3,)))

@@ -196,7 +196,7 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
         max_num_seqs=_whole(_dig(config, "scheduler_config").get("max_num_seqs")),
         max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
         has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
-        has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
+        has_label_logprobs=has_labels and f"token_id:{_PROBE_LABEL}" in mild,
         has_prompt_logprobs="prompt_logprobs" in fields and not (lora and is_on_cpu),
         has_json_schemas="structured_outputs" in fields,
         has_processed_logprobs=_is_processed(mild, hot),
