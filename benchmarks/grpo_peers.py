@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -137,7 +138,7 @@ def run_trl(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     return {"steps": rows, "adapters": folders, **gpu}
 
 
-class watched_gpu:  # noqa: N801 - a context manager, read as a verb
+class watched_gpu:
     """How much of the time the GPU computes, and the most memory in use, by `nvidia-smi`."""
 
     def __enter__(self) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def measure(options: argparse.Namespace, results: Mapping[str, Any], place: Path
     import rookery
 
     config = rookery_config(options)
-    taskset = place / "test.json"
+    taskset = place / "test.yaml"
     taskset.write_text(json.dumps(config["tasksets"][1]))
     adapters = {
         f"{side}-{step}": str(folder)
@@ -195,7 +196,7 @@ def measure(options: argparse.Namespace, results: Mapping[str, Any], place: Path
 def show(side: str, result: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
     steps = result["steps"]
     ends = [row["end"] for row in steps]
-    spans = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+    spans = [later - earlier for earlier, later in pairwise(ends)]
     tokens = [row["tokens"] for row in steps[1:]]
     stages = {
         stage: fmean(row[stage] for row in steps[1:])
@@ -217,7 +218,8 @@ def show(side: str, result: Mapping[str, Any], scores: Mapping[str, Any]) -> Non
             step = int(name.rpartition("-")[2])
             at = ends[step - 1]
             print(
-                f"  test problems after {at:5.0f} s (step {step:>3})   {mean:.3f} ({low:.3f} to {high:.3f})"
+                f"  test problems after {at:5.0f} s (step {step:>3})            "
+                f"{mean:.3f} ({low:.3f} to {high:.3f})"
             )
 
 
