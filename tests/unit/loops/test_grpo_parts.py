@@ -1,5 +1,6 @@
 """The parts of the grpo loop by themselves: advantages, order of tasks, batches, data, config."""
 
+import asyncio
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,12 +28,21 @@ from rookery.loops.grpo.batch import (
     encode_batch,
     is_equal,
 )
-from rookery.loops.grpo.batch_drawer import Policy, TaskOrder
+from rookery.loops.grpo.batch_drawer import BatchDrawer, Policy, TaskOrder
 from rookery.loops.grpo.data import make_data, mean_gap
 from rookery.loops.grpo.group_source import AtroposSource
 from rookery.runs import Run
 from rookery.seeding import stream
-from rookery.types import KeptTokens, ModelRef, Task, TokenSequence
+from rookery.types import (
+    Completion,
+    Draw,
+    Group,
+    KeptTokens,
+    ModelRef,
+    Rollout,
+    Task,
+    TokenSequence,
+)
 
 TASKSET = {"type": "generated", "generator": "arithmetic"}
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
@@ -247,3 +257,73 @@ async def test_groups_of_environments_that_cannot_be_trained_on_stop_the_run(
         good = AtroposSource(RunApi(["", "", "", "", "token 99"]), config=config, run=run)
         batch = await good.batch(0, policy=policy)
     assert len(batch.groups) == 4 and batch.counts.num_failed == 2
+
+
+class ScriptedDrawer:
+    """Groups that end in an order of their own; those at `teaching` positions have two rewards."""
+
+    def __init__(self, teaching: Sequence[bool], delays: Sequence[int]) -> None:
+        self.calls: list[int] = []
+        """How many groups each call asked for."""
+        self.num_stopped = 0
+        self._teaching, self._delays = teaching, delays
+
+    async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+        self.calls.append(len(draws))
+        first = sum(self.calls[:-1])
+        places = range(first, first + len(draws))
+        try:
+            for _ in range(max(self._delays[place] for place in places)):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.num_stopped += len(draws)
+            raise
+        return [
+            self._group(model, draw, self._teaching[place])
+            for draw, place in zip(draws, places, strict=True)
+        ]
+
+    def _group(self, model: ModelRef, draw: Draw, is_teaching: bool) -> Group:
+        answer = Completion(
+            text="a", tokens=(1,), logprobs=(-0.5,), finish_reason="stop", model=model
+        )
+        rewards = (1.0, 0.0 if is_teaching else 1.0)
+        rollouts = [Rollout(task=draw.task, completion=answer, reward=one) for one in rewards]
+        return Group(task=draw.task, model=model, rollouts=tuple(rollouts))
+
+
+@given(st.data(), st.floats(0.05, 1.0))
+async def test_a_batch_does_not_depend_on_when_its_groups_end(
+    data: st.DataObject, useful_share: float
+) -> None:
+    config = make_config(groups_per_step=4, group_size=2, max_extra_groups=5)
+    teaching = data.draw(st.lists(st.booleans(), min_size=9, max_size=9).filter(any))
+    delays = data.draw(st.lists(st.integers(0, 20), min_size=9, max_size=9))
+    tasks = [Task(id=str(i), prompt="?", reference="") for i in range(20)]
+    policy = Policy(ModelRef(name="policy", version="a"), step=1)
+
+    async def draw(drawer: ScriptedDrawer, *, is_remote: bool) -> Batch:
+        own = BatchDrawer(drawer, tasks=tasks, config=config, is_remote=is_remote)
+        return await own.draw(1, start=0, policy=policy, useful_share=useful_share)
+
+    waves, singly = ScriptedDrawer(teaching, delays), ScriptedDrawer(teaching, delays)
+    batch = await draw(waves, is_remote=False)
+    assert await draw(singly, is_remote=True) == batch
+    assert waves.calls[0] == 4 and set(singly.calls) == {1} and len(singly.calls) <= 9
+    too_many = len(singly.calls) - batch.next_position
+    assert singly.num_stopped <= too_many and (useful_share < 1 or too_many == 0)
+
+
+async def test_an_equal_group_is_replaced_while_others_are_drawn() -> None:
+    config = make_config(groups_per_step=2, group_size=2)
+    drawer = ScriptedDrawer([False, True, True], delays=[0, 50, 0])
+    tasks = [Task(id=str(i), prompt="?", reference="") for i in range(5)]
+    own = BatchDrawer(drawer, tasks=tasks, config=config, is_remote=True)
+    drawing = asyncio.create_task(
+        own.draw(1, start=0, policy=Policy(ModelRef(name="p", version="a"), step=1))
+    )
+    while len(drawer.calls) < 3:
+        assert not drawing.done()
+        await asyncio.sleep(0)
+    batch = await drawing
+    assert [group.position for group in batch.groups] == [1, 2]

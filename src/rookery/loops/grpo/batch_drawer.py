@@ -11,10 +11,13 @@
 | filter  | groups            | groups that teach   | nothing                |
 """
 
+import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rookery.concurrency import task_group
 from rookery.errors import TaskError
 from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout, is_equal
 from rookery.loops.grpo.config import GrpoConfig
@@ -28,6 +31,9 @@ __all__ = [
     "TaskOrder",
     "check_failures",
 ]
+
+_CAUTION = 0.75
+"""Of the groups that will probably have to be replaced, the part that is begun at once."""
 
 # Which task each draw of a run takes: every task once per epoch, each epoch in its own order.
 
@@ -63,36 +69,44 @@ class Policy:
 class BatchDrawer:
     """What is drawn is a function of the seed, the position and the policy."""
 
-    def __init__(self, drawer: GroupDrawer, *, tasks: Sequence[Task], config: GrpoConfig) -> None:
+    def __init__(
+        self,
+        drawer: GroupDrawer,
+        *,
+        tasks: Sequence[Task],
+        config: GrpoConfig,
+        is_remote: bool = False,
+    ) -> None:
         self._drawer = drawer
         self._order = TaskOrder(tasks, seed=config.seed)
-        self._config = config
+        self.config = config
+        self.is_remote = is_remote
+        """Servers draw: groups by themselves. An engine in this process gets all that are missing
+        in one call, as it gives the same bits for the same requests together."""
 
-    async def draw(self, step: int, *, start: int, policy: Policy) -> Batch:
-        """Groups whose rewards differ, in the order of the tasks, until there are enough."""
-        position, end = start, start + self._config.max_groups
-        drawn: list[Group] = []
-        useful: list[DrawnGroup] = []
-        while position < end and len(useful) < self._config.groups_per_step:
-            num = min(self._config.groups_per_step - len(useful), end - position)
-            groups = await self._draw_from(position, num, policy.ref)
-            useful += [
-                own
-                for i, group in enumerate(groups)
-                if _teaches(own := _drawn(position + i, group))
-            ]
-            position += num
-            drawn += groups
-            check_failures(step, _count(drawn), max_share=self._config.max_failed_share)
-        counts = _count(drawn)
+    async def draw(
+        self, step: int, *, start: int, policy: Policy, useful_share: float = 1.0
+    ) -> Batch:
+        """The first groups whose rewards differ, in the order of the tasks, until there are enough.
+
+        A group whose rewards are equal is replaced as soon as that is seen, while others are still
+        drawn. `useful_share` is the part of groups that is expected to teach: where it is below 1,
+        more groups than are needed are begun at once, and those that turn out to be too many are
+        stopped and left to the next step. So it changes how long a step takes and not its batch.
+        """
+        groups = await _FirstUseful(self, step, start, policy.ref, useful_share).draw()
+        useful = [
+            drawn for i, group in enumerate(groups) if _teaches(drawn := _drawn(start + i, group))
+        ]
+        counts = _count(groups)
         if step == 0 and not useful:
-            raise _nothing_to_learn(len(drawn), counts)
+            raise _nothing_to_learn(len(groups), counts)
         return Batch(
             step=step,
             model=policy.ref,
             model_step=policy.step,
             groups=tuple(useful),
-            next_position=position,
+            next_position=start + len(groups),
             counts=counts,
         )
 
@@ -100,22 +114,89 @@ class BatchDrawer:
         """TaskError when the first step would have no group to learn from: rewards never differ, or
         rollouts fail. Draws as few groups as show one, often a single one."""
         drawn: list[Group] = []
-        while len(drawn) < self._config.max_groups:
-            num = min(max(1, len(drawn)), self._config.max_groups - len(drawn))
-            groups = await self._draw_from(len(drawn), num, model)
+        while len(drawn) < self.config.max_groups:
+            num = min(max(1, len(drawn)), self.config.max_groups - len(drawn))
+            groups = await self.draw_from(len(drawn), num, model)
             if any(_teaches(_drawn(0, group)) for group in groups):
                 return
             drawn += groups
         counts = _count(drawn)
-        check_failures(0, counts, max_share=self._config.max_failed_share)
+        check_failures(0, counts, max_share=self.config.max_failed_share)
         raise _nothing_to_learn(len(drawn), counts)
 
-    async def _draw_from(self, position: int, num: int, model: ModelRef) -> list[Group]:
+    async def draw_from(self, position: int, num: int, model: ModelRef) -> list[Group]:
         return await self._drawer.draw(model, [self._draw_at(position + i) for i in range(num)])
 
     def _draw_at(self, position: int) -> Draw:
-        seed = stream_seed(self._config.seed, "grpo-draw", position)
+        seed = stream_seed(self.config.seed, "grpo-draw", position)
         return Draw(task=self._order[position], seed=seed)
+
+
+class _FirstUseful:
+    """The groups at positions `start`, `start + 1`, ... up to the last one that a step needs."""
+
+    def __init__(
+        self, drawer: BatchDrawer, step: int, start: int, model: ModelRef, useful_share: float
+    ) -> None:
+        self._drawer, self._config = drawer, drawer.config
+        self._step, self._start, self._model = step, start, model
+        # An engine in this process computes what turns out to be too much at the cost of the rest.
+        self._expected = 1.0 - _CAUTION * (1.0 - useful_share) if drawer.is_remote else 1.0
+        self._num_begun = 0
+        self._groups: dict[int, Group] = {}
+        """Those that are drawn, by how far behind `start` they are."""
+        self._teaching: dict[int, bool] = {}
+        """Whether each of them teaches something."""
+        self._num_in_order = 0
+        """Groups from `start` on without a gap."""
+        self._num_useful = 0
+        """Of these."""
+
+    async def draw(self) -> list[Group]:
+        pending: set[asyncio.Task[None]] = set()
+        async with task_group() as tasks:
+            while not self._is_complete:
+                num = self._num_missing()
+                calls = [1] * num if self._drawer.is_remote else [num] * bool(num)
+                pending |= {tasks.create_task(self._draw_next(size)) for size in calls}
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                self._look_on()
+            for task in pending:
+                task.cancel()
+        return [self._groups[i] for i in range(self._num_in_order)]
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._num_useful == self._config.groups_per_step or (
+            self._num_in_order == self._config.max_groups
+        )
+
+    def _num_missing(self) -> int:
+        """How many groups to begin now, so that with those under way enough will teach."""
+        num_useful = sum(self._teaching.values())
+        wanted = (self._config.groups_per_step - num_useful) / self._expected
+        num_pending = self._num_begun - len(self._groups)
+        room = self._config.max_groups - self._num_begun
+        return max(0, min(math.ceil(wanted) - num_pending, room))
+
+    async def _draw_next(self, num: int) -> None:
+        first, self._num_begun = self._num_begun, self._num_begun + num
+        groups = await self._drawer.draw_from(self._start + first, num, self._model)
+        self._groups |= dict(enumerate(groups, first))
+        self._teaching |= {
+            i: _teaches(_drawn(i, self._groups[i])) for i in range(first, first + num)
+        }
+
+    def _look_on(self) -> None:
+        """Count the groups that are in order now, up to the last one that is needed."""
+        while self._num_in_order in self._groups and not self._is_complete:
+            self._num_useful += self._teaching[self._num_in_order]
+            self._num_in_order += 1
+            if self._num_in_order >= self._config.groups_per_step:
+                in_order = [self._groups[i] for i in range(self._num_in_order)]
+                check_failures(
+                    self._step, _count(in_order), max_share=self._config.max_failed_share
+                )
 
 
 def check_failures(step: int, counts: BatchCounts, *, max_share: float) -> None:

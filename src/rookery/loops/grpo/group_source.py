@@ -103,9 +103,15 @@ class GroupSource:
     """The batches of one run, step by step. Ask for them in order, one at a time."""
 
     def __init__(
-        self, drawer: GroupDrawer, *, tasks: Sequence[Task], config: GrpoConfig, run: Run
+        self,
+        drawer: GroupDrawer,
+        *,
+        tasks: Sequence[Task],
+        config: GrpoConfig,
+        run: Run,
+        is_remote: bool = False,
     ) -> None:
-        self._drawer = BatchDrawer(drawer, tasks=tasks, config=config)
+        self._drawer = BatchDrawer(drawer, tasks=tasks, config=config, is_remote=is_remote)
         self._config = config
         self._store = BatchStore(run)
 
@@ -115,11 +121,24 @@ class GroupSource:
         if found is not None:
             return found
         assert policy.step == self._config.drawn_at(step)
-        before = self._store.event(step - 1)
-        start = 0 if before is None else int(before.payload["next_position"])
-        batch = await self._drawer.draw(step, start=start, policy=policy)
+        batch = await self._drawer.draw(
+            step, start=self._start(step), policy=policy, useful_share=self._useful_share(step)
+        )
         await self._store.write(batch)
         return batch
+
+    def _start(self, step: int) -> int:
+        """The position of a step's first group."""
+        before = self._store.event(step - 1)
+        return 0 if before is None else int(before.payload["next_position"])
+
+    def _useful_share(self, step: int) -> float:
+        """The part of the last step's groups that taught something."""
+        before = self._store.event(step - 1)
+        if before is None or not before.payload["positions"]:
+            return 1.0
+        num_drawn = int(before.payload["next_position"]) - self._start(step - 1)
+        return len(before.payload["positions"]) / num_drawn
 
     def use(self, policy: Policy) -> None:
         """New weights; every batch names the ones it is drawn with."""

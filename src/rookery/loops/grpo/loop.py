@@ -141,7 +141,13 @@ def _source(inputs: GrpoInputs, run: Run) -> Source:
     if not isinstance(inputs.drawer, GroupDrawer):
         return AtroposSource(inputs.drawer, config=inputs.config, run=run)
     tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
-    return GroupSource(inputs.drawer, tasks=tasks, config=inputs.config, run=run)
+    return GroupSource(
+        inputs.drawer,
+        tasks=tasks,
+        config=inputs.config,
+        run=run,
+        is_remote=inputs.engine.is_remote,
+    )
 
 
 async def _train(parts: _Parts) -> None:
