@@ -129,7 +129,7 @@ def _assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observe
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
     return _Parts(
         config=config,
-        source=_source(inputs, run),
+        source=_source(inputs, engine, run),
         trainer=PolicyTrainer(weights, engine=engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
@@ -137,7 +137,7 @@ def _assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observe
     )
 
 
-def _source(inputs: GrpoInputs, run: Run) -> Source:
+def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> Source:
     if not isinstance(inputs.drawer, GroupDrawer):
         return AtroposSource(inputs.drawer, config=inputs.config, run=run)
     tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
@@ -146,7 +146,7 @@ def _source(inputs: GrpoInputs, run: Run) -> Source:
         tasks=tasks,
         config=inputs.config,
         run=run,
-        is_remote=inputs.engine.is_remote,
+        is_remote=engine.is_remote,
     )
 
 
