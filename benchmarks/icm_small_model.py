@@ -93,8 +93,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
                 await label_by_search(own, labeller, folder / name)
 
 
-def configure(path: Path, **data: object) -> IcmConfig:
-    config = load_config(IcmConfig, path).from_folder(path.parent)
+def configure(file: Path, **data: object) -> IcmConfig:
+    config = load_config(IcmConfig, file).from_folder(file.parent)
     return config.model_copy(
         update={
             "data": config.data.model_copy(update=data),

@@ -193,8 +193,8 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
     folder = (runs_dir / name).absolute()
     run_async(_serve_and_train(model, folder))
     return _say_next(
-        ("rookery keys add ada", "a key for a user, who may then be elsewhere"),
         (f"rookery serve {shlex.quote(str(folder / 'config.json'))} --port 8000", "it stays"),
+        ("rookery keys add ada", "a key for a user; serve then with --anonymous false"),
         ("pip install tinker", "its client, for code that runs elsewhere"),
     )
 

@@ -87,7 +87,7 @@ def test_serve_trains_through_its_client_and_stops(
     rookery: Command, words: Path, place: Path
 ) -> None:
     ended = rookery("demo", "serve", "--model", str(words))
-    _, serve, _ = commands(ended)
+    serve, *_ = commands(ended)
     assert "create_lora_training_client" in ended.out and "step 5:" in ended.out
     assert "40 words that were not trained on" in ended.words
     assert "The service has stopped." in ended.words
