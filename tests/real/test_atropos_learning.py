@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import rookery
 from rookery.starters.addition import make_addition
@@ -31,10 +30,7 @@ pytestmark = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that adds half of the time, tasks to play and tasks to measure by."""
     folder = tmp_path_factory.mktemp("addition")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the start must be the same everywhere
     make_addition(folder)
-    torch.set_num_threads(num_threads)
     lines = (folder / "tasks.jsonl").read_text().splitlines(keepends=True)
     (folder / "played.jsonl").write_text("".join(lines[:600]))
     (folder / "held_out.jsonl").write_text("".join(lines[600:]))

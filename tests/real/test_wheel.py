@@ -5,8 +5,8 @@
 
 The wheel is built here, or is the one of ROOKERY_WHEEL. Without that variable it is installed with
 no dependencies, and finds those of this environment through a .pth file: installing them takes
-minutes. With it everything of `rookery[demo]` is installed, and the demos run to their end. To build
-a wheel and to install takes a package index.
+minutes. With it everything of `rookery[demo]` is installed, and the demos run to their end. A
+package index must be in reach.
 """
 
 import os

@@ -6,7 +6,6 @@ report = train_addition(folder, "rank-8", seed=1)      # `folder` is the fixture
 from pathlib import Path
 
 import pytest
-import torch
 
 import rookery
 from rookery.reports import GrpoReport
@@ -22,10 +21,7 @@ SPLITS = {"search": 0.5, "select": 0.4, "report": 0.1}
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that answers a third to half of the tasks, by the kind of CPU, and the tasks."""
     folder = tmp_path_factory.mktemp("addition")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the start must be the same with any number
     make_addition(folder, num_tasks=2000)
-    torch.set_num_threads(num_threads)
     return folder
 
 

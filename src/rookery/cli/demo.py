@@ -218,8 +218,10 @@ def _addition() -> Path:
 
     folder = cache_folder() / "demo-addition"
     if not folder.exists():
-        from rookery.starters.addition import make_addition  # says what to install, first
+        from rookery.compose.running import quiet_libraries
+        from rookery.starters.addition import make_addition
 
+        quiet_libraries()
         _say(f"Making a tiny model that adds, half trained, in {folder}: half a minute, once.")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

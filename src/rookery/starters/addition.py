@@ -31,7 +31,8 @@ def make_addition(folder: Path, *, num_tasks: int = 1000, seed: int = 0) -> None
     """Write `model`, half trained, `tasks.jsonl` (the answer to 12+34= is 64, last digit first) and
     the config `grpo.yaml`.
 
-    With seed 0 the model answers 0.56 of the tasks greedily.
+    It computes in one thread: the model must be the same with any number of cores. With seed 0 it
+    answers 0.56 of the tasks greedily.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(f"tasks/{seed}").shuffle(pairs)
@@ -42,6 +43,17 @@ def make_addition(folder: Path, *, num_tasks: int = 1000, seed: int = 0) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copyfile(DEMOS / "grpo.yaml", folder / "grpo.yaml")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = _train_model(seed)
+    finally:
+        torch.set_num_threads(num_threads)
+    model.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "model")
+
+
+def _train_model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     _sums(rng, NUM_SKIPPED)
@@ -53,8 +65,7 @@ def make_addition(folder: Path, *, num_tasks: int = 1000, seed: int = 0) -> None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "model")
+    return model
 
 
 def _answer(a: int, b: int) -> str:
