@@ -1,7 +1,7 @@
 """What every run has in common: its config, its folder, its end, and the event loop it runs in.
 
     GENOME = RunKind("genome", config=GenomeConfig, finish=finish)
-    outcome = GENOME.start("configs/demo.yaml", {"seed": 3}, name="", runs_dir="runs")
+    outcome = GENOME.start("mine.yaml", {"seed": 3}, name="", runs_dir="runs")
 
 `resuming.py` lists the kinds of runs.
 """
