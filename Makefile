@@ -37,7 +37,7 @@ help:
 	@echo "make bench      the numbers of README and docs, peers in the same run"
 
 demo: $(VENV)/.ready
-	$(BIN)/rookery genome run configs/demo.yaml $(ARGS)
+	$(BIN)/rookery demo $(ARGS)
 
 # The limit is checked apart: slipcover cannot both check and show what xdist's workers covered.
 test: $(VENV)/.ready

@@ -29,11 +29,12 @@ from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import random_plans
+from rookery.starters import DEMOS
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Group, ModelRef, Task
 
-DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
+DEMO = DEMOS / "genome.yaml"
 GENERATIONS = 4
 
 

@@ -19,7 +19,6 @@ makes another one, with the same number of steps on other sums. For speed see `g
 
 import argparse
 import os
-import runpy
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ from grpo_speed import Speed, compare
 from transformers.utils import logging
 
 import rookery
+from rookery.starters import DEMOS
+from rookery.starters.addition import make_addition
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40
@@ -81,7 +82,7 @@ def train(folder: Path, variant: str, seed: int) -> Learned:
         "splits": SPLITS,
     }
     outcome = rookery.run_grpo(
-        ROOT / "configs" / "grpo_addition.yaml",
+        DEMOS / "grpo.yaml",
         engine={"model": str(folder / "model")},
         tasksets=[taskset],
         steps=STEPS,
@@ -107,7 +108,6 @@ def learn(
     variants: Sequence[str], seeds: Sequence[int], *, model_seed: int
 ) -> dict[str, list[Learned]]:
     """Every variant with every seed, from one start model; a line is printed for each."""
-    make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
     found: dict[str, list[Learned]] = {}
     columns = ("start", "end", "gain", "drawn", "first gap", "last gap", "seconds")
     print(f"{'':<12} seed" + "".join(f"{column:>10}" for column in columns))

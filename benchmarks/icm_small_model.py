@@ -44,6 +44,7 @@ from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.verdict import agree
 from rookery.reports import AgreementRecord
 from rookery.runs import Run
+from rookery.starters import DEMOS
 from rookery.ui.icm import SENTENCES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -72,7 +73,7 @@ def main() -> None:
 
 async def run(arguments: argparse.Namespace, folder: Path) -> None:
     made = {
-        "reviews": lambda: configure("icm_reviews.yaml"),
+        "reviews": lambda: configure(DEMOS / "icm.yaml"),
         "claims": lambda: claims_config(arguments.claims),
         "solutions": lambda: solutions_config(arguments.solutions, folder),
     }
@@ -100,8 +101,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
                 await label_by_search(own, labeller, folder / name)
 
 
-def configure(name: str, **data: object) -> IcmConfig:
-    config = load_config(IcmConfig, CONFIGS / name).from_folder(CONFIGS)
+def configure(file: Path, **data: object) -> IcmConfig:
+    config = load_config(IcmConfig, file).from_folder(file.parent)
     return config.model_copy(
         update={
             "data": config.data.model_copy(update=data),
@@ -113,13 +114,13 @@ def configure(name: str, **data: object) -> IcmConfig:
 
 def claims_config(path: Path | None) -> IcmConfig:
     if path is None:
-        return configure("icm_claims.yaml")
-    return configure("icm_claims.yaml", path=path, prompt=CLAIM)
+        return configure(CONFIGS / "icm_claims.yaml")
+    return configure(CONFIGS / "icm_claims.yaml", path=path, prompt=CLAIM)
 
 
 def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
     if path is None:
-        return configure("icm_solutions.yaml")
+        return configure(CONFIGS / "icm_solutions.yaml")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     items = [
         {"id": f"{number}-{model}", "question": row["question"], **solution(row[model])}
@@ -127,7 +128,7 @@ def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
         for model in MODELS
     ]
     (folder / path.name).write_text("".join(json.dumps(item) + "\n" for item in items))
-    config = configure("icm_solutions.yaml", path=folder / path.name)
+    config = configure(CONFIGS / "icm_solutions.yaml", path=folder / path.name)
     # Some solutions were cut off before their answer.
     [equal] = config.constraints
     return config.model_copy(

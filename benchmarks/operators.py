@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from peft.utils import merge_utils
 
+from rookery.starters import DEMOS
 from rookery.weights import read_adapter
 from rookery.weights.delta import low_rank
 from rookery.weights.merge import (
@@ -64,7 +64,7 @@ SMALL_LINEARS = {
     "mlp.down_proj": (1536, 576),
 }
 """Of a block of SmolLM2-135M, which has 30."""
-FOUNDERS = Path(__file__).parent.parent / "examples" / "founders"
+FOUNDERS = DEMOS / "founders"
 DENSITY = 0.7
 BARS = {"linear": 0.70, "ties": 0.25, "dare": 0.25}
 """Parts of copy bandwidth that are asked for."""

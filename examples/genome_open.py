@@ -7,12 +7,12 @@ child by the search split is compared with the best founder on tasks that the se
 """
 
 import asyncio
-from pathlib import Path
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationConfig
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig, ask, found, tell
+from rookery.starters import DEMOS
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
 from rookery.tasks.template import Template, load_template
@@ -21,7 +21,7 @@ from rookery.weights import read_adapter
 from rookery.weights.merge import LinearConfig, merge
 from rookery.weights.mutate import GaussianConfig, mutate
 
-FOUNDERS = Path(__file__).parent / "founders"
+FOUNDERS = DEMOS / "founders"
 NAMES = ("mark-kind", "mark-language", "mark-living")
 SEED = 0
 SEARCH = PopulationConfig(

@@ -6,9 +6,10 @@ Hardware: 2 CPU cores, under 10 minutes. Expect all 16 labels right.
 """
 
 import rookery
+from rookery.starters import DEMOS
 
 if __name__ == "__main__":
-    outcome = rookery.run_icm("configs/icm_reviews.yaml")
+    outcome = rookery.run_icm(DEMOS / "icm.yaml")
     for row in outcome.report.rows:
         print(f"{row.name:<18} {row.num_labelled:>3} labelled, true {row.accuracy:.2f}")
     print(f"{outcome.report.verdict}: {outcome.path / 'labels.jsonl'}")

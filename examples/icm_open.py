@@ -8,7 +8,6 @@ positive; four of them begin with random labels. Expect all twelve labels right.
 
 import asyncio
 import json
-from pathlib import Path
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.loops.icm.prompts import load_encoder
@@ -23,9 +22,9 @@ from rookery.search.annealing import (
 )
 from rookery.search.constraints import Constraints, Exclusive
 from rookery.search.labelling import UNLABELLED, Labels, TreeOrder, labelled_items
+from rookery.starters import DEMOS
 from rookery.types import ScoreRequest, TokenIds
 
-FOLDER = Path(__file__).parent / "icm"
 NUM_ITEMS = 12
 ALPHA = 50.0
 SEED = 0
@@ -84,7 +83,7 @@ class Model:
 
 
 async def main() -> None:
-    rows = [json.loads(line) for line in (FOLDER / "reviews.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (DEMOS / "reviews.jsonl").read_text().splitlines()]
     rows = rows[:NUM_ITEMS]
     pairs = [Exclusive(members=(i, i + 1), label=0, is_exact=True) for i in range(0, NUM_ITEMS, 2)]
     constraints = Constraints(pairs, num_items=NUM_ITEMS, num_labels=2)
@@ -112,7 +111,7 @@ async def main() -> None:
                 print(f"{decision.iteration:>4}  {shown}  U {state.utility:7.2f}")
         computed, asked = engine.stats.prompt_tokens, engine.stats.requested_tokens
 
-    gold_rows = (FOLDER / "reviews_gold.jsonl").read_text().splitlines()
+    gold_rows = (DEMOS / "reviews_gold.jsonl").read_text().splitlines()
     gold = {row["id"]: row["label"] for row in map(json.loads, gold_rows)}
     found = ["True" if label == 0 else "False" for label in state.best_labels]
     right = sum(gold[row["id"]] == f for row, f in zip(rows, found, strict=True))

@@ -11,12 +11,13 @@ versions of torch.
 
 import subprocess
 import sys
-from pathlib import Path
+
+from rookery.starters import DEMOS
 
 TASKS = ("mark-kind", "mark-language", "mark-living")
 SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "80", "--learning-rate", "0.002"]
 TARGETS = ["--targets", "[v_proj, o_proj]"]
-FOUNDERS = Path(__file__).parent / "founders"
+FOUNDERS = DEMOS / "founders"
 
 
 def main() -> None:

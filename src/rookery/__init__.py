@@ -1,6 +1,6 @@
 """Rookery: one vLLM fleet, every way to make a model better on it.
 
-    outcome = rookery.run_genome("configs/demo.yaml", seed=3)
+    outcome = rookery.run_genome("mine.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
 Importing the package is light: no torch, no network. The records that flow between the parts are

@@ -6,15 +6,14 @@ ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest \\
 """
 
 import os
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import rookery
+from rookery.starters.addition import make_addition
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
@@ -30,12 +29,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that adds half of the time, tasks to play and tasks to measure by."""
-    make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
     folder = tmp_path_factory.mktemp("addition")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the start must be the same everywhere
     make_addition(folder)
-    torch.set_num_threads(num_threads)
     lines = (folder / "tasks.jsonl").read_text().splitlines(keepends=True)
     (folder / "played.jsonl").write_text("".join(lines[:600]))
     (folder / "held_out.jsonl").write_text("".join(lines[600:]))
@@ -53,7 +48,7 @@ def train(folder: Path, name: str, **changes: Any) -> Any:
         "sampling": {"max_tokens": 4}, "splits": {"search": 0.01, "select": 0.5, "report": 0.49},
     }  # fmt: skip
     return rookery.run_grpo(
-        ROOT / "configs" / "grpo_addition.yaml",
+        folder / "grpo.yaml",
         tasksets=[taskset], environment=environment, runs_dir=folder / "runs", name=name,
         progress=False, **changes,
     ).report  # fmt: skip

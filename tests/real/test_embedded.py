@@ -1,7 +1,6 @@
 """The embedded engine on real weights: SmolLM2 with the shipped founders, beside transformers."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +8,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.starters import DEMOS
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
 from rookery.tasks.template import load_template
 from rookery.types import SampleRequest, SamplingParams, ScoreRequest
 from rookery.weights import read_adapter
 
-FOUNDERS = Path(__file__).parents[2] / "examples" / "founders"
+FOUNDERS = DEMOS / "founders"
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count from one to five."]
 
 

@@ -32,8 +32,9 @@ from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels, TreeOrder
 from rookery.seeding import stream_seed
+from rookery.starters import DEMOS
 
-CONFIG = Path(__file__).parents[2] / "configs" / "icm_reviews.yaml"
+CONFIG = DEMOS / "icm.yaml"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 

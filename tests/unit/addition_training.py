@@ -1,16 +1,15 @@
-"""grpo on two-digit addition with the model of examples/addition.py, for the tests that take long.
+"""grpo on two-digit addition with the model of rookery.starters.addition, for tests that take long.
 
 report = train_addition(folder, "rank-8", seed=1)      # `folder` is the fixture `addition`
 """
 
-import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
 import rookery
 from rookery.reports import GrpoReport
+from rookery.starters.addition import make_addition
 
 __all__ = ["addition", "gaps", "select_gain", "train_addition"]
 
@@ -21,12 +20,8 @@ SPLITS = {"search": 0.5, "select": 0.4, "report": 0.1}
 @pytest.fixture(scope="session")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that answers a third to half of the tasks, by the kind of CPU, and the tasks."""
-    make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
     folder = tmp_path_factory.mktemp("addition")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the start must be the same with any number
     make_addition(folder, num_tasks=2000)
-    torch.set_num_threads(num_threads)
     return folder
 
 
@@ -38,7 +33,7 @@ def train_addition(folder: Path, name: str, **values: object) -> GrpoReport:
     }  # fmt: skip
     settings = {"engine": {"model": str(folder / "model")}, "steps": 40, "save_every": 40} | values
     return rookery.run_grpo(
-        ROOT / "configs" / "grpo_addition.yaml",
+        folder / "grpo.yaml",
         name=name,
         runs_dir=folder / "runs",
         progress=False,

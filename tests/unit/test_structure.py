@@ -18,13 +18,15 @@ from rookery.loops.icm.objective import build_constraints
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rookery"
-MODULES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted({*SOURCE.rglob("*.py")} - {*(SOURCE / "starters" / "projects").rglob("*.py")})
+"""Without the files that `rookery new` copies: they are a user's."""
 
 LAYERS = [
     {"types", "errors", "model_names", "seeding"},
     {"app_shell", "concurrency", "config", "runtime"},
     {"ports"},
-    {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
+    {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"}
+    | {"starters"},
     {"fleet", "embedded", "train"},
     {"engines", "megatron", "rollout", "vllm_backend"},
     {"environments"},
@@ -33,7 +35,18 @@ LAYERS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH = {"weights", "slots", "embedded", "train", "megatron", "loops", "fleet", "compose", "cli"}
+TORCH = {
+    "starters",
+    "weights",
+    "slots",
+    "embedded",
+    "train",
+    "megatron",
+    "loops",
+    "fleet",
+    "compose",
+    "cli",
+}
 """Parts that may import torch; `cli` and `fleet` inside functions or behind an extra only."""
 
 
@@ -55,6 +68,16 @@ def _imports(path: Path) -> list[tuple[str, int]]:
 def test_every_part_has_a_layer() -> None:
     parts = {_part(path) for path in MODULES} - {"__init__", "__main__"}
     assert parts <= set(LEVEL), f"give {parts - set(LEVEL)} a layer"
+
+
+def test_the_tree_of_the_architecture_page_is_the_present_one() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = page.split("src/rookery/\n")[1].split("```")[0].splitlines()
+    shown = [line.split()[0].rstrip("/") for line in tree if re.match(r"  \w", line)]
+    there = {path.name for path in SOURCE.iterdir() if not path.name.startswith(("__", "py."))}
+    assert set(shown) == there
+    levels = [LEVEL[name.removesuffix(".py")] for name in shown]
+    assert levels == sorted(levels)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -147,35 +170,32 @@ def test_help_does_not_import_torch() -> None:
     assert "genome" in text
 
 
-ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
-EVOLVE_CONFIGS = sorted((ROOT / "configs").glob("evolve*.yaml"))
-GRPO_CONFIGS = sorted((ROOT / "configs").glob("grpo_*.yaml"))
-SERVE_CONFIGS = sorted((ROOT / "configs").glob("serve*.yaml"))
-GENOME_CONFIGS = sorted(
-    {*(ROOT / "configs").glob("*.yaml")}
-    - {*ICM_CONFIGS, *EVOLVE_CONFIGS, *GRPO_CONFIGS, *SERVE_CONFIGS}
-)
+def _configs(kind: str) -> list[Path]:
+    starters = SOURCE / "starters"
+    folders = (ROOT / "configs", starters / "demos")
+    found = [path for folder in folders for path in folder.glob(f"{kind}*.yaml")]
+    return sorted([*found, *(starters / "projects" / kind).glob("config.yaml")])
 
 
-@pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", _configs("genome"), ids=str)
 def test_every_genome_config_parses(path: Path) -> None:
     config = GenomeConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).init is not None
 
 
-@pytest.mark.parametrize("path", GRPO_CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", _configs("grpo"), ids=str)
 def test_every_grpo_config_parses(path: Path) -> None:
     config = GrpoConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).tasksets
 
 
-@pytest.mark.parametrize("path", SERVE_CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", _configs("serve"), ids=str)
 def test_every_serve_config_parses(path: Path) -> None:
     config = ServeConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).models
 
 
-@pytest.mark.parametrize("path", ICM_CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", _configs("icm"), ids=str)
 def test_every_icm_config_parses_and_its_items_are_there(path: Path) -> None:
     config = IcmConfig.model_validate(yaml.safe_load(path.read_text())).from_folder(path.parent)
     items = read_items(config.data)
@@ -183,7 +203,7 @@ def test_every_icm_config_parses_and_its_items_are_there(path: Path) -> None:
     build_constraints(config.constraints, items=items, labels=config.data.labels)
 
 
-@pytest.mark.parametrize("path", EVOLVE_CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", _configs("evolve"), ids=str)
 def test_every_evolve_config_parses_without_a_warning(path: Path) -> None:
     assert read_config(path, environment={}).warnings == ()
 

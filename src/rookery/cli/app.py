@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import cyclopts
 
+from rookery.cli.demo import demo
 from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
 from rookery.cli.loop_command import genome, icm
+from rookery.cli.new import new
 from rookery.cli.runs import runs
 from rookery.cli.serve import keys, serve
 from rookery.cli.sft import sft
@@ -27,6 +29,8 @@ app = cyclopts.App(
     help_on_error=False,
     suppress_keyboard_interrupt=False,  # it would exit with 130, whatever the signal was
 )
+app.command(demo)
+app.command(new)
 app.command(evaluate, name="eval")
 app.command(genome)
 app.command(grpo)

@@ -124,7 +124,7 @@ grpo = make_loop_app(
     help="Train a policy from a reward, the engine on the newest weights.",
     summary="Train an adapter, or all weights, from a reward; report honestly what it gained.",
     examples=(
-        "rookery grpo run configs/grpo_addition.yaml",
+        "rookery grpo run mine/config.yaml",
         "rookery grpo run mine.yaml --seed 3 --steps 200 --staleness 1",
         "torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml",
     ),

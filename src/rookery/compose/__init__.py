@@ -1,6 +1,6 @@
 """From a config to a finished run, once for all callers: scripts, notebooks, the command line.
 
-    outcome = run_genome("configs/demo.yaml", seed=3)
+    outcome = run_genome("mine.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
 running.py                         how every run is planned, opened, resumed and reported

@@ -60,7 +60,7 @@ def run_genome(
 ) -> Outcome[GenomeReport]:
     """Evolve adapters as a config says, and report honestly how good the best one is.
 
-    `run_genome("configs/demo.yaml", seed=3)`; `values` are keys of the config. The folder of the
+    `run_genome("mine.yaml", seed=3)`; `values` are keys of the config. The folder of the
     outcome holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
     """
     return GENOME.start(config, values, name=name, runs_dir=runs_dir, progress=progress)

@@ -70,7 +70,7 @@ def run_grpo(
 ) -> Outcome[GrpoReport]:
     """Train a policy from a reward, and report honestly how much better it has become.
 
-    `run_grpo("configs/grpo_addition.yaml", seed=3)`; `values` are keys of the config. The folder of
+    `run_grpo("mine.yaml", seed=3)`; `values` are keys of the config. The folder of
     the outcome holds `trained` (a PEFT folder, or a model folder with `full`), `checkpoints`,
     `report.html`, `report.json` and everything to resume.
     """

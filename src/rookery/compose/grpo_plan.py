@@ -1,6 +1,6 @@
 """`plan_grpo`: what a training holds in memory, and whether it fits, before weights are loaded.
 
-    plan = plan_grpo("configs/grpo_addition.yaml")
+    plan = plan_grpo("mine.yaml")
     plan.total_bytes, plan.fits, [(row.name, row.num_bytes) for row in plan.rows]
 
 Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`, or with

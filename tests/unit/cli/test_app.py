@@ -25,6 +25,7 @@ def test_help_and_version(rookery: Command) -> None:
 @pytest.mark.parametrize(
     "words",
     [
+        ["demo"], ["new"],
         ["eval"], ["genome", "run"], ["icm", "run"], ["sft"], ["serve"], ["evolve", "run"],
         ["evolve", "export"], ["fleet", "up"], ["fleet", "status"], ["fleet", "verify"],
     ],

@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 NEEDS = {
+    "demo": ["demo"],
+    "demo grpo": ["demo", "grpo"],
+    "demo icm": ["demo", "icm"],
+    "demo serve": ["demo", "serve"],
     "eval": ["eval", "model", "tasks.jsonl"],
     "eval on servers": ["eval", "model", "tasks.jsonl", "--fleet", "http://127.0.0.1:9"],
     "genome run": ["genome", "run", "genome.yaml"],
@@ -42,6 +46,7 @@ WORKS = {
         ["fleet", "up", "model", "--placement", "ray", "--launch.replicas", "1"],
         2, "pip install 'rookery[ray]'",
     ),
+    "new": (["new", "genome", "mine"], 0, "Next: rookery genome run mine/config.yaml"),
     "evolve run": (["evolve", "run", "none.py", "e.py"], 2, "There is no program"),
     "evolve check": (["evolve", "check", "none.py", "e.py"], 2, "There is no program"),
     "evolve export": (["evolve", "export", "runs/old", "x.jsonl"], 2, "kind 'eval', not of evolve"),
@@ -53,8 +58,8 @@ WORKS = {
     "runs show": (["runs", "show", "old"], 0, "old"),
     "doctor": (["doctor"], 2, "torch        not installed\n  → pip install 'rookery[hf]'"),
 }  # fmt: skip
-UNTRIED = {"fleet down"}
-"""Would stop servers of this machine."""
+UNTRIED = {"demo evolve", "fleet down"}
+"""Would evolve programs, and stop servers of this machine."""
 
 SCRIPT = """
 import contextlib, importlib.metadata, io, json, sys

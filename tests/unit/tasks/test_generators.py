@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rookery.errors import TaskError
+from rookery.starters import DEMOS
 from rookery.tasks import wordlists
 from rookery.tasks.generators import GENERATORS, LABELS, UNITS, generate
 from rookery.tasks.scorers import build_scorer
@@ -136,7 +137,7 @@ def test_a_sum_is_there_in_one_order_only() -> None:
 def test_the_demo_reports_on_words_that_no_founder_was_trained_on(name: str) -> None:
     known = {word.casefold() for words in wordlists.__all__ for word in getattr(wordlists, words)}
     asked = load_taskset(GeneratedConfig(generator=f"mark-{name}")).tasks
-    lines = (ROOT / "examples" / "fresh" / f"{name}.jsonl").read_text().splitlines()
+    lines = (DEMOS / "fresh" / f"{name}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len({row["id"] for row in rows}) == len(rows) == 80
     assert Counter(row["reference"] for row in rows) == dict.fromkeys(rows[0]["choices"], 40)

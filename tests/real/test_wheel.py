@@ -1,0 +1,115 @@
+"""The wheel in an empty environment, away from the clone: what a user of pip has.
+
+    ROOKERY_LONG=1 pytest tests/real/test_wheel.py
+    ROOKERY_WHEEL=dist/rookery-0.1.0-py3-none-any.whl pytest tests/real/test_wheel.py
+
+The wheel is built here, or is the one of ROOKERY_WHEEL. Without that variable it is installed with
+no dependencies, and finds those of this environment through a .pth file: installing them takes
+minutes. With it everything of `rookery[demo]` is installed, and the demos run to their end. A
+package index must be in reach.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from evolve_command import require_sandbox
+
+ROOT = Path(__file__).parents[2]
+GIVEN = os.environ.get("ROOKERY_WHEEL")
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        not (GIVEN or os.environ.get("ROOKERY_LONG")), reason="set ROOKERY_LONG, or make test-real"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if GIVEN:
+        return Path(GIVEN).resolve()
+    folder = tmp_path_factory.mktemp("dist")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    subprocess.run([*pip, str(folder), str(ROOT)], check=True, cwd=folder)
+    [built] = folder.glob("rookery-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that holds the wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    what = [f"{wheel}[demo]"] if GIVEN else ["--no-deps", str(wheel)]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *what], check=True)
+    if not GIVEN:
+        paths = {"base": str(folder), "platbase": str(folder)}
+        site = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+        (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def rookery(bin_folder: Path, place: Path, *words: str) -> str:
+    """What a command prints; it must succeed, without a path of this clone in sight."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    ended = subprocess.run(
+        [bin_folder / "rookery", *words], cwd=place, env=clean, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_wheel_holds_what_demo_and_new_need(wheel: Path) -> None:
+    files = set(zipfile.ZipFile(wheel).namelist())
+    source = ROOT / "src"
+    data = [path for path in (source / "rookery/starters").rglob("*") if path.is_file()]
+    wanted = {str(path.relative_to(source)) for path in data if "__pycache__" not in path.parts}
+    assert len(wanted) > 25 and wanted <= files
+    assert wheel.stat().st_size < 4 << 20
+
+
+def test_the_package_is_the_one_in_the_wheel(bin_folder: Path, tmp_path: Path) -> None:
+    code = "import rookery; print(rookery.__file__)"
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    found = subprocess.run(
+        [bin_folder / "python", "-c", code], cwd=tmp_path, env=clean, capture_output=True,
+        text=True, check=True,
+    ).stdout  # fmt: skip
+    assert found.startswith(str(bin_folder.parent))
+
+
+def test_help_teaches_and_projects_are_written(bin_folder: Path, tmp_path: Path) -> None:
+    assert "rookery demo --seed 1" in rookery(bin_folder, tmp_path, "demo", "--help")
+    assert "genome" in rookery(bin_folder, tmp_path, "new", "--help")
+    for kind in ("genome", "grpo", "icm", "evolve", "scorer", "game"):
+        assert "Next: rookery" in rookery(bin_folder, tmp_path, "new", kind, kind)
+    printed = rookery(bin_folder, tmp_path, "eval", "smollm2", "scorer/taskset.yaml")
+    assert "10 tasks" in printed and "accuracy" in printed
+
+
+def test_a_short_demo_of_a_program(bin_folder: Path, tmp_path: Path) -> None:
+    require_sandbox()
+    printed = rookery(bin_folder, tmp_path, "demo", "evolve", "--iterations", "10")
+    assert "no choice depended on" in " ".join(printed.split()) and "Next:" in printed
+
+
+@pytest.mark.skipif(not GIVEN, reason="a quarter of an hour: set ROOKERY_WHEEL")
+def test_the_demos_gain_what_they_say(bin_folder: Path, tmp_path: Path) -> None:
+    """Minutes each: the intervals of all gains are above 0."""
+    genome = rookery(bin_folder, tmp_path, "demo", "--name", "genome")
+    [row] = [line for line in genome.splitlines() if line.split()[:1] == ["evolved"]]
+    assert "(+" in row and "Next:" in genome
+    grpo = rookery(bin_folder, tmp_path, "demo", "grpo", "--name", "grpo")
+    [row] = [line for line in grpo.splitlines() if line.split()[:1] == ["trained"]]
+    assert "(+" in row
+    icm = rookery(bin_folder, tmp_path, "demo", "icm", "--name", "icm")
+    assert "verdict  coherent" in icm
+    assert "interval +" in rookery(bin_folder, tmp_path, "demo", "serve")

@@ -1,0 +1,71 @@
+"""`rookery new`: every project runs as it is, here with the tiny model in place of SmolLM2."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from driving import Command
+from evolve_command import require_sandbox
+
+from rookery.cli.new import Kind
+from rookery.starters.number_changer import NAME, serve_number_changer
+
+ENGINE = ("--engine.model", "tiny", "--engine.cache-gib", "0.01")
+FLAGS: dict[Kind, tuple[str, ...]] = {
+    "genome": ENGINE,
+    "grpo": ENGINE,
+    "game": ENGINE,
+    "icm": (*ENGINE, "--data.labels", "[w90, w91]", "--data.gold", "null"),
+}
+"""The tiny model is no SmolLM2, and knows neither True nor False."""
+
+
+def written(rookery: Command, kind: Kind) -> list[str]:
+    """Write the project `mine`; the words of the command that is printed as the next one."""
+    ended = rookery("new", kind, "mine")
+    assert ended.code == 0
+    files, command = ended.out.splitlines()
+    assert all((Path("mine") / name).stat().st_size for name in files.split(": ")[1].split(", "))
+    program, *words = shlex.split(command.removeprefix("Next: "))
+    assert program == "rookery"
+    return words
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_project_of_a_loop_runs_as_it_is(rookery: Command, place: Path, kind: Kind) -> None:
+    ended = rookery(*written(rookery, kind), *FLAGS[kind], "--name", "first")
+    assert ended.code == 0, ended.err
+    assert (place / "runs/first/report.html").exists()
+
+
+def test_a_scorer_is_measured(rookery: Command, place: Path) -> None:
+    words = [{"smollm2": "tiny"}.get(word, word) for word in written(rookery, "scorer")]
+    ended = rookery(*words, "--json")
+    assert ended.code == 0, ended.err
+    [row] = ended.document["models"]
+    assert row["num_failed"] == 0 and 0 < row["mean"] <= 1
+
+
+def test_a_program_evolves(rookery: Command, place: Path) -> None:
+    require_sandbox()
+    words = written(rookery, "evolve")
+    with serve_number_changer() as url:
+        model = ("--primary-model", NAME, "--api-base", url, "--rookery.engine", "null")
+        ended = rookery(*words, *model, "-i", "4", "-o", "out")
+    assert ended.code == 0, ended.err
+    assert (place / "out/report.html").exists() and "4" in ended.words
+
+
+@pytest.mark.parametrize("folder", ["founders", "tasks.jsonl"])
+def test_what_is_there_is_left_alone(refused: Command, folder: str) -> None:
+    ended = refused("new", "genome", folder)
+    assert f"{folder} is there and not an empty folder" in ended.words
+    assert "rookery new genome my-genome" in ended.words
+
+
+def test_an_empty_folder_is_filled_and_an_unknown_kind_gets_a_hint(
+    rookery: Command, place: Path
+) -> None:
+    (place / "mine").mkdir()
+    written(rookery, "icm")
+    assert 'Choose from: "genome"' in rookery("new", "genom", "other").words
