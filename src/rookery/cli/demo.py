@@ -236,9 +236,9 @@ def _run_loop(
     kind: str, config: Path, overrides: Sequence[str], *, name: str, runs_dir: Path
 ) -> "Outcome[Any]":
     """The config as `rookery KIND run` runs it, and its table."""
-    from rookery.compose.running import KINDS
+    from rookery.compose.running import find_kind
 
-    loop = KINDS[kind]()
+    loop = find_kind(kind)
     loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN)
     _say(f"The config is {config}")
     outcome = loop.start(loaded, {}, name=name, runs_dir=runs_dir)
