@@ -79,6 +79,7 @@ export function upright(colours, name, options) {
 }
 
 export function tick(value) {
+  if (typeof value !== "number") return value; // the name of a category
   const size = Math.abs(value);
   if (size !== 0 && (size >= 1e5 || size < 1e-3)) return value.toExponential(0).replace("-", "\u2212");
   return String(Number(value.toFixed(4))).replace("-", "\u2212");

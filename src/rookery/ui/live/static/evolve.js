@@ -202,7 +202,7 @@ export class EvolveView {
       p.failure ? h("p", { class: "trouble" }, `${p.failure[0]}: ${p.failure[1]}`) : "",
       h("dl", { class: "facts" }, metrics),
       changes ? h("p", { class: "note" }, changes) : "",
-      p.parent && diff.length ? h("details", { open: true }, h("summary", null, "What changed"), diffNode(diff)) : "",
+      p.parent && code && diff.length ? h("details", { open: true }, h("summary", null, "What changed"), diffNode(diff)) : "",
       code ? h("details", { open: !p.parent }, h("summary", null, "Code"), h("pre", { class: "code" }, code)) : emptyNote("No program was made."),
       steps.length ? h("h4", null, "Along its line") : "",
       ...steps.map(step));

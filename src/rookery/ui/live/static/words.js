@@ -42,7 +42,8 @@ export function duration(seconds) {
 export function ago(unix, now = Date.now() / 1000) {
   if (!unix) return "–";
   const past = now - unix;
-  return past < 5 ? "now" : `${duration(past)} ago`;
+  if (past < 5) return "now";
+  return `${past < 3600 || past >= 48 * 3600 ? duration(past) : `${Math.round(past / 3600)} h`} ago`;
 }
 
 export const clock = (unix) =>
