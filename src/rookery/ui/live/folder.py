@@ -233,20 +233,21 @@ def _result(run: RunView) -> dict[str, Any] | None:
     match run.kind:
         case "genome" | "grpo":
             rows = [row for row in report.get("rows", []) if row.get("is_winner")]
-            return _estimate(rows[0], rows[0].get("name", "")) if rows else None
+            return _estimate(rows[0], f"accuracy, {rows[0].get('name', '')}") if rows else None
         case "icm":
             gold = report.get("gold") or {}
             number = {
                 k: gold.get(v) for k, v in (("mean", "accuracy"), ("low", "low"), ("high", "high"))
             }
-            return {"label": report.get("verdict", ""), **number}
+            measured = ", agreement with the true labels" if gold else ""
+            return {"label": f"{report.get('verdict', '')}{measured}", **number}
         case "evolve":
             best = report.get("best")
             return {"label": "best score", "mean": best.get("score")} if best else None
         case "eval":
             models = report.get("models", [])
             best = max(models, key=lambda m: m.get("mean") or -math.inf, default=None)
-            return _estimate(best, best.get("name", "")) if best else None
+            return _estimate(best, f"mean reward, {best.get('name', '')}") if best else None
     return None
 
 

@@ -81,8 +81,8 @@ export function upright(colours, name, options) {
 export function tick(value) {
   if (typeof value !== "number") return value; // the name of a category
   const size = Math.abs(value);
-  if (size !== 0 && (size >= 1e5 || size < 1e-3)) return value.toExponential(0).replace("-", "\u2212");
-  return String(Number(value.toFixed(4))).replace("-", "\u2212");
+  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(7)));
+  return shown.replace("-", "\u2212");
 }
 
 export const flat = (colours, name, options) =>
@@ -193,7 +193,7 @@ function lineOption(colours, series, x) {
       formatter: (items) => tip(`${x} ${items[0].axisValue}`, items.map((i) => [i.seriesName, number(i.value[1], 4)])),
     },
     xAxis: flat(colours, x, { minInterval: 1 }),
-    yAxis: upright(colours, ""),
+    yAxis: upright(colours, "", { scale: !series.some((line) => line.isStacked) }),
     dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, minValueSpan: 2 }],
     series: series.map((line, k) => ({
       type: "line",
