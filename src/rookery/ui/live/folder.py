@@ -262,7 +262,8 @@ def _state(path: Path) -> tuple[int, ...]:
     for name in WATCHED:
         try:
             stat = os.stat(path / name)
-            found.append((stat.st_mtime_ns, stat.st_size))
+            # A reader leaves an empty log behind: it tells of no change.
+            found.append((stat.st_mtime_ns, stat.st_size) if stat.st_size else (0, 0))
         except OSError:
             found.append((0, 0))
     return (max(time_ns for time_ns, _ in found), *(number for pair in found for number in pair))

@@ -5,19 +5,16 @@ import { address, emptyNote, errorNote, h, place, runLink } from "./dom.js";
 import { statusMark } from "./runs.js";
 import { clip, duration, interval, isNumber, number, signed } from "./words.js";
 
-// { "engine.model": "smollm2", "stages.0.type": "ga", ... }
-function flatten(value, prefix = "", found = {}) {
-  if (value !== null && typeof value === "object" && Object.keys(value).length) {
-    for (const [name, inner] of Object.entries(value)) flatten(inner, prefix ? `${prefix}.${name}` : name, found);
-  } else found[prefix] = value;
-  return found;
-}
+const isTree = (value) => value !== null && typeof value === "object" && Object.keys(value).length > 0;
 
-export function configDifferences(configs) {
-  const flat = configs.map((config) => flatten(config));
-  const names = [...new Set(flat.flatMap((one) => Object.keys(one)))].sort();
-  const rows = names.map((name) => [name, flat.map((one) => (name in one ? JSON.stringify(one[name]) : undefined))]);
-  return rows.filter(([, values]) => values.some((v) => v !== values[0]));
+// [["engine.model", ["\"a\"", "\"b\""]], ...]: what differs, and no deeper than where all have it.
+export function configDifferences(values, prefix = "") {
+  if (values.every(isTree) && new Set(values.map(Array.isArray)).size === 1) {
+    const names = [...new Set(values.flatMap((value) => Object.keys(value)))];
+    return names.flatMap((name) => configDifferences(values.map((value) => value[name]), prefix ? `${prefix}.${name}` : name));
+  }
+  const texts = values.map((value) => (value === undefined ? undefined : JSON.stringify(value)));
+  return texts.some((text) => text !== texts[0]) ? [[prefix, texts]] : [];
 }
 
 function numbersTable(runs) {
