@@ -10,9 +10,22 @@ from ui.made import made_report
 
 from rookery.runs import NewEvent, Run
 
-__all__ = ["HOSTILE", "make_eval", "make_evolve", "make_genome", "make_grpo", "make_icm"]
+__all__ = [
+    "HOSTILE",
+    "append_generation",
+    "make_eval",
+    "make_evolve",
+    "make_genome",
+    "make_grpo",
+    "make_icm",
+]
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+
+
+def _append(run: Run, news: list[NewEvent]) -> None:
+    """Also in the thread of a browser's driver, which runs an event loop."""
+    run.submit(news).result()
 
 
 def _event(kind: str, key: str, **payload: Any) -> NewEvent:
@@ -44,7 +57,7 @@ def make_genome(
             for task in range(20)
         ]
         end = [_event("phase", "select", seconds=1.0), _event("winner", "winner", id=names[-1])]
-        run.append_many_blocking([*rollouts, *end])
+        _append(run, [*rollouts, *end])
         run.write_json("report.json", made_report(run=name, winner_id=names[-1]))
         run.write_text("report.html", "<!doctype html><title>r</title><p>The report page</p>")
         run.finish()
@@ -67,7 +80,7 @@ def append_generation(run: Run, number: int, names: list[str], *, parents: list[
         "generation", str(number), generation=number, scores=scores, stage="ga", seconds=0.5,
         **summed, **counts,
     )  # fmt: skip
-    run.append_many_blocking([*news, last])
+    _append(run, [*news, last])
     run.log_metrics(number, {"genome/best": summed["best"], "genome/mean": summed["mean"]})
 
 
@@ -77,13 +90,20 @@ def make_grpo(root: Path, name: str = "train", *, steps: int = 4, text: str = ""
         for step in range(steps):
             metrics = {"reward/mean": 0.1 * step, "train/entropy": 2.0, "time/draw_s": 0.2}
             examples = [{"task": "add/1", "text": f"five {text}", "reward": 1.0}]
-            run.append_blocking("step", {"step": step, "examples": examples}, key=str(step))
+            _append(
+                run,
+                [
+                    NewEvent(
+                        kind="step", payload={"step": step, "examples": examples}, key=str(step)
+                    )
+                ],
+            )
             run.log_metrics(step, metrics)
         rollouts = [{"text": f"seven {text}", "reward": r, "advantages": None} for r in (0.0, 1.0)]
         batch = dumps({"groups": [{"task": "add/2", "rollouts": rollouts}]}).encode()
         digest = run.blobs.put_bytes(zlib.compress(batch))
-        run.append_blocking("batch", {"digest": digest}, key=str(steps - 1))
-        run.append_blocking("select", {"mean": 0.5, "is_best": True}, key="0")
+        _append(run, [NewEvent(kind="batch", payload={"digest": digest}, key=str(steps - 1))])
+        _append(run, [NewEvent(kind="select", payload={"mean": 0.5, "is_best": True}, key="0")])
         run.finish("failed", message=f"No server is left. {text}")
     return root / name
 
@@ -92,7 +112,16 @@ def make_icm(root: Path, name: str = "labels", *, text: str = "") -> Path:
     with Run.create(root, kind="icm", name=name, config={"batch_size": 2}) as run:
         for number in range(6):
             payload = {"item": "i1", "utility": float(number), "labels": "-01", "is_accepted": True}
-            run.append_blocking("decision", {**payload, "num_frustrated": 1}, key=f"0/0/{number}")
+            _append(
+                run,
+                [
+                    NewEvent(
+                        kind="decision",
+                        payload={**payload, "num_frustrated": 1},
+                        key=f"0/0/{number}",
+                    )
+                ],
+            )
         label = {"id": "i1", "label": f"yes{text}", "margin": 0.5, "text": f"It is so. {text}"}
         run.write_text("labels.jsonl", dumps(label) + "\n")
         run.finish()
@@ -104,7 +133,7 @@ def make_evolve(root: Path, name: str = "programs", *, size: int = 3, text: str 
     with Run.create(root, kind="evolve", name=name, config={"max_iterations": size}) as run:
         first = _blob(run, f"x = 0 # {text}\n")
         payload = {"program": first, "metrics": {"combined_score": 0.1}, "failure": None}
-        run.append_blocking("first_program", payload, key="1")
+        _append(run, [NewEvent(kind="first_program", payload=payload, key="1")])
         for number in range(1, size + 1):
             parent = f"p{number - 1}" if number > 1 else "first1"
             plan = {"island": 0, "parent": parent, "generation": number}
@@ -125,7 +154,7 @@ def make_evolve(root: Path, name: str = "programs", *, size: int = 3, text: str 
                 _event("attempt", f"{number}/{s}", number=number, state=s, epoch=0, data=data)
                 for s, data in states
             ]
-            run.append_many_blocking(news)
+            _append(run, news)
             run.log_metrics(number, {"evolve/best_score": number / 10})
     return root / name
 
@@ -140,6 +169,6 @@ def make_eval(root: Path, name: str = "scores", *, size: int = 4, text: str = ""
             _rollout(f"base{text}@1", f"sum/{task}{text}", float(task % 2), text=f"four {text}")
             for task in range(size)
         ]
-        run.append_many_blocking(news)
+        _append(run, news)
         run.finish()
     return root / name
