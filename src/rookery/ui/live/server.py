@@ -39,7 +39,7 @@ __all__ = ["FILES", "LivePage", "make_app", "open_page", "read_file"]
 PORT = 7700
 LOOK_S = 0.4
 """How often a run that is being looked at is looked at."""
-FIRST_S = 0.25
+FIRST_S = 0.15
 """How long the first answer may read runs; the others follow."""
 START_S = 20.0
 KEY_CHARACTERS = 16
