@@ -123,7 +123,7 @@ def open_page(
     number = listener.getsockname()[1]
     app = make_app(RunsFolder(Path(runs_dir)), token=token, cookie=f"rookery_ui_{number}")
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
     )
     server = uvicorn.Server(settings)
     app.state.is_over = lambda: server.should_exit

@@ -35,10 +35,7 @@ export class GenomeView {
       h("section", null, h("h2", null, "Lineage"), this.lineageLead, h("label", { class: "switch" }, this.whole, " show every candidate"), this.lineage.chart.box),
       h("section", null, h("h2", null, "Against the best founder, task by task"), this.duelBox),
       this.droppedBox);
-    this.duelButton = h("button", { onclick: () => this.loadDuel() }, "Compare the answers");
-    this.duelBox.append(this.duelButton);
     this.update(view, report);
-    this.loadDuel();
   }
 
   update(view) {
@@ -58,6 +55,9 @@ export class GenomeView {
     this.finals.redraw();
     this.drawLineage();
     if (this.picked) this.showPicked();
+    const duelists = `${this.picked}/${this.facts.winner}/${this.candidates.size > 1}`;
+    if (this.duelists !== duelists) this.loadDuel(); // the answers are many: not with every one
+    this.duelists = duelists;
   }
 
   drawLineage() {

@@ -2,7 +2,7 @@
 
 import { lineChart } from "./charts.js";
 import { emptyNote, errorNote, h, note, place } from "./dom.js";
-import { listed } from "./source.js";
+import { listed, Metrics } from "./source.js";
 import { count, isNumber, number } from "./words.js";
 
 // Panels of metrics that belong together; what a run does not measure is left out.
@@ -25,6 +25,7 @@ const PANELS = [
 export class GrpoView {
   constructor({ source, path, view, report }) {
     Object.assign(this, { source, path });
+    this.metrics = new Metrics(source, path, 500);
     this.charts = new Map();
     this.panels = h("div", { class: "panels" });
     this.selects = h("section");
@@ -47,19 +48,19 @@ export class GrpoView {
     if (!this.steps.length) this.answers.replaceChildren(emptyNote("No step is drawn yet."));
     else if (this.shown === undefined || !this.isChosen) this.open(this.wanted !== null && this.steps.includes(Number(this.wanted)) ? Number(this.wanted) : this.steps.at(-1), false);
     try {
-      this.drawCurves((await this.source.get(`${this.path}/curves`, { points: 500 })).curves);
+      this.drawCurves(await this.metrics.update());
     } catch (error) {
       this.panels.replaceChildren(errorNote(error));
     }
   }
 
   drawCurves(curves) {
-    const names = Object.keys(curves);
+    const names = [...curves.keys()];
     if (!names.length) this.panels.replaceChildren(emptyNote("No step is finished yet."));
     for (const [title, prefixes, without = []] of PANELS) {
       const own = names.filter((n) => prefixes.some((p) => n.startsWith(p)) && !without.includes(n));
       const isStacked = title === "Seconds by stage";
-      const series = own.map((n) => ({ name: n.split("/").slice(1).join("/"), points: curves[n], isStacked }));
+      const series = own.map((n) => ({ name: n.split("/").slice(1).join("/"), points: curves.get(n), isStacked }));
       if (!own.length) continue;
       const known = this.charts.get(title);
       if (known) known.setSeries(series);
@@ -67,7 +68,7 @@ export class GrpoView {
         if (!this.charts.size) this.panels.replaceChildren();
         const chart = lineChart({ label: title, series });
         this.charts.set(title, chart);
-        this.panels.append(h("figure", null, h("figcaption", null, title, own.length === 1 && h("span", { class: "note" }, number(curves[own[0]].at(-1)?.[1], 4))), chart.box));
+        this.panels.append(h("figure", null, h("figcaption", null, title, own.length === 1 && h("span", { class: "note" }, number(curves.get(own[0]).at(-1)?.[1], 4))), chart.box));
       }
     }
   }

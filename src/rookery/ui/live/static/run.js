@@ -9,7 +9,7 @@ import { GenomeView } from "./genome.js";
 import { GrpoView } from "./grpo.js";
 import { IcmView } from "./icm.js";
 import { progressBar, statusMark } from "./runs.js";
-import { mergeView } from "./source.js";
+import { mergeView, Metrics } from "./source.js";
 import { clock, count, duration, interval, isNumber, number, signed } from "./words.js";
 
 const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView };
@@ -19,75 +19,44 @@ const POINTS = 600;
 export class CurvesView {
   constructor(source, path) {
     this.source = source;
-    this.path = path;
+    this.metrics = new Metrics(source, path, POINTS);
     this.charts = new Map();
     this.element = h("section", { "aria-label": "Curves" }, emptyNote("Reading the metrics …"));
-    this.load();
+    this.update();
   }
 
-  async load() {
+  async update() {
     try {
-      const found = await this.source.get(`${this.path}/curves`, { points: POINTS });
-      this.take(found);
+      this.draw(await this.metrics.update());
     } catch (error) {
       this.element.replaceChildren(errorNote(error));
     }
   }
 
-  take({ revision, last, curves }) {
-    Object.assign(this, { revision, last });
-    const names = Object.keys(curves);
-    if (!names.length) {
-      this.element.replaceChildren(emptyNote("No metrics are written yet."));
-      return;
-    }
-    this.known = new Map(names.map((n) => [n, curves[n]]));
+  draw(curves) {
+    const names = [...curves.keys()];
     const isSame = names.length === this.charts.size && names.every((n) => this.charts.has(n));
-    if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves[n] }]));
+    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written yet."));
+    else if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves.get(n) }]));
     else this.build(names);
   }
 
   build(names) {
     this.close();
     this.charts = new Map();
-    const groups = Map.groupBy ? Map.groupBy(names, (n) => n.split("/")[0]) : groupNames(names);
     const lead = h("p", { class: "lead" }, "Drag to move, pinch or Ctrl and wheel to zoom, double-click for all. Every extreme is kept.");
-    this.element.replaceChildren(lead, ...[...groups].map(([group, members]) => h("div", { class: "curve-group" }, h("h2", null, group), h("div", { class: "panels" }, members.map((n) => this.panel(n))))));
+    const groups = [...groupNames(names)].map(([group, members]) => h("div", { class: "curve-group" }, h("h2", null, group), h("div", { class: "panels" }, members.map((n) => this.panel(n)))));
+    this.element.replaceChildren(lead, ...groups);
   }
 
   panel(name) {
+    const points = this.metrics.curves.get(name);
     const zoom = later(async (first, last) => {
-      if (!this.source.isLive) return;
-      const found = await this.source.get(`${this.path}/curves`, { points: POINTS, first: Math.max(0, first), last, names: [name] });
-      const inside = found.curves[name] ?? [];
-      const outside = this.known.get(name);
-      const merged = [...outside.filter(([x]) => x < first), ...inside, ...outside.filter(([x]) => x > last)];
-      chart.setSeries([{ name, points: merged }]);
+      if (this.source.isLive) chart.setSeries([{ name, points: await this.metrics.zoom(name, first, last) }]);
     }, 200);
-    const chart = lineChart({ label: name, series: [{ name, points: this.known.get(name) }], onzoom: zoom });
+    const chart = lineChart({ label: name, series: [{ name, points }], onzoom: zoom });
     this.charts.set(name, chart);
-    const shown = this.known.get(name).at(-1)?.[1];
-    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, number(shown, 4))), chart.box);
-  }
-
-  // Fetches only what is behind the last step that is drawn.
-  async grow() {
-    if (!this.known || this.last < 0) {
-      await this.load();
-      return;
-    }
-    const fresh = await this.source.get(`${this.path}/curves`, { points: POINTS, first: this.last + 1 });
-    const names = Object.keys(fresh.curves);
-    const longest = Math.max(...[...this.known.values()].map((points) => points.length));
-    if (fresh.revision !== this.revision || names.some((n) => !this.known.has(n)) || longest > 3 * POINTS) {
-      await this.load();
-      return;
-    }
-    this.last = fresh.last;
-    for (const name of names) {
-      this.known.get(name).push(...fresh.curves[name]);
-      this.charts.get(name).setSeries([{ name, points: this.known.get(name) }]);
-    }
+    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, number(points.at(-1)?.[1], 4))), chart.box);
   }
 
   close() {
@@ -209,7 +178,7 @@ class RunPage {
 
   async growPart(known) {
     if (this.part instanceof EventsView) this.part.grow(this.overview.counts);
-    else if (this.part instanceof CurvesView) await this.part.grow();
+    else if (this.part instanceof CurvesView) await this.part.update();
     else if (this.view && this.part.update) {
       this.view = mergeView(this.view, await this.source.get(`${this.path}/view`, { after: this.view.seq }));
       if (this.overview.pulse.report !== known.report) this.report = await this.source.get(`${this.path}/report`);

@@ -95,3 +95,34 @@ export function mergeView(known, fresh) {
 }
 
 export const listed = (view, name) => [...(view.lists[name]?.values() ?? [])];
+
+// The curves of a run: read once, then only what is behind the last step that is known.
+export class Metrics {
+  constructor(source, path, points) {
+    Object.assign(this, { source, path: `${path}/curves`, points, curves: new Map(), last: -1, revision: -1 });
+  }
+
+  async update() {
+    const longest = Math.max(0, ...[...this.curves.values()].map((points) => points.length));
+    if (this.last < 0 || longest > 3 * this.points) return this.load();
+    const fresh = await this.source.get(this.path, { points: this.points, first: this.last + 1 });
+    const names = Object.keys(fresh.curves);
+    if (fresh.revision !== this.revision || names.some((name) => !this.curves.has(name))) return this.load();
+    this.last = fresh.last;
+    for (const name of names) this.curves.get(name).push(...fresh.curves[name]);
+    return this.curves;
+  }
+
+  async load() {
+    const { curves, last, revision } = await this.source.get(this.path, { points: this.points });
+    Object.assign(this, { last, revision, curves: new Map(Object.entries(curves)) });
+    return this.curves;
+  }
+
+  // A stretch of one curve, with all that there is between two steps.
+  async zoom(name, first, last) {
+    const found = await this.source.get(this.path, { points: this.points, first: Math.max(0, first), last, names: [name] });
+    const known = this.curves.get(name);
+    return [...known.filter(([x]) => x < first), ...(found.curves[name] ?? []), ...known.filter(([x]) => x > last)];
+  }
+}
