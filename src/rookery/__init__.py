@@ -28,6 +28,7 @@ from rookery.types import (
 )
 
 if TYPE_CHECKING:
+    from rookery import ui
     from rookery.compose.evaluation import evaluate
     from rookery.compose.evolve import run_evolution, run_evolve
     from rookery.compose.genome import run_genome
@@ -61,6 +62,7 @@ __all__ = [
     "run_grpo",
     "run_icm",
     "run_sft",
+    "ui",
 ]
 
 _LAZY = {
@@ -74,6 +76,7 @@ _LAZY = {
     "run_grpo": "rookery.compose.grpo",
     "run_icm": "rookery.compose.icm",
     "run_sft": "rookery.compose.sft",
+    "ui": "rookery.ui",
 }
 """What is loaded when it is first used, and from where: most of it needs torch."""
 
@@ -89,7 +92,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'rookery' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        module = importlib.import_module(_LAZY[name])
+        return module if name == "ui" else getattr(module, name)
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
         if missing is None:

@@ -17,6 +17,7 @@ from rookery.cli.runs import runs
 from rookery.cli.serve import keys, serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
+from rookery.cli.ui import ui
 from rookery.compose.stopping import Stopped, stop_signals
 from rookery.errors import RookeryError, missing_extra
 
@@ -41,6 +42,7 @@ app.command(fleet)
 app.command(serve)
 app.command(keys)
 app.command(runs)
+app.command(ui)
 app.command(doctor)
 
 

@@ -10,7 +10,7 @@ from rookery.runs.blobs import BlobStore, BlobView
 from rookery.runs.event_log import FORMER, Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.lock import Owner, is_locked, read_owner
-from rookery.runs.metrics import MetricsRow, read_metrics
+from rookery.runs.metrics import MetricsRow, read_metrics, read_rows
 from rookery.runs.run import EXTENDED, SET_ASIDE, Run
 from rookery.runs.run_view import FINISHED, Outcome, RunView, Status
 from rookery.runs.summary import (
@@ -20,6 +20,7 @@ from rookery.runs.summary import (
     RunDetails,
     RunSummary,
     export_events,
+    find_runs,
     list_runs,
     read_attempts,
     show,
@@ -51,11 +52,13 @@ __all__ = [
     "RunView",
     "Status",
     "export_events",
+    "find_runs",
     "is_locked",
     "list_runs",
     "read_attempts",
     "read_metrics",
     "read_owner",
+    "read_rows",
     "show",
     "summarize",
 ]

@@ -71,6 +71,8 @@ CREATE UNIQUE INDEX event_keys ON events (kind, key) WHERE key <> '';
 PAGE_ROWS = 256
 """Events are read in pages, as one long read would keep the write-ahead log from shrinking."""
 COLUMNS = "seq, kind, key, payload, time_s"
+CLIP = 400
+"""Characters of a payload in a list of events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,23 @@ class EventView:
         query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key = ? AND key <> ''"
         rows = self._fetch(query, kind, key)
         return read_event(rows[0], self._path) if rows else None
+
+    def page(
+        self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100
+    ) -> tuple[int, list[tuple[int, str, str, str, float]]]:
+        """How many events there are of a kind ("" for all) that hold a text, and some of them as
+        rows of COLUMNS, payloads cut to their first CLIP characters: nothing is decoded."""
+        tests, values = [], []
+        if kind:
+            tests, values = ["kind = ?"], [kind]
+        if text:
+            tests.append("(instr(key, ?) OR instr(payload, ?))")
+            values += [text, text]
+        where = f"WHERE {' AND '.join(tests)}" if tests else ""
+        columns = COLUMNS.replace("payload", f"substr(payload, 1, {CLIP})")
+        [(total,)] = self._fetch(f"SELECT count(*) FROM events {where}", *values)
+        query = f"SELECT {columns} FROM events {where} ORDER BY seq LIMIT ? OFFSET ?"
+        return total, self._fetch(query, *values, limit, offset)
 
     def time_s(self, seq: int) -> float:
         """When the event of this number was appended."""

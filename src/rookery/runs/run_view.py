@@ -90,6 +90,12 @@ class RunView:
         """The event that was appended under a key."""
         return self._log.get(kind, key)
 
+    def page(
+        self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100
+    ) -> tuple[int, list[tuple[int, str, str, str, float]]]:
+        """Some rows of a long list of events, see `EventView.page`."""
+        return self._log.page(kind, text=text, offset=offset, limit=limit)
+
     def counts(self) -> dict[str, int]:
         """How many events there are of each kind."""
         return self._log.counts()

@@ -30,6 +30,7 @@ __all__ = [
     "RunDetails",
     "RunSummary",
     "export_events",
+    "find_runs",
     "list_runs",
     "note_elsewhere",
     "read_attempts",
@@ -177,6 +178,18 @@ def list_runs(root: Path) -> list[RunSummary]:
     A damaged run is in the list with status "unreadable"; a folder that does not exist has none.
     The name of a run that is elsewhere is its path.
     """
+    summaries = []
+    for path in find_runs(root):
+        summary = _summarize_path(path)
+        if path.parent != root:
+            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            summary = replace(summary, name=str(here))
+        summaries.append(summary)
+    return sorted(summaries, key=lambda summary: summary.last_event_s, reverse=True)
+
+
+def find_runs(root: Path) -> list[Path]:
+    """The folders of the runs directly below a folder, then those noted there."""
     if not root.exists():
         return []
     if not root.is_dir():
@@ -185,12 +198,8 @@ def list_runs(root: Path) -> list[RunSummary]:
         paths = sorted(path for path in root.iterdir() if (path / EVENTS).is_file())
         noted = root / ELSEWHERE
         lines = noted.read_text(encoding="utf-8").splitlines() if noted.is_file() else []
-    summaries = [_summarize_path(path) for path in paths]
-    for path in map(Path, dict.fromkeys(lines)):
-        if (path / EVENTS).is_file():
-            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            summaries.append(replace(_summarize_path(path), name=str(here)))
-    return sorted(summaries, key=lambda summary: summary.last_event_s, reverse=True)
+    elsewhere = map(Path, dict.fromkeys(lines))
+    return paths + [path for path in elsewhere if (path / EVENTS).is_file()]
 
 
 def note_elsewhere(root: Path, path: Path) -> None:

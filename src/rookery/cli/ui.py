@@ -1,0 +1,57 @@
+"""`rookery ui`: a page over all runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from rookery.cli.terminal import console, log_warnings
+
+__all__ = ["ui"]
+
+
+def ui(
+    runs_dir: Path = Path("runs"),
+    *,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    key: Annotated[str, Parameter(env_var="ROOKERY_UI_KEY")] = "",
+    export: Annotated[tuple[Path, Path] | None, Parameter(name="--export")] = None,
+) -> int:
+    """Serve a page over the runs of a folder, live and read-only; Ctrl-C ends it.
+
+        rookery ui
+        rookery ui runs --port 7700
+        rookery ui --export runs/demo demo.html
+
+    Parameters
+    ----------
+    runs_dir
+        Where runs are kept.
+    port
+        The port; 7700 where that is free, else any.
+    host
+        The address to listen on. Beyond this machine a key is needed.
+    key
+        What a visitor has to know, at least 16 characters; by default the printed address has one.
+    export
+        A run, by its folder or its name, and the HTML file to write: it opens offline.
+    """
+    log_warnings()
+    if export is not None:
+        from rookery.ui.live.export import export_run
+
+        run, out = export
+        found = run if run.exists() or run.is_absolute() else runs_dir / run
+        export_run(found, out)
+        console.print(f"written to {out}", highlight=False, markup=False, soft_wrap=True)
+        return 0
+    from rookery.ui.live.server import open_page
+
+    with open_page(runs_dir, host=host, port=port, key=key) as page:
+        console.print(page.url, highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"Shows the runs of {runs_dir}. Ctrl-C ends it.", markup=False, soft_wrap=True
+        )
+        page.wait()
+    return 0

@@ -1,0 +1,269 @@
+"""What the events of each loop say, in the shape that its view draws.
+
+    digest = DIGESTS["genome"](run)
+    digest.update()                 # reads the events that are new
+    digest.document(after=120)      # {"seq": 200, "facts": {...}, "lists": {"candidates": [...]}}
+
+A digest keeps numbers and names, never texts: those are read when they are looked at.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from rookery.runs import Event, RunView
+
+__all__ = ["DIGESTS", "Digest", "EvolveDigest", "GenomeDigest"]
+
+Row = dict[str, Any]
+
+
+class Digest:
+    """Of a run of any kind: lists of rows, each with an `id`, and a few facts."""
+
+    kinds: tuple[str, ...] = ()
+    """The kinds of events that are read."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self._seq = 0
+        self._lists: dict[str, dict[str, Row]] = {}
+        self._changed: dict[str, dict[str, int]] = {}
+        """By list and id: the seq of the event that changed the row last."""
+        self.facts: Row = {}
+
+    def update(self) -> None:
+        """Take in what was appended since the last call, in its order."""
+        newest = self._run.last()
+        if newest is None or newest.seq == self._seq:
+            return
+        fresh = [
+            event
+            for kind in self.kinds
+            for event in self._run.events(kind, after=self._seq)
+            if event.seq <= newest.seq
+        ]
+        for event in sorted(fresh, key=lambda event: event.seq):
+            self.take(event)
+        self._seq = newest.seq
+
+    def take(self, event: Event) -> None:
+        """One event of these kinds."""
+
+    def put(self, name: str, id: str, seq: int, values: Mapping[str, Any]) -> None:
+        """Make or change a row of a list."""
+        self.rows(name).setdefault(id, {"id": id}).update({**values, "id": id})
+        self._changed.setdefault(name, {})[id] = seq
+
+    def rows(self, name: str) -> dict[str, Row]:
+        return self._lists.setdefault(name, {})
+
+    def document(self, *, after: int = 0) -> dict[str, Any]:
+        """The facts, and the rows that changed after an event."""
+        lists = {
+            name: [row for id, row in rows.items() if self._changed[name][id] > after]
+            for name, rows in self._lists.items()
+            if rows
+        }
+        return {"seq": self._seq, "facts": self.facts, "lists": lists}
+
+
+class GenomeDigest(Digest):
+    """Generations, candidates with their parents, finalists, and who was dropped."""
+
+    kinds = ("candidate", "generation", "phase", "winner")
+
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        self.facts = {"winner": "", "num_tasks": 0, "select": {}}
+        self._waiting: list[str] = []
+        self._searched = 0
+
+    def take(self, event: Event) -> None:
+        payload = event.payload
+        match event.kind:
+            case "candidate":
+                keys = ("operator", "parents", "score", "num_tasks", "error", "version")
+                values = {key: payload.get(key) for key in keys}
+                name = str(payload.get("id", event.key))
+                self.put("candidates", name, event.seq, values)
+                self._waiting.append(name)
+                asked = max(self.facts["num_tasks"], payload.get("num_tasks") or 0)
+                self.facts["num_tasks"] = asked
+            case "generation":
+                number = payload.get("generation", len(self.rows("generations")))
+                for name in self._waiting:
+                    self.put("candidates", name, event.seq, {"generation": number})
+                self._waiting, self._searched = [], event.seq
+                self.put("generations", str(number), event.seq, payload)
+            case "phase" if event.key == "select":
+                self.facts["select"] = self._read_select(event.seq)
+            case "winner":
+                self.facts["winner"] = str(payload.get("id", ""))
+
+    def _read_select(self, end: int) -> dict[str, float]:
+        """By version, the mean reward on the select tasks: what was asked behind the search."""
+        rewards: dict[str, list[float]] = {}
+        for event in self._run.events("rollout", after=self._searched):
+            if event.seq > end:
+                break
+            reward = event.payload.get("reward")
+            if isinstance(reward, int | float):
+                version = str(event.payload.get("model", "")).rpartition("@")[2]
+                rewards.setdefault(version, []).append(float(reward))
+        return {version: fmean(values) for version, values in rewards.items()}
+
+    def duel(self, name: str = "") -> dict[str, Any]:
+        """Tasks that a candidate and the best founder both answered, and who had more of each.
+
+        Without a name: the winner, or the best so far.
+        """
+        candidates = self.rows("candidates")
+        founders = [c for c in candidates.values() if c["operator"] == "founder"]
+        founder = max(founders, key=_score, default=None)
+        others = [c for c in candidates.values() if c not in founders and not c["error"]]
+        best = candidates.get(name or self.facts["winner"]) or max(others, key=_score, default=None)
+        if founder is None or best is None or founder is best:
+            return {"founder": "", "candidate": "", "tasks": []}
+        sides: dict[str, dict[str, tuple[float, int]]] = {
+            str(founder["version"]): {},
+            str(best["version"]): {},
+        }
+        for event in self._run.events("rollout"):
+            answers = sides.get(str(event.payload.get("model", "")).rpartition("@")[2])
+            reward = event.payload.get("reward")
+            if answers is not None and isinstance(reward, int | float):
+                answers[str(event.payload.get("task"))] = (float(reward), event.seq)
+        before, after = sides[str(founder["version"])], sides[str(best["version"])]
+        both = sorted(before.keys() & after.keys())
+        rows = [[task, *before[task], *after[task]] for task in both]
+        return {"founder": founder["id"], "candidate": best["id"], "tasks": rows}
+
+
+class GrpoDigest(Digest):
+    """The steps that can be read, and what each checkpoint reached."""
+
+    kinds = ("select", "batch", "step")
+
+    def take(self, event: Event) -> None:
+        if event.kind == "select":
+            mean, is_best = event.payload.get("mean"), bool(event.payload.get("is_best"))
+            self.put("selects", event.key, event.seq, {"mean": mean, "is_best": is_best})
+        else:
+            self.put("steps", event.key, event.seq, {})
+
+
+class IcmDigest(Digest):
+    """Every decision of every chain."""
+
+    kinds = ("decision",)
+
+    def take(self, event: Event) -> None:
+        chain, _, iteration = event.key.rpartition("/")
+        labels = str(event.payload.get("labels", ""))
+        keys = ("utility", "num_frustrated", "is_accepted", "item")
+        values = {
+            "chain": chain,
+            "iteration": int(iteration) if iteration.isdecimal() else 0,
+            "num_labelled": len(labels) - labels.count("-"),
+            **{key: event.payload.get(key) for key in keys},
+        }
+        self.put("decisions", event.key, event.seq, values)
+
+
+class EvolveDigest(Digest):
+    """Every program: where it comes from, what it scored, why it failed."""
+
+    kinds = ("first_program", "attempt")
+
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        self._num_decided = 0
+        self.blobs: dict[str, str] = {}
+        """The digest of the blob of each program."""
+
+    def take(self, event: Event) -> None:
+        if event.kind == "first_program":
+            name = f"first{event.key}"
+            origin = {"number": 0, "island": 0, "generation": 0, "parent": ""}
+            self.put("programs", name, event.seq, origin)
+            self._evaluate(name, event.seq, event.payload)
+            self._decide(name, event.seq, event.payload.get("failure"), "committed")
+            return
+        number, data = event.payload.get("number", 0), event.payload.get("data", {})
+        name = f"p{number}"
+        match event.payload.get("state"):
+            case "planned":
+                plan = data.get("plan", {})
+                values = {key: plan.get(key) for key in ("island", "parent", "generation")}
+                values |= {"number": number, "state": "open"}
+                self.put("programs", name, event.seq, values)
+            case "generated":
+                counts = (data.get("prompt_tokens"), data.get("completion_tokens"))
+                num_tokens = sum(count for count in counts if isinstance(count, int))
+                values = {"tokens": num_tokens, "model": str(data.get("model") or "")}
+                self.put("programs", name, event.seq, values)
+            case "evaluated":
+                self._evaluate(name, event.seq, data)
+            case "committed" | "failed" as state:
+                self._decide(name, event.seq, data.get("failure"), state)
+
+    def _evaluate(self, name: str, seq: int, data: Mapping[str, Any]) -> None:
+        metrics = data.get("metrics") or {}
+        shown = {k: v for k, v in metrics.items() if isinstance(v, int | float | str)}
+        self.put("programs", name, seq, {"metrics": shown, "score": _combined(metrics)})
+        self.blobs[name] = str(data.get("program") or "")
+
+    def _decide(self, name: str, seq: int, failure: Any, state: str) -> None:
+        self._num_decided += 1
+        why = None
+        if isinstance(failure, Mapping):
+            why = [str(failure.get("kind", "")), str(failure.get("message", ""))]
+        values = {"state": "failed" if failure else state, "failure": why}
+        self.put("programs", name, seq, values | {"decided": self._num_decided})
+
+    def parent(self, name: str) -> str:
+        return str(self.rows("programs").get(name, {}).get("parent") or "")
+
+
+class AnswersDigest(Digest):
+    """Every answer of an evaluation: which model, which task, what reward."""
+
+    kinds = ("rollout",)
+
+    def take(self, event: Event) -> None:
+        payload = event.payload
+        values = {
+            "task": payload.get("task"),
+            "model": str(payload.get("model", "")).partition("@")[0],
+            "reward": payload.get("reward"),
+            "is_failed": bool(payload.get("error")),
+        }
+        self.put("answers", str(event.seq), event.seq, values)
+
+
+DIGESTS: dict[str, type[Digest]] = {
+    "genome": GenomeDigest,
+    "grpo": GrpoDigest,
+    "icm": IcmDigest,
+    "evolve": EvolveDigest,
+    "eval": AnswersDigest,
+}
+
+
+def _combined(metrics: Mapping[str, Any]) -> float | None:
+    """`combined_score`, else the mean of the numbers."""
+    named = metrics.get("combined_score")
+    numbers = [named] if named is not None else list(metrics.values())
+    finite = [
+        float(value)
+        for value in numbers
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+    return fmean(finite) if finite else None
+
+
+def _score(candidate: Row) -> float:
+    value = candidate.get("score")
+    return float(value) if isinstance(value, int | float) else -math.inf

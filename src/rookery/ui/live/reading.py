@@ -1,0 +1,209 @@
+"""One run as the page asks for it: its row, events, curves, programs, answers, documents.
+
+    runs = OpenRuns(RunsFolder(Path("runs")))
+    runs.get("demo").events(kind="candidate", offset=0, limit=100)
+
+A few runs are kept open, those that were asked for last; what is remembered of one is read once.
+"""
+
+import difflib
+import json
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rookery.errors import RunError
+from rookery.runs import Event, Run, RunView
+from rookery.ui.live.curves import Curves
+from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
+from rookery.ui.live.folder import RunsFolder, describe_run
+
+__all__ = ["OpenRun", "OpenRuns"]
+
+MOST_OPEN = 8
+MOST_EVENTS = 500
+LISTED_LABELS = 20_000
+
+
+class OpenRuns:
+    """The runs that are being looked at."""
+
+    def __init__(self, folder: RunsFolder) -> None:
+        self.folder = folder
+        self._mutex = threading.Lock()
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+
+    def get(self, name: str) -> "OpenRun":
+        path = self.folder.path(name)
+        with self._mutex:
+            run = self._open.get(name)
+            if run is None or run.is_replaced():
+                run = OpenRun(path, name)
+                self._open[name] = run
+            self._open.move_to_end(name)
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)  # closed when the last request is done with it
+            return run
+
+
+class OpenRun:
+    """A run that is being looked at. Usable from several threads."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self._inode = (path / "events.db").stat().st_ino
+        self._view: RunView = Run.view(path)
+        self._mutex = threading.Lock()
+        self._curves = Curves(path / "metrics.jsonl")
+        self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
+
+    def is_replaced(self) -> bool:
+        """Another run has its place: it was deleted, and made again."""
+        try:
+            return (self.path / "events.db").stat().st_ino != self._inode
+        except OSError:
+            return True
+
+    def pulse(self) -> dict[str, Any]:
+        """What tells a page that there is something new."""
+        newest = self._view.last()
+        metrics, report = self.path / "metrics.jsonl", self.path / "report.json"
+        return {
+            "seq": newest.seq if newest else 0,
+            "bytes": metrics.stat().st_size if metrics.exists() else 0,
+            "status": self._view.status,
+            "report": report.stat().st_mtime_ns if report.exists() else 0,
+        }
+
+    def overview(self) -> dict[str, Any]:
+        """Its row of the table, its config, its kinds of events."""
+        return {
+            "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
+            "config": self._view.config,
+            "counts": self._view.counts(),
+            "has_page": (self.path / "report.html").is_file(),
+            "pulse": self.pulse(),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """report.json; empty before there is one."""
+        if not (self.path / "report.json").is_file():
+            return {}
+        document = self._view.read_json("report.json")
+        return document if isinstance(document, dict) else {}
+
+    def page(self) -> bytes:
+        """report.html, as it is."""
+        try:
+            return (self.path / "report.html").read_bytes()
+        except OSError:
+            raise RunError(f"The run {self.name!r} has no report page yet.") from None
+
+    def curves(
+        self, *, points: int, first: int, last: int | None, names: list[str]
+    ) -> dict[str, Any]:
+        with self._mutex:
+            self._curves.update()
+            return self._curves.document(points=points, first=first, last=last, names=names)
+
+    def events(self, *, kind: str, text: str, offset: int, limit: int) -> dict[str, Any]:
+        """Some rows of the list of events; payloads are cut."""
+        total, rows = self._view.page(kind, text=text, offset=offset, limit=min(limit, MOST_EVENTS))
+        return {"total": total, "rows": rows}
+
+    def all_events(self) -> Iterator[Event]:
+        """Whole, in their order, read in pages."""
+        return self._view.events()
+
+    def event(self, seq: int) -> dict[str, Any]:
+        event = next(self._view.events(after=seq - 1), None)
+        if event is None or event.seq != seq:
+            raise RunError(f"The run {self.name!r} has no event {seq}.")
+        return {"seq": seq, "kind": event.kind, "key": event.key, "payload": event.payload}
+
+    def view(self, *, after: int = 0) -> dict[str, Any]:
+        """What its loop shows, from its events: what changed after one of them."""
+        with self._mutex:
+            self._digest.update()
+            return self._digest.document(after=after)
+
+    def duel(self, candidate: str) -> dict[str, Any]:
+        """A candidate of a genome run against the best founder, task by task."""
+        with self._mutex:
+            self._digest.update()
+            if not isinstance(self._digest, GenomeDigest):
+                raise RunError(f"The run {self.name!r} has no candidates.")
+            return self._digest.duel(candidate)
+
+    def program(self, name: str) -> dict[str, Any]:
+        """A program of an evolution with its difference to its parent."""
+        with self._mutex:
+            self._digest.update()
+            digest = self._digest
+            if not isinstance(digest, EvolveDigest):
+                raise RunError(f"The run {self.name!r} has no programs.")
+            document, parent = self._code(digest, name), digest.parent(name)
+            before = self._code(digest, parent) if parent else {}
+        code = str(document.get("code", ""))
+        lines = difflib.unified_diff(
+            str(before.get("code", "")).splitlines(), code.splitlines(), parent, name, lineterm=""
+        )
+        changes = (document.get("metadata") or {}).get("changes", "")
+        return {"id": name, "parent": parent, "code": code, "changes": changes, "diff": list(lines)}
+
+    def _code(self, digest: EvolveDigest, name: str) -> dict[str, Any]:
+        blob = digest.blobs.get(name, "")
+        if not blob:
+            return {}
+        try:
+            document = json.loads(self._view.blobs.read_bytes(blob))
+        except (RunError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def step(self, number: int) -> dict[str, Any]:
+        """The completions of a training step: all of them while they are kept, else examples."""
+        batch = self._view.get("batch", str(number))
+        if batch is not None:
+            try:
+                data = self._view.blobs.read_bytes(str(batch.payload.get("digest")))
+                groups = json.loads(zlib.decompress(data)).get("groups", [])
+                return {"step": number, "is_whole": True, "groups": [_group(g) for g in groups]}
+            except (RunError, ValueError, zlib.error, AttributeError, TypeError):
+                pass  # removed with its checkpoint, or of another form
+        event = self._view.get("step", str(number))
+        if event is None:
+            raise RunError(f"The run {self.name!r} has no step {number}.")
+        tasks: dict[str, list[dict[str, Any]]] = {}
+        for example in event.payload.get("examples", []):
+            row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}
+            tasks.setdefault(str(example.get("task")), []).append(row)
+        groups = [{"task": task, "rollouts": rows} for task, rows in tasks.items()]
+        return {"step": number, "is_whole": False, "groups": groups}
+
+    def labels(self) -> dict[str, Any]:
+        """What labels.jsonl holds; empty before a labelling is done."""
+        path = self.path / "labels.jsonl"
+        rows: list[Any] = []
+        if path.is_file():
+            with path.open(encoding="utf-8") as file:
+                for line in file:
+                    if len(rows) == LISTED_LABELS:
+                        break
+                    rows.append(json.loads(line))
+        keys = ("id", "label", "margin", "score", "text", "batch", "chain", "iteration")
+        return {"labels": [{key: row.get(key) for key in keys} for row in rows]}
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    rows = []
+    for rollout in group.get("rollouts", []):
+        advantages = [a for a in rollout.get("advantages") or [] if isinstance(a, int | float)]
+        mean = sum(advantages) / len(advantages) if advantages else None
+        row = {"text": rollout.get("text"), "reward": rollout.get("reward"), "advantage": mean}
+        rows.append(row)
+    return {"task": group.get("task"), "rollouts": rows}

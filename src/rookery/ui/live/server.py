@@ -1,0 +1,338 @@
+"""The server of the page: its routes, who may ask, and what its policy allows.
+
+    page = open_page(Path("runs"))
+    page.url                        # http://127.0.0.1:7700/?token=..., to open in a browser
+    page.close()
+
+Every request is a GET and reads. Whoever has the token of the printed address gets a cookie; names
+in an address are looked up among the runs that were found, and never become paths.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import uvicorn
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import StreamingResponse
+
+from rookery.errors import ConfigError, RookeryError
+from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.reading import OpenRun, OpenRuns
+
+__all__ = ["FILES", "LivePage", "make_app", "open_page", "read_file"]
+
+PORT = 7700
+LOOK_S = 0.4
+"""How often a run that is being looked at is looked at."""
+FIRST_S = 0.15
+"""How long the first answer may read runs; the others follow."""
+START_S = 20.0
+KEY_CHARACTERS = 16
+TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
+VIEWS = (
+    "app", "charts", "compare", "dom", "eval", "events", "evolve", "genome", "grpo", "icm",
+    "lineage", "run", "runs", "source", "table", "words",
+)  # fmt: skip
+"""The modules of the page, in the order of the alphabet."""
+FILES = {
+    "page.css": "page.css",
+    "echarts.js": "vendor/echarts.min.js",
+    "live.css": "live/static/live.css",
+    **{f"{name}.js": f"live/static/{name}.js" for name in VIEWS},
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'self'"
+)
+"""Of a report page, in a frame: it has an origin of its own, and its own policy is stricter."""
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class LivePage:
+    """A page that is being served, from a thread of this process."""
+
+    def __init__(self, server: uvicorn.Server, thread: threading.Thread, url: str) -> None:
+        self._server = server
+        self._thread = thread
+        self.url = url
+
+    def wait(self) -> None:
+        """Until it ends, which Ctrl-C does."""
+        while self._thread.is_alive():
+            self._thread.join(0.5)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(START_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<the page of runs at {self.url}>"
+
+    def _repr_html_(self) -> str:
+        link = escape(self.url)
+        return f'<a href="{link}" target="_blank" rel="noopener">{link}</a>'
+
+
+def open_page(
+    runs_dir: str | Path = "runs",
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    key: str = "",
+) -> LivePage:
+    """Serve the page of a folder of runs; it answers when this returns.
+
+    `rookery.ui("runs").url` is what to open. Beyond this machine (`host`) a `key` is needed.
+    """
+    if not _is_loopback(host) and len(key) < KEY_CHARACTERS:
+        raise ConfigError(
+            f"The page would be open to everyone who reaches {host}: give a key of at least "
+            f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
+        )
+    listener = _listen(host, port)
+    token = key or secrets.token_urlsafe(18)
+    number = listener.getsockname()[1]
+    app = make_app(RunsFolder(Path(runs_dir)), token=token, cookie=f"rookery_ui_{number}")
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
+    )
+    server = uvicorn.Server(settings)
+    app.state.is_over = lambda: server.should_exit
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="rookery-ui", daemon=True
+    )
+    thread.start()
+    until = time.monotonic() + START_S
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    if not server.started:
+        raise ConfigError(f"The page could not be served on {host}:{number}.")
+    shown = f"[{host}]" if ":" in host else host
+    query = "" if key else f"?token={token}"
+    return LivePage(server, thread, f"http://{shown}:{number}/{query}")
+
+
+def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
+    """The application; `token` opens it, and `cookie` names what a browser then sends."""
+    app = FastAPI(title="rookery ui", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.is_over = lambda: False
+    runs = OpenRuns(folder)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=4)
+    app.middleware("http")(_gate(token, cookie))
+    app.exception_handler(RookeryError)(_refuse)
+    _add_pages(app)
+    _add_runs(app, folder)
+    _add_run(app, runs)
+    return app
+
+
+def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Response]]:
+    """Lets in who has the token or the cookie that it was changed for."""
+    session = secrets.token_urlsafe(24)
+
+    async def gate(request: Request, answer: Answer) -> Response:
+        given = request.query_params.get("token")
+        is_code = request.url.path.startswith("/static/")  # the same for everyone
+        if request.method not in {"GET", "HEAD"}:
+            response: Response = JSONResponse({"error": "The page only reads."}, status_code=405)
+        elif given is not None and _is_equal(given, token):
+            response = RedirectResponse(request.url.path, status_code=303)
+            response.set_cookie(cookie, session, httponly=True, samesite="lax")
+        elif is_code or _is_equal(request.cookies.get(cookie, ""), session):
+            response = await answer(request)
+        else:
+            response = HTMLResponse(_closed(is_wrong=given is not None), status_code=401)
+        response.headers.setdefault("Content-Security-Policy", POLICY)
+        response.headers.setdefault("Cache-Control", "no-store")
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        return response
+
+    return gate
+
+
+def _is_equal(given: str, wanted: str) -> bool:
+    """In a time that tells nothing, not even the length."""
+    digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (given, wanted)]
+    return hmac.compare_digest(*digests)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=404)
+
+
+def _add_pages(app: FastAPI) -> None:
+    @app.get("/")
+    def index() -> Response:
+        return HTMLResponse(read_file("live/static/index.html"))
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in FILES:
+            return JSONResponse({"error": "There is no such file."}, status_code=404)
+        kind = TYPES[name.rpartition(".")[2]]
+        return Response(
+            read_file(FILES[name]), media_type=kind, headers={"Cache-Control": "no-cache"}
+        )
+
+
+def _add_runs(app: FastAPI, folder: RunsFolder) -> None:
+    @app.get("/api/runs")
+    def runs(since: int = 0) -> Response:
+        folder.refresh(seconds=FIRST_S)
+        return JSONResponse(folder.changes(since=since))
+
+    @app.get("/api/stream")
+    async def stream() -> Response:
+        def look() -> dict[str, Any]:
+            folder.refresh(seconds=FIRST_S)
+            seen = folder.changes(since=1 << 62)
+            return {"version": seen["version"], "pending": seen["pending"]}
+
+        return _events(look, app)
+
+
+def _add_run(app: FastAPI, runs: OpenRuns) -> None:
+    def add(route: str, answer: Callable[..., Any]) -> None:
+        app.get(f"/api/runs/{{name}}{route}")(answer)
+
+    add("", lambda name: JSONResponse(runs.get(name).overview()))
+    add("/report", lambda name: JSONResponse(runs.get(name).report()))
+    add("/labels", lambda name: JSONResponse(runs.get(name).labels()))
+
+    @app.get("/api/runs/{name}/view")
+    def view(name: str, after: int = 0) -> Response:
+        return JSONResponse(runs.get(name).view(after=after))
+
+    @app.get("/api/runs/{name}/curves")
+    def curves(
+        name: str,
+        points: Annotated[int, Query(ge=2, le=20_000)] = 600,
+        first: int = 0,
+        last: int | None = None,
+        names: Annotated[list[str] | None, Query()] = None,
+    ) -> Response:
+        run = runs.get(name)
+        return JSONResponse(run.curves(points=points, first=first, last=last, names=names or []))
+
+    @app.get("/api/runs/{name}/events")
+    def events(
+        name: str,
+        kind: str = "",
+        text: str = "",
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    ) -> Response:
+        run = runs.get(name)
+        return JSONResponse(run.events(kind=kind, text=text, offset=offset, limit=limit))
+
+    @app.get("/api/runs/{name}/event/{seq}")
+    def event(name: str, seq: int) -> Response:
+        return JSONResponse(runs.get(name).event(seq))
+
+    @app.get("/api/runs/{name}/duel")
+    def duel(name: str, candidate: str = "") -> Response:
+        return JSONResponse(runs.get(name).duel(candidate))
+
+    @app.get("/api/runs/{name}/program/{program}")
+    def program(name: str, program: str) -> Response:
+        return JSONResponse(runs.get(name).program(program))
+
+    @app.get("/api/runs/{name}/step/{number}")
+    def step(name: str, number: int) -> Response:
+        return JSONResponse(runs.get(name).step(number))
+
+    @app.get("/api/runs/{name}/page")
+    def page(name: str) -> Response:
+        headers = {"Content-Security-Policy": REPORT_POLICY}
+        return HTMLResponse(runs.get(name).page(), headers=headers)
+
+    @app.get("/api/runs/{name}/stream")
+    async def stream(name: str) -> Response:
+        run: OpenRun = await asyncio.to_thread(runs.get, name)
+        return _events(run.pulse, app)
+
+
+def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
+    """Server-sent events: what `look` says, each time that it says something else."""
+
+    async def tell() -> AsyncIterator[str]:
+        told = None
+        quiet_s = 0.0
+        while not app.state.is_over():
+            try:
+                seen = json.dumps(await asyncio.to_thread(look))
+            except (RookeryError, OSError):
+                return  # the run is gone; the page asks again and is told
+            if seen != told:
+                told, quiet_s = seen, 0.0
+                yield f"data: {seen}\n\n"
+            elif quiet_s > 15:
+                quiet_s = 0.0
+                yield ": still here\n\n"  # finds out who left
+            await asyncio.sleep(LOOK_S)
+            quiet_s += LOOK_S
+
+    return StreamingResponse(tell(), media_type="text/event-stream")
+
+
+@cache
+def read_file(name: str) -> str:
+    """A file of the pages, by its path below `rookery.ui`."""
+    text = files("rookery.ui").joinpath(name).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n")
+
+
+def _closed(*, is_wrong: bool) -> str:
+    sentence = "That key is not right." if is_wrong else "This page needs the key of its server."
+    return read_file("live/static/closed.html").replace("SENTENCE", sentence)
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """The port that was asked for, or the usual one, or, where that is taken, any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in [port] if port is not None else [PORT, 0]:
+        try:
+            return socket.create_server((host, number), family=family)
+        except OSError as error:
+            reason = error.strerror or str(error)
+    raise ConfigError(
+        f"{host}:{port} cannot be used: {reason}. Give another --port, or leave it out."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

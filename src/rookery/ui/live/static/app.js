@@ -1,0 +1,32 @@
+// Shows the view that the address names.
+
+import { showCompare } from "./compare.js";
+import { errorNote, h, place } from "./dom.js";
+import { showRun } from "./run.js";
+import { showRuns } from "./runs.js";
+import { openSource } from "./source.js";
+
+const main = document.getElementById("main");
+let shown = null;
+let turn = 0;
+
+async function show(source) {
+  turn += 1;
+  const mine = turn;
+  shown?.close();
+  shown = null;
+  const [kind, id] = place().parts;
+  const run = source.isLive ? id : source.saved.id;
+  try {
+    const view = await (run !== undefined && kind !== "compare" ? showRun(source, main, run) : kind === "compare" ? showCompare(source, main) : showRuns(source, main));
+    if (mine === turn) shown = view;
+    else view.close();
+  } catch (error) {
+    if (mine !== turn) return;
+    main.replaceChildren(h("header", { class: "masthead" }, h("p", { class: "brand" }, h("a", { href: "#/runs" }, "Rookery")), h("h1", null, "This cannot be shown")), errorNote(error));
+  }
+}
+
+const source = await openSource();
+addEventListener("hashchange", () => show(source));
+await show(source);

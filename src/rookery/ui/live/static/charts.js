@@ -1,0 +1,220 @@
+// What all charts share: the library, colours, axes, tooltips, drawing when they are seen.
+
+import { h } from "./dom.js";
+import { number } from "./words.js";
+
+const HUES = ["--accent", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#009e73", "#56b4e9", "#7a6a5a"];
+
+let loading = null;
+
+// The chart library is large: it is loaded with the first chart.
+function library() {
+  if (globalThis.echarts) return Promise.resolve(globalThis.echarts);
+  loading ??= new Promise((done, failed) => {
+    const script = h("script", { src: "/static/echarts.js" });
+    script.onload = () => done(globalThis.echarts);
+    script.onerror = () => failed(new Error("The chart library could not be loaded."));
+    document.head.append(script);
+  });
+  return loading;
+}
+
+export function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["ground", "raised", "ink", "muted", "faint", "line", "accent", "wash"];
+  const colours = Object.fromEntries(names.map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
+  colours.hues = HUES.map((hue) => (hue.startsWith("--") ? style.getPropertyValue(hue).trim() : hue));
+  return colours;
+}
+
+// A tooltip as nodes: text of a run never becomes markup.
+export function tip(title, pairs) {
+  const rows = pairs.flatMap(([term, detail]) => [h("dt", null, term), h("dd", null, detail)]);
+  return h("div", { class: "tip" }, h("b", null, title), h("dl", null, rows));
+}
+
+export function frame(colours) {
+  const font = getComputedStyle(document.body).fontFamily;
+  return {
+    animation: false,
+    backgroundColor: "transparent",
+    textStyle: { fontFamily: font, color: colours.ink },
+    tooltip: {
+      confine: true,
+      transitionDuration: 0,
+      backgroundColor: colours.raised,
+      borderColor: colours.line,
+      borderWidth: 1,
+      padding: [8, 12],
+      textStyle: { color: colours.ink, fontFamily: font },
+      extraCssText: "box-shadow: 0 4px 16px rgb(0 0 0 / 0.12); border-radius: 6px;",
+    },
+  };
+}
+
+export function axis(colours, options) {
+  return {
+    nameLocation: "middle",
+    nameTextStyle: { color: colours.muted, fontSize: 12 },
+    axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true },
+    axisLine: { show: false },
+    axisTick: { show: false },
+    splitLine: { show: false },
+    ...options,
+  };
+}
+
+export function upright(colours, name, options) {
+  return axis(colours, {
+    type: "value",
+    scale: true,
+    name,
+    nameLocation: "end",
+    nameGap: 12,
+    nameTextStyle: { color: colours.muted, fontSize: 12, align: "left", padding: [0, 0, 0, -40] },
+    axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: tick },
+    splitLine: { show: true, lineStyle: { color: colours.line } },
+    ...options,
+  });
+}
+
+export function tick(value) {
+  if (typeof value !== "number") return value; // the name of a category
+  const size = Math.abs(value);
+  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(7)));
+  return shown.replace("-", "\u2212");
+}
+
+export const flat = (colours, name, options) =>
+  axis(colours, {
+    type: "value",
+    name,
+    nameGap: 26,
+    min: "dataMin",
+    max: "dataMax",
+    axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } },
+    ...options,
+  });
+
+// A chart that is drawn when it is seen, on light and dark, at any width. `option(colours, width)`
+// gives what ECharts wants; `redraw()` asks for it anew.
+export class Chart {
+  constructor({ label, height = 260, option, ready }) {
+    this.option = option;
+    this.ready = ready;
+    this.isSeen = false;
+    this.box = h("div", { class: "chart", role: "img", "aria-label": label });
+    this.box.style.height = `${height}px`;
+    this.seeing = new IntersectionObserver((entries) => this.see(entries.at(-1).isIntersecting), { rootMargin: "200px" });
+    this.seeing.observe(this.box);
+    this.sizing = new ResizeObserver(() => this.chart && this.chart.getWidth() !== this.box.clientWidth && this.fit());
+    this.sizing.observe(this.box);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.onScheme = () => this.redraw();
+    this.scheme.addEventListener("change", this.onScheme);
+  }
+
+  see(isSeen) {
+    this.isSeen = isSeen;
+    if (isSeen && this.isStale !== false) this.redraw();
+  }
+
+  fit() {
+    this.chart.resize();
+    this.redraw();
+  }
+
+  async redraw() {
+    this.isStale = true;
+    if (!this.isSeen) return;
+    const echarts = await library();
+    if (this.isClosed || !this.box.isConnected || !this.box.clientWidth) return;
+    if (!this.chart) {
+      this.chart = echarts.init(this.box, null, { renderer: "canvas" });
+      this.ready?.(this.chart);
+    }
+    const zoom = this.chart.getOption()?.dataZoom?.map(({ startValue, endValue, start, end }) => ({ startValue, endValue, start, end }));
+    const option = this.option(palette(), this.box.clientWidth);
+    if (zoom && option.dataZoom && this.isZoomed) option.dataZoom = option.dataZoom.map((one, k) => ({ ...one, ...zoom[k] }));
+    this.chart.setOption(option, { notMerge: true });
+    this.isStale = false;
+  }
+
+  close() {
+    this.isClosed = true;
+    this.seeing.disconnect();
+    this.sizing.disconnect();
+    this.scheme.removeEventListener("change", this.onScheme);
+    this.chart?.dispose();
+  }
+}
+
+// Lines over steps: series is [{ name, points: [[x, y], ...], colour }]. The wheel zooms, dragging
+// moves; `onzoom(first, last)` may fetch more points of what is seen.
+export function lineChart({ label, height = 220, series, x = "Step", onzoom }) {
+  let lines = series;
+  const chart = new Chart({
+    label,
+    height,
+    option: (colours) => lineOption(colours, lines, x),
+    ready: (drawn) => {
+      drawn.on("datazoom", () => {
+        chart.isZoomed = true;
+        const extent = drawn.getModel().getComponent("xAxis", 0).axis.scale.getExtent();
+        onzoom?.(Math.floor(extent[0]), Math.ceil(extent[1]));
+      });
+      drawn.getZr().on("dblclick", () => {
+        chart.isZoomed = false;
+        drawn.dispatchAction({ type: "dataZoom", start: 0, end: 100 });
+        chart.isZoomed = false;
+      });
+    },
+  });
+  chart.setSeries = (next) => {
+    lines = next;
+    chart.redraw();
+  };
+  return chart;
+}
+
+function lineOption(colours, series, x) {
+  const base = frame(colours);
+  const isMany = series.length > 1;
+  return {
+    ...base,
+    grid: { left: 48, right: 14, top: isMany ? 34 : 14, bottom: 40 },
+    legend: isMany
+      ? { type: "scroll", top: 0, left: 0, itemWidth: 14, itemHeight: 8, textStyle: { color: colours.muted, fontSize: 12 } }
+      : undefined,
+    tooltip: {
+      ...base.tooltip,
+      trigger: "axis",
+      axisPointer: { type: "line", lineStyle: { color: colours.faint, type: "solid" } },
+      formatter: (items) => tip(`${x} ${items[0].axisValue}`, items.map((i) => [i.seriesName, number(i.value[1], 4)])),
+    },
+    xAxis: flat(colours, x, { minInterval: 1 }),
+    yAxis: upright(colours, "", { scale: !series.some((line) => line.isStacked) }),
+    dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, minValueSpan: 2 }],
+    series: series.map((line, k) => ({
+      type: "line",
+      name: line.name,
+      data: line.points,
+      symbol: "circle",
+      symbolSize: 5,
+      showSymbol: line.points.length < 2,
+      connectNulls: false,
+      lineStyle: { color: line.colour ?? colours.hues[k % colours.hues.length], width: 1.75, type: line.type },
+      itemStyle: { color: line.colour ?? colours.hues[k % colours.hues.length] },
+      areaStyle: line.isStacked ? { opacity: 0.55 } : undefined,
+      stack: line.isStacked ? "all" : undefined,
+    })),
+  };
+}
+
+// A line without axes, for a row of a table.
+export function sparkPoints(values, width, height) {
+  const low = Math.min(...values);
+  const range = Math.max(...values) - low || 1;
+  const step = values.length > 1 ? (width - 4) / (values.length - 1) : 0;
+  return values.map((v, k) => `${(2 + k * step).toFixed(1)},${(height - 3 - ((v - low) / range) * (height - 6)).toFixed(1)}`).join(" ");
+}

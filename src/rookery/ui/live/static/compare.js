@@ -1,0 +1,92 @@
+// Runs over one another: their numbers side by side, what differs in their configs, their curves.
+
+import { lineChart } from "./charts.js";
+import { address, emptyNote, errorNote, h, place, runLink } from "./dom.js";
+import { statusMark } from "./runs.js";
+import { clip, duration, interval, isNumber, number, signed } from "./words.js";
+
+const isTree = (value) => value !== null && typeof value === "object" && Object.keys(value).length > 0;
+
+// [["engine.model", ["\"a\"", "\"b\""]], ...]: what differs, and no deeper than where all have it.
+export function configDifferences(values, prefix = "") {
+  if (values.every(isTree) && new Set(values.map(Array.isArray)).size === 1) {
+    const names = [...new Set(values.flatMap((value) => Object.keys(value)))];
+    return names.flatMap((name) => configDifferences(values.map((value) => value[name]), prefix ? `${prefix}.${name}` : name));
+  }
+  const texts = values.map((value) => (value === undefined ? undefined : JSON.stringify(value)));
+  return texts.some((text) => text !== texts[0]) ? [[prefix, texts]] : [];
+}
+
+function numbersTable(runs) {
+  const ends = runs.flatMap(({ row }) => [row.result?.mean, row.result?.low, row.result?.high]).filter(isNumber);
+  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
+  const drawing = (result) => {
+    if (!isNumber(result?.mean)) return "";
+    const track = h("span", { class: "range-bar" });
+    if (isNumber(result.low)) {
+      const extent = h("span", { class: "extent" });
+      extent.style.left = at(result.low);
+      extent.style.width = `calc(${at(result.high)} - ${at(result.low)})`;
+      track.append(extent);
+    }
+    const dot = h("span", { class: "dot" });
+    dot.style.left = at(result.mean);
+    track.append(dot);
+    return track;
+  };
+  const line = ({ row }) =>
+    h("tr", null,
+      h("th", { scope: "row" }, h("a", { class: "name", href: runLink(row.id) }, row.name)),
+      h("td", null, row.kind), h("td", null, statusMark(row)),
+      h("td", { class: "figure" }, h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high))),
+      h("td", { class: "plot" }, drawing(row.result)),
+      h("td", { class: "figure" }, isNumber(row.result?.gain?.mean) ? signed(row.result.gain.mean) : ""),
+      h("td", { class: "figure" }, duration(row.worked_s)));
+  const head = ["Run", "Loop", "Status", "Result, 95 % interval", "", "Gain", "Took"];
+  return h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, head.map((t, k) => h("th", { scope: "col", class: k === 3 || k > 4 ? "figure" : null }, t)))), h("tbody", null, runs.map(line))));
+}
+
+function configTable(runs) {
+  const rows = configDifferences(runs.map((run) => run.config));
+  if (!rows.length) return emptyNote("The configs are the same.");
+  const cell = (value, first) => h("td", { class: value === first ? "same" : "differs" }, value === undefined ? "not set" : clip(value, 200));
+  return h("div", { class: "scroll" },
+    h("table", { class: "diff-table" },
+      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Value"), runs.map(({ row }) => h("th", { scope: "col" }, row.name)))),
+      h("tbody", null, rows.map(([name, values]) => h("tr", null, h("th", { scope: "row" }, name), values.map((v, k) => cell(v, k ? values[0] : undefined)))))));
+}
+
+function overlays(runs, charts) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
+  const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1);
+  const panel = (name) => {
+    const series = runs.filter((run) => run.curves[name]).map((run) => ({ name: run.row.name, points: run.curves[name] }));
+    const chart = lineChart({ label: `${name} of each run`, series, height: 240 });
+    charts.push(chart);
+    return h("figure", null, h("figcaption", null, name), chart.box);
+  };
+  if (!shared.length) return emptyNote("These runs have no metric in common.");
+  return h("div", { class: "panels" }, shared.map(panel));
+}
+
+export async function showCompare(source, main) {
+  const ids = (place().query.get("runs") ?? "").split(",").filter(Boolean);
+  const charts = [];
+  const back = h("p", { class: "brand" }, h("a", { href: address(["runs"], { sel: ids.join(",") }) }, "Rookery"), h("span", null, "compare runs"));
+  main.replaceChildren(h("header", { class: "masthead" }, back, h("h1", null, `${ids.length} runs side by side`)));
+  document.title = `${ids.length} runs · Rookery`;
+  const load = async (id) => {
+    const path = `runs/${encodeURIComponent(id)}`;
+    const [overview, curves] = await Promise.all([source.get(path), source.get(`${path}/curves`, { points: 500 })]);
+    return { ...overview, curves: curves.curves };
+  };
+  const found = await Promise.allSettled(ids.map(load));
+  const runs = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  const failed = found.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
+  const section = (title, ...body) => h("section", null, h("h2", null, title), body);
+  main.append(...failed);
+  if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("What differs in their configs", configTable(runs)));
+  else main.append(emptyNote("Select two or more runs in the list of runs."));
+  return { close: () => charts.forEach((chart) => chart.close()) };
+}

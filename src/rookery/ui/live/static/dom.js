@@ -1,0 +1,83 @@
+// Elements without markup: whatever a run holds becomes text, never HTML. And the address.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// h("a", { class: "name", href: "#/run/x", onclick: f }, "text", node, null)
+export function h(tag, properties, ...children) {
+  return fill(document.createElement(tag), properties, children);
+}
+
+export function svg(tag, properties, ...children) {
+  return fill(document.createElementNS(SVG, tag), properties, children);
+}
+
+function fill(element, properties, children) {
+  for (const [name, value] of Object.entries(properties ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(3).filter((c) => c !== null && c !== undefined && c !== false));
+  return element;
+}
+
+export const text = (value) => document.createTextNode(String(value ?? ""));
+
+// The address is the state: #/run/demo?tab=events&kind=candidate
+export function place() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?", 2);
+  const parts = path.split("/").filter(Boolean).map(decode);
+  return { parts, query: new URLSearchParams(query ?? "") };
+}
+
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+export function address(parts, query) {
+  const kept = Object.entries(query ?? {}).filter(([, v]) => v !== "" && v !== null && v !== undefined);
+  const tail = kept.length ? `?${new URLSearchParams(kept)}` : "";
+  return `#/${parts.map(encodeURIComponent).join("/")}${tail}`;
+}
+
+// Changes some values of the address in place: the view stays, the link to it changes.
+export function note(values) {
+  const { parts, query } = place();
+  const next = { ...Object.fromEntries(query), ...values };
+  history.replaceState(null, "", address(parts, next));
+}
+
+export function runLink(id, query) {
+  return address(["run", id], query);
+}
+
+// At most one call per frame.
+export function perFrame(work) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      work();
+    });
+  };
+}
+
+export function later(work, milliseconds) {
+  let timer = 0;
+  return (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => work(...values), milliseconds);
+  };
+}
+
+// A sentence where something would be, and an error with what to do about it.
+export const emptyNote = (sentence) => h("p", { class: "empty" }, sentence);
+export const errorNote = (error) =>
+  h("p", { class: "trouble", role: "alert" }, error?.message ?? String(error));

@@ -1,0 +1,127 @@
+// The events of a run: a list of any length, by kind and by text, and each one whole.
+
+import { emptyNote, errorNote, h, later, note, place } from "./dom.js";
+import { LongTable } from "./table.js";
+import { count } from "./words.js";
+
+const PAGE = 200;
+const COLUMNS_OF_EVENTS = [
+  { name: "seq", label: "#", class: "figure seq" },
+  { name: "time", label: "Time", class: "time" },
+  { name: "kind", label: "Kind", class: "kind" },
+  { name: "key", label: "Key", class: "key" },
+  { name: "payload", label: "Payload", class: "payload" },
+];
+
+// JSON to read: nested lists that open, texts as they are.
+export function jsonTree(value, name, isOpen = true) {
+  const label = name === undefined ? "" : `${name}: `;
+  if (value === null || typeof value !== "object") {
+    const isText = typeof value === "string";
+    return h("div", { class: "json-leaf" }, h("span", { class: "json-name" }, label), h("span", { class: isText ? "json-text" : "json-number" }, isText ? value : String(value)));
+  }
+  const entries = Array.isArray(value) ? value.map((v, k) => [k, v]) : Object.entries(value);
+  const size = Array.isArray(value) ? `[${count(entries.length)}]` : `{${count(entries.length)}}`;
+  const details = h("details", { class: "json" }, h("summary", null, label, h("span", { class: "note" }, size)));
+  const fillIn = () => {
+    if (details.open && details.childElementCount === 1) {
+      details.append(h("div", { class: "json-body" }, entries.slice(0, 500).map(([k, v]) => jsonTree(v, k, entries.length < 30))));
+      if (entries.length > 500) details.append(h("p", { class: "note" }, `and ${count(entries.length - 500)} more`));
+    }
+  };
+  details.addEventListener("toggle", fillIn);
+  if (isOpen) details.open = true;
+  return details;
+}
+
+export class EventsView {
+  constructor(source, id, counts) {
+    this.source = source;
+    this.path = `runs/${encodeURIComponent(id)}`;
+    const { query } = place();
+    this.state = { kind: query.get("kind") ?? "", text: query.get("text") ?? "", seq: Number(query.get("seq")) || 0 };
+    this.pages = new Map();
+    this.table = new LongTable({ columns: COLUMNS_OF_EVENTS, kind: "events", label: "Events", row: (i) => this.cells(i) });
+    this.kind = h("select", { "aria-label": "Kind", onchange: (e) => this.set({ kind: e.target.value }) });
+    const typed = later((value) => this.set({ text: value }), 250);
+    this.text = h("input", { type: "search", placeholder: "Text in key or payload", "aria-label": "Text", value: this.state.text, oninput: (e) => typed(e.target.value) });
+    this.status = h("span", { class: "note" });
+    this.detail = h("div", { class: "detail", "aria-live": "polite" });
+    this.element = h("section", { "aria-label": "Events" }, h("div", { class: "bar" }, this.kind, this.text, this.status), h("div", { class: "split" }, this.table.element, this.detail));
+    this.setCounts(counts);
+    this.load(0).then(() => this.state.seq && this.open(this.state.seq));
+    if (!this.state.seq) this.detail.append(emptyNote("Choose an event to read it whole."));
+  }
+
+  setCounts(counts) {
+    const kinds = Object.entries(counts).sort((a, b) => b[1] - a[1]);
+    const options = [["", Object.values(counts).reduce((a, b) => a + b, 0)], ...kinds];
+    this.kind.replaceChildren(...options.map(([k, n]) => h("option", { value: k, selected: k === this.state.kind }, `${k || "all kinds"} (${count(n)})`)));
+  }
+
+  set(values) {
+    Object.assign(this.state, values);
+    note({ kind: this.state.kind, text: this.state.text });
+    this.pages.clear();
+    this.table.body.scrollTop = 0;
+    this.load(0);
+  }
+
+  async load(page) {
+    if (this.pages.has(page)) return;
+    this.pages.set(page, null);
+    const { kind, text } = this.state;
+    try {
+      const found = await this.source.get(`${this.path}/events`, { kind, text, offset: page * PAGE, limit: PAGE });
+      if (kind !== this.state.kind || text !== this.state.text) return;
+      this.pages.set(page, found.rows);
+      this.status.textContent = count(found.total, "event");
+      this.table.resize(found.total);
+    } catch (error) {
+      this.pages.delete(page);
+      this.status.textContent = error.message;
+    }
+  }
+
+  // More events came: what is known stays, the last page is read again.
+  grow(counts) {
+    this.setCounts(counts);
+    const last = Math.floor(this.table.size / PAGE);
+    this.pages.delete(last);
+    this.load(last);
+  }
+
+  cells(index) {
+    const page = Math.floor(index / PAGE);
+    const row = this.pages.get(page)?.[index % PAGE];
+    if (!row) {
+      this.load(page);
+      return null;
+    }
+    const [seq, kind, key, payload, time] = row;
+    return {
+      class: seq === this.state.seq ? "chosen" : "",
+      onclick: () => this.open(seq),
+      cells: [h("button", { class: "plain", onclick: () => this.open(seq) }, count(seq)), new Date(time * 1000).toLocaleTimeString(), kind, key, payload],
+    };
+  }
+
+  async open(seq) {
+    if (this.opening === seq) return;
+    this.opening = seq;
+    this.state.seq = seq;
+    note({ seq });
+    this.table.refresh();
+    try {
+      const event = await this.source.get(`${this.path}/event/${seq}`);
+      if (this.opening === seq) this.detail.replaceChildren(h("h3", null, `${event.kind} ${event.key}`), jsonTree(event.payload));
+    } catch (error) {
+      this.detail.replaceChildren(errorNote(error));
+    }
+    this.opening = 0;
+  }
+
+  close() {
+    this.table.close();
+  }
+}

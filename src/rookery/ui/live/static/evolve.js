@@ -1,0 +1,227 @@
+// An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
+
+import { axis, Chart, flat, frame, tick, tip, upright } from "./charts.js";
+import { emptyNote, errorNote, h, note, place } from "./dom.js";
+import { listed } from "./source.js";
+import { LongTable } from "./table.js";
+import { compact, count, isNumber, number } from "./words.js";
+
+const PROGRAM_COLUMNS = [
+  { name: "id", label: "Program", class: "run" },
+  { name: "score", label: "Score", class: "figure" },
+  { name: "island", label: "Island", class: "figure" },
+  { name: "parent", label: "Parent", class: "kind" },
+  { name: "model", label: "Model", class: "kind" },
+  { name: "why", label: "State", class: "payload" },
+];
+
+export function diffNode(lines) {
+  const kind = (line) => (line.startsWith("@@") || line.startsWith("---") || line.startsWith("+++") ? "place" : line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : "");
+  return h("pre", { class: "diff" }, lines.map((line) => [h("span", { class: kind(line) }, line), "\n"]));
+}
+
+export class EvolveView {
+  constructor({ source, path, view, report }) {
+    Object.assign(this, { source, path });
+    const { query } = place();
+    this.picked = query.get("program") ?? "";
+    this.by = query.get("by") ?? "evaluations";
+    this.only = query.get("only") ?? "";
+    const select = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));
+    this.bySelect = select("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
+    this.onlySelect = select("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
+    const pickPoint = (drawn, rows) => drawn.on("click", ({ seriesName, dataIndex }) => seriesName === "programs" && this.pick(rows()[dataIndex].id));
+    this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.scored) });
+    this.tree = new Chart({ label: "Programs by generation, joined to their parents", height: 320, option: (c) => this.treeOption(c), ready: (drawn) => pickPoint(drawn, () => this.nodes) });
+    this.grids = h("section");
+    this.failures = h("section");
+    this.state = h("span", { class: "note" });
+    this.table = new LongTable({ columns: PROGRAM_COLUMNS, kind: "programs", label: "Programs", row: (i) => this.cells(i) });
+    this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a program to read its code and how it came about."));
+    this.lead = h("p", { class: "lead" });
+    this.element = h("div", null,
+      h("section", null, h("h2", null, "Score"), this.lead, h("div", { class: "bar" }, this.bySelect), this.score.box),
+      h("section", null, h("h2", null, "Programs"), h("div", { class: "bar" }, this.onlySelect, this.state), h("div", { class: "split" }, this.table.element, this.detail)),
+      h("section", null, h("h2", null, "Tree"), h("p", { class: "lead" }, "A column for each generation, higher is better. The line of the chosen program, or of the best, is in colour."), this.tree.box),
+      this.failures, this.grids);
+    this.gridCharts = [];
+    this.update(view, report);
+    if (this.picked) this.pick(this.picked);
+  }
+
+  update(view, report) {
+    this.programs = view.lists.programs ?? new Map();
+    this.all = [...this.programs.values()].sort((a, b) => a.number - b.number);
+    this.scored = this.all.filter((p) => isNumber(p.score) && p.decided).sort((a, b) => a.decided - b.decided);
+    const kept = this.scored.filter((p) => p.state === "committed");
+    this.best = kept.reduce((a, b) => (a && a.score >= b.score ? a : b), null);
+    this.lead.textContent = this.best ? `The best is ${this.best.id} with ${number(this.best.score, 4)}, among ${count(this.all.length, "program")}, for ${compact(this.all.reduce((sum, p) => sum + (p.tokens ?? 0), 0))} tokens.` : "No program is evaluated yet.";
+    this.nodes = kept.filter((p) => isNumber(p.generation));
+    this.drawFailures();
+    this.drawGrid(report);
+    this.arrange();
+    this.score.redraw();
+    this.tree.redraw();
+  }
+
+  arrange() {
+    this.chosen = this.all.filter((p) => !this.only || p.state === this.only).sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity) || b.number - a.number);
+    this.state.textContent = count(this.chosen.length, "program");
+    this.table.resize(this.chosen.length);
+  }
+
+  cells(index) {
+    const p = this.chosen[index];
+    if (!p) return null;
+    const why = p.failure ? `${p.failure[0]}: ${p.failure[1]}` : p.state === "committed" ? "kept" : p.state;
+    return { class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), number(p.score, 4), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
+  }
+
+  line(id) {
+    const found = [];
+    for (let one = this.programs.get(id); one && !found.includes(one); one = this.programs.get(one.parent)) found.push(one);
+    return found;
+  }
+
+  scoreOption(colours) {
+    const base = frame(colours);
+    let spent = 0;
+    const spentBy = new Map([...this.all].filter((p) => p.decided).sort((a, b) => a.decided - b.decided).map((p) => [p.id, (spent += p.tokens ?? 0)]));
+    const x = (p) => (this.by === "tokens" ? spentBy.get(p.id) : p.decided);
+    let best = -Infinity;
+    const rise = this.scored.filter((p) => p.state === "committed").map((p) => [x(p), (best = Math.max(best, p.score))]);
+    return {
+      ...base,
+      grid: { left: 52, right: 20, top: 16, bottom: 44 },
+      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => (seriesName === "programs" ? programTip(this.scored[dataIndex]) : "") },
+      xAxis: flat(colours, this.by === "tokens" ? "Tokens" : "Evaluations", { minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: (v) => compact(v) } }),
+      yAxis: upright(colours, ""),
+      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      series: [
+        { type: "line", name: "best", step: "end", data: rise, showSymbol: rise.length < 2, lineStyle: { color: colours.accent, width: 2.5 }, itemStyle: { color: colours.accent }, z: 4, silent: true },
+        { type: "scatter", name: "programs", large: this.scored.length > 2000, data: this.scored.map((p) => ({ value: [x(p), p.score], itemStyle: { color: p.state === "failed" ? colours.ground : colours.muted, borderColor: colours.muted, borderWidth: p.state === "failed" ? 1.2 : 0, opacity: 0.6 } })), symbolSize: 7 },
+      ],
+    };
+  }
+
+  treeOption(colours) {
+    const base = frame(colours);
+    const marked = new Set(this.line(this.picked || this.best?.id).map((p) => p.id));
+    const known = new Map(this.nodes.map((p) => [p.id, p]));
+    const edges = this.nodes.filter((p) => known.has(p.parent)).map((p) => [known.get(p.parent), p]);
+    return {
+      ...base,
+      grid: { left: 52, right: 24, top: 16, bottom: 44 },
+      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => (seriesName === "programs" ? programTip(this.nodes[dataIndex]) : "") },
+      xAxis: flat(colours, "Generation", { minInterval: 1, min: -0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
+      yAxis: upright(colours, ""),
+      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      series: [
+        {
+          type: "custom", name: "edges", silent: true, z: 1, data: edges.map(([from]) => [from.generation, from.score]),
+          renderItem: (params, api) => {
+            const [from, to] = edges[params.dataIndex];
+            const [x1, y1] = api.coord([from.generation, from.score]);
+            const [x2, y2] = api.coord([to.generation, to.score]);
+            const isMarked = marked.has(to.id) && marked.has(from.id);
+            return { type: "line", shape: { x1, y1, x2, y2 }, style: { stroke: isMarked ? colours.accent : colours.faint, lineWidth: isMarked ? 2 : 1, opacity: isMarked ? 1 : 0.35 } };
+          },
+        },
+        { type: "scatter", name: "programs", z: 3, data: this.nodes.map((p) => ({ value: [p.generation, p.score], symbolSize: marked.has(p.id) ? 10 : 6, itemStyle: { color: marked.has(p.id) ? colours.accent : colours.muted, opacity: marked.has(p.id) ? 1 : 0.6 } })) },
+      ],
+    };
+  }
+
+  drawFailures() {
+    const kinds = new Map();
+    for (const p of this.all.filter((one) => one.failure)) kinds.set(p.failure[0], [...(kinds.get(p.failure[0]) ?? []), p]);
+    const row = ([kind, ps]) => h("tr", null, h("th", { scope: "row" }, kind), h("td", { class: "figure" }, count(ps.length)), h("td", null, h("button", { class: "plain", onclick: () => this.pick(ps[0].id) }, ps[0].id)), h("td", null, ps[0].failure[1].slice(0, 300)));
+    const table = h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, ["Reason", "Programs", "First", "What was said"].map((t, k) => h("th", { scope: "col", class: k === 1 ? "figure" : null }, t)))), h("tbody", null, [...kinds].sort((a, b) => b[1].length - a[1].length).map(row))));
+    this.failures.replaceChildren(h("h2", null, "Failures"), kinds.size ? table : emptyNote("No program failed."));
+  }
+
+  drawGrid(report) {
+    const cells = report.cells ?? [];
+    if (this.gridOf === report || !cells.length) {
+      if (!cells.length && !this.gridCharts.length) this.grids.replaceChildren(h("h2", null, "Grid"), emptyNote("The grid of kept programs comes with the report."));
+      return;
+    }
+    this.gridOf = report;
+    this.gridCharts.forEach((chart) => chart.close());
+    const islands = [...new Set(cells.map((c) => c.island))].sort((a, b) => a - b);
+    const scores = cells.map((c) => c.score).filter(isNumber);
+    this.gridCharts = islands.map((island) => this.gridChart(cells.filter((c) => c.island === island), island, report, [Math.min(...scores), Math.max(...scores)]));
+    this.grids.replaceChildren(h("h2", null, "Grid"), h("p", { class: "lead" }, `The best program of each cell, by ${(report.feature_dimensions ?? []).join(" and ")}. Click a cell to read it.`), h("div", { class: "panels" }, this.gridCharts.map((chart, k) => h("figure", null, h("figcaption", null, `Island ${islands[k]}`), chart.box))));
+  }
+
+  gridChart(cells, island, report, [low, high]) {
+    const [xName = "", yName = ""] = report.feature_dimensions ?? [];
+    const [xBins = 10, yBins = 10] = report.bins ?? [];
+    const spots = cells.map((c) => [...c.cell.split("-").map(Number), 0].slice(0, 2));
+    const names = (n) => Array.from({ length: n }, (_, k) => String(k));
+    return new Chart({
+      label: `Cells of island ${island}`,
+      height: 260,
+      ready: (drawn) => drawn.on("click", ({ dataIndex }) => this.pick(cells[dataIndex].program)),
+      option: (colours) => ({
+        ...frame(colours),
+        grid: { left: 44, right: 12, top: 24, bottom: 44 },
+        tooltip: { ...frame(colours).tooltip, formatter: ({ dataIndex }) => tip(cells[dataIndex].program, [["score", number(cells[dataIndex].score, 4)], [xName, String(spots[dataIndex][0])], [yName, String(spots[dataIndex][1])]]) },
+        xAxis: axis(colours, { type: "category", name: xName, nameGap: 26, data: names(xBins) }),
+        yAxis: upright(colours, yName, { type: "category", data: names(yBins), splitLine: { show: false }, axisLabel: { color: colours.muted, fontSize: 12 } }),
+        visualMap: { show: false, min: low, max: high === low ? low + 1 : high, inRange: { color: [colours.line, colours.accent] }, dimension: 2, formatter: tick },
+        series: [{ type: "heatmap", data: cells.map((c, k) => [...spots[k], c.score]), itemStyle: { borderColor: colours.ground, borderWidth: 1 } }],
+      }),
+    });
+  }
+
+  async pick(id) {
+    this.picked = id;
+    note({ program: id });
+    this.table.refresh();
+    this.tree.redraw();
+    const p = this.programs.get(id);
+    if (!p) {
+      this.detail.replaceChildren(errorNote(new Error(`There is no program ${id}.`)));
+      return;
+    }
+    try {
+      const found = await this.source.get(`${this.path}/program/${encodeURIComponent(id)}`);
+      if (this.picked === id) this.drawProgram(p, found);
+    } catch (error) {
+      this.detail.replaceChildren(errorNote(error));
+    }
+  }
+
+  drawProgram(p, { code, diff, changes }) {
+    const metrics = Object.entries(p.metrics ?? {}).map(([k, v]) => h("div", null, h("dt", null, k), h("dd", null, isNumber(v) ? number(v, 4) : String(v).slice(0, 120))));
+    const steps = this.line(p.id).slice(1);
+    const step = (one) => h("details", { ontoggle: (e) => e.target.open && this.fillStep(e.target, one) }, h("summary", null, `${one.id}: ${number(one.score, 4)}`));
+    this.detail.replaceChildren(
+      h("h3", null, p.id, p.parent && h("span", { class: "note" }, ` from ${p.parent}`)),
+      p.failure ? h("p", { class: "trouble" }, `${p.failure[0]}: ${p.failure[1]}`) : "",
+      h("dl", { class: "facts" }, metrics),
+      changes ? h("p", { class: "note" }, changes) : "",
+      p.parent && code && diff.length ? h("details", { open: true }, h("summary", null, "What changed"), diffNode(diff)) : "",
+      code ? h("details", { open: !p.parent }, h("summary", null, "Code"), h("pre", { class: "code" }, code)) : emptyNote("No program was made."),
+      steps.length ? h("h4", null, "Along its line") : "",
+      ...steps.map(step));
+  }
+
+  async fillStep(details, one) {
+    if (details.childElementCount > 1) return;
+    const found = await this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`);
+    details.append(one.parent && found.diff.length ? diffNode(found.diff) : h("pre", { class: "code" }, found.code));
+  }
+
+  close() {
+    [this.score, this.tree, ...this.gridCharts].forEach((chart) => chart.close());
+    this.table.close();
+  }
+}
+
+function programTip(p) {
+  const pairs = [["score", number(p.score, 4)], ["generation", String(p.generation ?? "")], ["island", String(p.island ?? "")], ["parent", p.parent || "–"], ["tokens", count(p.tokens ?? 0)]];
+  if (p.failure) pairs.push(["failed", p.failure[0]]);
+  return tip(p.id, pairs);
+}

@@ -1,0 +1,214 @@
+// A genome run: fitness by generation, every candidate, the winning line, wins and losses, the dropped.
+
+import { Chart, flat, frame, tip, upright } from "./charts.js";
+import { emptyNote, errorNote, h, note, place } from "./dom.js";
+import { candidateTip, Lineage } from "./lineage.js";
+import { listed } from "./source.js";
+import { LongTable } from "./table.js";
+import { count, isNumber, number } from "./words.js";
+
+const DROPPED_COLUMNS = [
+  { name: "id", label: "Candidate", class: "run" },
+  { name: "generation", label: "Generation", class: "figure" },
+  { name: "operator", label: "Made by", class: "kind" },
+  { name: "score", label: "Score", class: "figure" },
+  { name: "why", label: "Why", class: "payload" },
+];
+
+export class GenomeView {
+  constructor({ source, path, view, report }) {
+    Object.assign(this, { source, path });
+    this.picked = place().query.get("candidate") ?? "";
+    this.fitness = new Chart({ label: "Fitness by generation, every candidate a point", height: 360, option: (c) => this.fitnessOption(c), ready: (drawn) => drawn.on("click", (item) => item.seriesName === "candidates" && this.pick(this.points[item.dataIndex].id)) });
+    this.finals = new Chart({ label: "Finalists: score on the search tasks against the select tasks", height: 280, option: (c) => this.finalsOption(c), ready: (drawn) => drawn.on("click", ({ dataIndex }) => this.pick(this.finalists[dataIndex].id)) });
+    this.lineage = new Lineage({ onpick: (id) => this.pick(id) });
+    this.whole = h("input", { type: "checkbox", onchange: () => this.drawLineage() });
+    this.lineageLead = h("p", { class: "lead" });
+    this.finalsBox = h("section", null, h("h2", null, "Finalists"), h("p", { class: "lead" }, "Their score on the search tasks, which chose them, against the select tasks, which they had not seen."), this.finals.box);
+    this.dropped = new LongTable({ columns: DROPPED_COLUMNS, kind: "dropped", label: "Dropped and failed candidates", row: (i) => this.droppedRow(i) });
+    this.droppedBox = h("section");
+    this.duelBox = h("div");
+    this.detail = h("div", { class: "detail", "aria-live": "polite" });
+    this.element = h("div", null,
+      h("section", null, h("h2", null, "Fitness by generation"), h("p", { class: "lead" }, "Scores on the search tasks: best so far, mean, the band from worst to best, and every candidate as a point. Click one to follow it."), this.fitness.box, this.detail),
+      this.finalsBox,
+      h("section", null, h("h2", null, "Lineage"), this.lineageLead, h("label", { class: "switch" }, this.whole, " show every candidate"), this.lineage.chart.box),
+      h("section", null, h("h2", null, "Against the best founder, task by task"), this.duelBox),
+      this.droppedBox);
+    this.update(view, report);
+  }
+
+  update(view) {
+    this.candidates = view.lists.candidates ?? new Map();
+    this.generations = listed(view, "generations");
+    this.facts = view.facts;
+    this.points = [...this.candidates.values()].filter((c) => isNumber(c.score));
+    this.best = this.facts.winner || this.points.reduce((a, b) => (a && a.score >= b.score ? a : b), null)?.id || "";
+    this.finalists = this.points.filter((c) => isNumber(this.facts.select[c.version]));
+    this.finalsBox.hidden = !this.finalists.length;
+    this.out = [...this.candidates.values()].filter((c) => c.error || c.num_tasks < this.facts.num_tasks);
+    this.droppedBox.hidden = !this.candidates.size;
+    const lead = this.out.length ? `${count(this.out.filter((c) => !c.error).length)} were dropped by the race before they had answered all ${count(this.facts.num_tasks)} search tasks, ${count(this.out.filter((c) => c.error).length)} failed.` : "None: every candidate answered all search tasks.";
+    this.droppedBox.replaceChildren(h("h2", null, "Dropped and failed"), h("p", { class: "lead" }, lead), this.out.length ? this.dropped.element : "");
+    this.dropped.resize(this.out.length);
+    this.fitness.redraw();
+    this.finals.redraw();
+    this.drawLineage();
+    if (this.picked) this.showPicked();
+    const duelists = `${this.picked}/${this.facts.winner}/${this.candidates.size > 1}`;
+    if (this.duelists !== duelists) this.loadDuel(); // the answers are many: not with every one
+    this.duelists = duelists;
+  }
+
+  drawLineage() {
+    const head = this.candidates.has(this.picked) ? this.picked : this.best;
+    if (!head) return;
+    const what = head === this.facts.winner ? `the winner ${head}` : head === this.picked ? head : `${head}, the best so far`;
+    this.lineageLead.textContent = `What ${what} descends from. Click a candidate to follow another one.`;
+    this.lineage.set(this.candidates, head, this.whole.checked);
+  }
+
+  pick(id) {
+    this.picked = id;
+    note({ candidate: id });
+    this.showPicked();
+    this.drawLineage();
+    this.loadDuel();
+  }
+
+  showPicked() {
+    const c = this.candidates.get(this.picked);
+    if (!c) return;
+    const clear = h("button", { class: "plain", onclick: () => { this.picked = ""; note({ candidate: "" }); this.detail.replaceChildren(); this.drawLineage(); this.loadDuel(); } }, "clear");
+    const pairs = [["made by", c.operator], ["from", (c.parents ?? []).join(", ")], ["search score", number(c.score)], ["select score", number(this.facts.select[c.version])], ["tasks answered", count(c.num_tasks)], ["failed", c.error]];
+    this.detail.replaceChildren(h("h3", null, c.id, " ", clear), h("dl", { class: "facts" }, pairs.filter(([, v]) => v && v !== "–").map(([t, d]) => h("div", null, h("dt", null, t), h("dd", null, d)))));
+  }
+
+  droppedRow(index) {
+    const c = this.out[index];
+    if (!c) return null;
+    const why = c.error || `dropped after ${count(c.num_tasks)} of ${count(this.facts.num_tasks)} tasks`;
+    return { onclick: () => this.pick(c.id), cells: [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
+  }
+
+  fitnessOption(colours) {
+    const base = frame(colours);
+    const done = this.generations.filter((g) => isNumber(g.best));
+    const last = (done.at(-1)?.generation ?? 0) + 1;
+    const line = (name, key, colour, width) => ({ type: "line", name, data: done.filter((g) => isNumber(g[key])).map((g) => [g.generation, g[key]]), symbolSize: width * 2.4, showSymbol: done.length <= 40, lineStyle: { color: colour, width }, itemStyle: { color: colour }, z: 4, endLabel: { show: true, formatter: name, color: colour, fontSize: 12, fontWeight: 600 } });
+    let best = -Infinity;
+    const soFar = done.map((g) => ({ generation: g.generation, best: (best = Math.max(best, g.best)) }));
+    const isLarge = this.points.length > 2000;
+    return {
+      ...base,
+      grid: { left: 48, right: 60, top: 16, bottom: 44 },
+      tooltip: { ...base.tooltip, formatter: (item) => this.fitnessTip(item) },
+      xAxis: flat(colours, "Generation", { minInterval: 1, min: (v) => Math.min(0, v.min) - 0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
+      yAxis: upright(colours, "", { scale: true }),
+      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      series: [
+        { type: "line", name: "worst", data: done.filter((g) => isNumber(g.worst)).map((g) => [g.generation, Math.min(g.worst, ...(g.scores ?? []).filter(isNumber))]), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", silent: true, stackStrategy: "all" },
+        { type: "line", name: "band", data: done.filter((g) => isNumber(g.worst)).map((g) => { const s = (g.scores ?? []).filter(isNumber); return [g.generation, Math.max(g.mean ?? g.worst, ...s) - Math.min(g.worst, ...s)]; }), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", stackStrategy: "all", silent: true, areaStyle: { color: colours.accent, opacity: 0.1 } },
+        { type: "scatter", name: "candidates", large: isLarge, largeThreshold: 2000, data: this.points.map((c) => [c.generation ?? last, c.score]), symbolSize: isLarge ? 3 : 7, itemStyle: { color: colours.muted, opacity: isLarge ? 0.6 : 0.45 }, z: 3 },
+        line("mean", "mean", colours.muted, 1.75),
+        { ...line("best", "best", colours.accent, 2.75), data: soFar.map((g) => [g.generation, g.best]) },
+      ],
+    };
+  }
+
+  fitnessTip(item) {
+    if (item.seriesName === "candidates") return candidateTip(this.points[item.dataIndex]);
+    const g = this.generations.find((one) => one.generation === item.value[0]);
+    if (!g) return "";
+    const pairs = [["best", number(g.best)], ["mean", number(g.mean)], ["worst", number(g.worst)], ["candidates", count(g.num_candidates)], ["tokens", count(g.num_tokens)], ["time", `${number(g.seconds, 1)} s`]];
+    if (g.stage) pairs.unshift(["stage", g.stage]);
+    if (g.num_dropped) pairs.push(["dropped", count(g.num_dropped)]);
+    if (g.num_failed) pairs.push(["failed", count(g.num_failed)]);
+    return tip(`Generation ${g.generation}`, pairs);
+  }
+
+  finalsOption(colours) {
+    const base = frame(colours);
+    const data = this.finalists.map((c) => ({ value: [c.score, this.facts.select[c.version]], itemStyle: { color: c.id === this.facts.winner ? colours.accent : colours.muted }, symbolSize: c.id === this.facts.winner ? 14 : 10, label: { show: true, formatter: () => c.id, position: "right", fontSize: 11, color: colours.muted } }));
+    return {
+      ...base,
+      grid: { left: 52, right: 110, top: 30, bottom: 44 },
+      tooltip: { ...base.tooltip, formatter: ({ dataIndex }) => { const c = this.finalists[dataIndex]; return tip(c.id, [["search", number(c.score)], ["select", number(this.facts.select[c.version])]]); } },
+      xAxis: flat(colours, "Search score", { scale: true, min: null, max: null }),
+      yAxis: upright(colours, "Select score"),
+      series: [{ type: "scatter", data, labelLayout: { hideOverlap: true } }],
+    };
+  }
+
+  async loadDuel() {
+    const wanted = this.picked || this.best;
+    this.duelBox.replaceChildren(emptyNote("Reading the answers …"));
+    try {
+      const duel = await this.source.get(`${this.path}/duel`, { candidate: this.picked });
+      if (wanted === (this.picked || this.best)) this.drawDuel(duel);
+    } catch (error) {
+      this.duelBox.replaceChildren(errorNote(error));
+    }
+  }
+
+  drawDuel({ founder, candidate, tasks }) {
+    if (!tasks.length) {
+      this.duelBox.replaceChildren(emptyNote(candidate ? `${candidate} and ${founder} have no task in common.` : "There is no candidate to compare with a founder yet."));
+      return;
+    }
+    const sources = new Map();
+    for (const [task, before, , after] of tasks) {
+      const name = task.split("/")[0];
+      const row = sources.get(name) ?? { won: 0, lost: 0, same: 0 };
+      row[after > before ? "won" : after < before ? "lost" : "same"] += 1;
+      sources.set(name, row);
+    }
+    const total = (key) => [...sources.values()].reduce((sum, row) => sum + row[key], 0);
+    const bar = (row) => {
+      const all = row.won + row.lost + row.same;
+      const parts = ["won", "same", "lost"].map((key) => { const part = h("span", { class: `duel-${key}` }); part.style.width = `${(100 * row[key]) / all}%`; return part; });
+      return h("span", { class: "duel-bar", role: "img", "aria-label": `won ${row.won}, same ${row.same}, lost ${row.lost}` }, parts);
+    };
+    const rows = [...sources].map(([name, row]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, bar(row)), h("td", { class: "figure" }, row.won), h("td", { class: "figure" }, row.same), h("td", { class: "figure" }, row.lost)));
+    const differing = tasks.filter(([, before, , after]) => before !== after).sort((a, b) => a[3] - a[1] - (b[3] - b[1]));
+    const list = new DuelList(this.source, this.path, differing, founder, candidate);
+    this.duelBox.replaceChildren(
+      h("p", { class: "lead" }, `${candidate} against ${founder}, on ${count(tasks.length, "task")} that both answered: ${count(total("won"))} won, ${count(total("lost"))} lost, ${count(total("same"))} the same.`),
+      h("div", { class: "scroll" }, h("table", { class: "duel" }, h("thead", null, h("tr", null, ["Tasks", "", "Won", "Same", "Lost"].map((t, k) => h("th", { scope: "col", class: k > 1 ? "figure" : null }, t)))), h("tbody", null, rows))),
+      h("details", null, h("summary", null, `The ${count(differing.length, "task")} that differ`), list.element));
+  }
+
+  close() {
+    [this.fitness, this.finals, this.lineage.chart].forEach((chart) => chart.close());
+    this.dropped.close();
+  }
+}
+
+// Tasks that two candidates answered differently; a click reads both answers.
+class DuelList {
+  constructor(source, path, tasks, founder, candidate) {
+    Object.assign(this, { source, path, tasks });
+    const columns = [{ name: "task", label: "Task", class: "run" }, { name: "before", label: founder, class: "figure" }, { name: "after", label: candidate, class: "figure" }];
+    this.table = new LongTable({ columns, kind: "tasks", label: "Tasks that differ", row: (i) => this.cells(i) });
+    this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a task to read both answers."));
+    this.names = [founder, candidate];
+    this.element = h("div", { class: "split" }, this.table.element, this.detail);
+    this.table.resize(tasks.length);
+  }
+
+  cells(index) {
+    const [task, before, , after] = this.tasks[index];
+    return { onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [h("button", { class: "plain", onclick: () => this.open(index) }, task), number(before, 2), number(after, 2)] };
+  }
+
+  async open(index) {
+    const [task, , first, , second] = this.tasks[index];
+    try {
+      const events = await Promise.all([first, second].map((seq) => this.source.get(`${this.path}/event/${seq}`)));
+      const answer = (event, k) => [h("h4", null, this.names[k], h("span", { class: "note" }, ` reward ${number(event.payload.reward, 2)}`)), h("pre", { class: "answer" }, event.payload.completion?.text ?? "")];
+      this.detail.replaceChildren(h("h3", null, task), ...events.flatMap(answer));
+    } catch (error) {
+      this.detail.replaceChildren(errorNote(error));
+    }
+  }
+}

@@ -1,0 +1,201 @@
+// One run, live: how it stands, what its loop shows, curves, events, config, report.
+
+import { lineChart } from "./charts.js";
+import { emptyNote, errorNote, h, later, place, runLink } from "./dom.js";
+import { EvalView } from "./eval.js";
+import { EventsView, jsonTree } from "./events.js";
+import { EvolveView } from "./evolve.js";
+import { GenomeView } from "./genome.js";
+import { GrpoView } from "./grpo.js";
+import { IcmView } from "./icm.js";
+import { progressBar, statusMark } from "./runs.js";
+import { mergeView, Metrics } from "./source.js";
+import { clock, count, duration, interval, isNumber, number, signed } from "./words.js";
+
+const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView };
+const POINTS = 600;
+
+// All metrics, grouped by what stands before the slash.
+export class CurvesView {
+  constructor(source, path) {
+    this.source = source;
+    this.metrics = new Metrics(source, path, POINTS);
+    this.charts = new Map();
+    this.element = h("section", { "aria-label": "Curves" }, emptyNote("Reading the metrics …"));
+    this.update();
+  }
+
+  async update() {
+    try {
+      this.draw(await this.metrics.update());
+    } catch (error) {
+      this.element.replaceChildren(errorNote(error));
+    }
+  }
+
+  draw(curves) {
+    const names = [...curves.keys()];
+    const isSame = names.length === this.charts.size && names.every((n) => this.charts.has(n));
+    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written yet."));
+    else if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves.get(n) }]));
+    else this.build(names);
+  }
+
+  build(names) {
+    this.close();
+    this.charts = new Map();
+    const lead = h("p", { class: "lead" }, "Drag to move, pinch or Ctrl and wheel to zoom, double-click for all. Every extreme is kept.");
+    const groups = [...groupNames(names)].map(([group, members]) => h("div", { class: "curve-group" }, h("h2", null, group), h("div", { class: "panels" }, members.map((n) => this.panel(n)))));
+    this.element.replaceChildren(lead, ...groups);
+  }
+
+  panel(name) {
+    const points = this.metrics.curves.get(name);
+    const zoom = later(async (first, last) => {
+      if (this.source.isLive) chart.setSeries([{ name, points: await this.metrics.zoom(name, first, last) }]);
+    }, 200);
+    const chart = lineChart({ label: name, series: [{ name, points }], onzoom: zoom });
+    this.charts.set(name, chart);
+    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, number(points.at(-1)?.[1], 4))), chart.box);
+  }
+
+  close() {
+    this.charts.forEach((chart) => chart.close());
+  }
+}
+
+function groupNames(names) {
+  const groups = new Map();
+  for (const name of names) {
+    const group = name.split("/")[0];
+    groups.set(group, [...(groups.get(group) ?? []), name]);
+  }
+  return groups;
+}
+
+class RunPage {
+  constructor(source, main, id) {
+    this.source = source;
+    this.main = main;
+    this.id = id;
+    this.path = `runs/${encodeURIComponent(id)}`;
+    this.tab = place().query.get("tab") ?? "overview";
+    this.view = null;
+  }
+
+  async start() {
+    this.overview = await this.source.get(this.path);
+    this.build();
+    await this.open();
+    const follow = later(() => this.refresh(), 30);
+    this.stop = this.source.follow(`${this.path}/stream`, (pulse) => {
+      const known = this.overview.pulse;
+      this.setLost(false);
+      if (Object.keys(pulse).some((key) => pulse[key] !== known[key])) follow();
+    }, () => this.setLost(true));
+    this.clock = setInterval(() => this.head(), 20000);
+  }
+
+  setLost(isLost) {
+    this.lost.hidden = !isLost;
+  }
+
+  build() {
+    const back = this.source.isLive ? h("a", { href: "#/runs" }, "Rookery") : "Rookery";
+    this.header = h("header", { class: "masthead" });
+    this.brand = h("p", { class: "brand" }, back, h("span", null, `${this.overview.row.kind} run`));
+    this.lost = h("p", { class: "trouble", role: "alert", hidden: true }, "The server does not answer; this is the last that was seen.");
+    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
+    this.body = h("div", { class: "tab-body" });
+    this.main.replaceChildren(this.header, this.lost, this.tabs, this.body);
+    this.head();
+  }
+
+  head() {
+    const { row, has_page: hasPage } = this.overview;
+    document.title = `${row.name} · Rookery`;
+    const fact = (term, detail) => detail && h("div", null, h("dt", null, term), h("dd", null, detail));
+    this.header.replaceChildren(
+      this.brand,
+      h("h1", null, row.name),
+      h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
+      h("dl", { class: "facts" }, fact("Model", row.model), fact("Started", clock(row.started_s)), fact("Took", duration(row.worked_s)), fact("Events", count(row.num_events)), fact("Folder", row.path)),
+      this.headline(row) ?? "",
+    );
+    const names = [["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]];
+    if (hasPage && this.source.isLive) names.push(["report", "Report"]);
+    const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
+    this.tabs.replaceChildren(...names.map(link));
+  }
+
+  headline({ result }) {
+    if (!isNumber(result?.mean)) return result?.label ? h("p", { class: "sentence" }, result.label) : null;
+    const big = (label, value, low, high) =>
+      h("p", { class: "number" }, h("span", { class: "label" }, label), h("strong", null, value), isNumber(low) && h("span", { class: "interval" }, `95 % interval ${interval(low, high)}`));
+    const gain = result.gain;
+    return h("div", { class: "numbers" }, big(result.label, number(result.mean), result.low, result.high), isNumber(gain?.mean) && big("gain", signed(gain.mean), gain.low, gain.high));
+  }
+
+  async open() {
+    const { row, counts, config } = this.overview;
+    if (this.tab === "curves") this.part = new CurvesView(this.source, this.path);
+    else if (this.tab === "events") this.part = new EventsView(this.source, this.id, counts);
+    else if (this.tab === "config") this.part = { element: h("section", { "aria-label": "Config" }, jsonTree(config)) };
+    else if (this.tab === "report") this.part = { element: h("iframe", { class: "report", title: "The report", sandbox: "allow-scripts", src: `/api/${this.path}/page` }) };
+    else this.part = await this.openLoop(row.kind);
+    this.body.replaceChildren(this.part.element);
+  }
+
+  async openLoop(kind) {
+    const Loop = LOOP_VIEWS[kind];
+    if (!Loop) return new CurvesView(this.source, this.path);
+    this.view = mergeView(null, await this.source.get(`${this.path}/view`));
+    this.report = await this.source.get(`${this.path}/report`);
+    return new Loop({ source: this.source, path: this.path, view: this.view, report: this.report, page: this });
+  }
+
+  // Something is new: the head, and whatever is open takes only what it does not have.
+  async refresh() {
+    if (this.refreshing) {
+      this.again = true;
+      return;
+    }
+    this.refreshing = true;
+    const known = this.overview.pulse;
+    try {
+      this.overview = await this.source.get(this.path);
+      this.head();
+      await this.growPart(known);
+    } catch (error) {
+      this.setLost(true);
+    }
+    this.refreshing = false;
+    if (this.again) {
+      this.again = false;
+      await this.refresh();
+    }
+  }
+
+  async growPart(known) {
+    if (this.part instanceof EventsView) this.part.grow(this.overview.counts);
+    else if (this.part instanceof CurvesView) await this.part.update();
+    else if (this.view && this.part.update) {
+      this.view = mergeView(this.view, await this.source.get(`${this.path}/view`, { after: this.view.seq }));
+      if (this.overview.pulse.report !== known.report) this.report = await this.source.get(`${this.path}/report`);
+      await this.part.update(this.view, this.report);
+    }
+  }
+
+  close() {
+    clearInterval(this.clock);
+    this.stop?.();
+    this.part?.close?.();
+  }
+}
+
+export async function showRun(source, main, id) {
+  const page = new RunPage(source, main, id);
+  await page.start();
+  return page;
+}
+

@@ -1,0 +1,196 @@
+// All runs, live: filter, sort, search, select; the address holds the state.
+
+import { sparkPoints } from "./charts.js";
+import { address, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
+import { LongTable } from "./table.js";
+import { ago, clock, count, duration, interval, isNumber, number, progressWords } from "./words.js";
+
+const COLUMNS = [
+  { name: "pick", label: "", class: "pick" },
+  { name: "name", label: "Run", class: "run", sort: (r) => r.name.toLowerCase() },
+  { name: "kind", label: "Loop", class: "kind", sort: (r) => r.kind },
+  { name: "status", label: "Status", class: "status", sort: (r) => r.status },
+  { name: "result", label: "Result", class: "result", sort: (r) => r.result?.mean ?? -Infinity },
+  { name: "trend", label: "Trend", class: "trend" },
+  { name: "started", label: "Started", class: "when", sort: (r) => r.started_s },
+  { name: "took", label: "Took", class: "took", sort: (r) => r.worked_s },
+];
+const STATUSES = ["running", "done", "failed", "stopped", "killed", "unreadable"];
+
+export function statusMark(row) {
+  return h("span", { class: "mark", "data-status": row.status, title: row.reason || null }, row.status);
+}
+
+export function progressBar(progress, isRunning) {
+  if (!progress) return null;
+  const bar = h("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
+  const left = isRunning && isNumber(progress.left_s) && progress.done < progress.total ? `, ${duration(progress.left_s)} left` : "";
+  return h("span", { class: "progress" }, bar, h("span", { class: "note" }, progressWords(progress) + left));
+}
+
+export function sparkline(values) {
+  if (values.length < 2) return h("span", { class: "note" }, values.length ? number(values[0]) : "");
+  const line = svg("polyline", { points: sparkPoints(values, 96, 28), class: "spark-line" });
+  return svg("svg", { class: "spark", viewBox: "0 0 96 28", width: 96, height: 28, "aria-hidden": "true" }, line);
+}
+
+function resultCell(row) {
+  const result = row.result;
+  if (!result) return "";
+  const shown = isNumber(result.mean) ? number(result.mean) : "";
+  return [
+    h("span", { class: "value" }, h("b", null, shown), h("span", { class: "interval" }, interval(result.low, result.high))),
+    h("span", { class: "note" }, result.label),
+  ];
+}
+
+class RunsView {
+  constructor(source, main) {
+    this.source = source;
+    this.rows = new Map();
+    this.version = 0;
+    this.chosen = [];
+    const { query } = place();
+    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.get("sel") ?? "" };
+    this.selected = new Set(this.state.sel.split(",").filter(Boolean));
+    this.build(main);
+  }
+
+  build(main) {
+    const change = (name) => (event) => this.set({ [name]: event.target.value });
+    this.search = h("input", { type: "search", placeholder: "Search name, model, reason", "aria-label": "Search", value: this.state.q, oninput: change("q") });
+    this.loop = h("select", { "aria-label": "Loop", onchange: change("loop") });
+    this.status = h("select", { "aria-label": "Status", onchange: change("status") }, ["", ...STATUSES].map((s) => h("option", { value: s, selected: s === this.state.status }, s || "any status")));
+    this.lead = h("p", { class: "lead" });
+    this.compare = h("span", { class: "compare-bar" });
+    this.trouble = h("div");
+    this.box = h("div");
+    main.replaceChildren(
+      h("header", { class: "masthead" }, h("p", { class: "brand" }, "Rookery"), h("h1", null, "Runs"), this.lead),
+      h("div", { class: "bar" }, this.search, this.loop, this.status, this.compare),
+      this.trouble,
+      this.box,
+    );
+    document.title = "Runs · Rookery";
+  }
+
+  async start() {
+    await this.load();
+    this.stop = this.source.follow("stream", ({ version, pending }) => (version !== this.version || pending) && this.load());
+    this.clock = setInterval(() => this.table?.refresh(), 30000);
+  }
+
+  async load() {
+    if (this.loading) return;
+    this.loading = true;
+    try {
+      const fresh = await this.source.get("runs", { since: this.version });
+      this.version = fresh.version;
+      this.folder = fresh.folder;
+      this.pending = fresh.pending;
+      for (const row of fresh.runs) this.rows.set(row.id, row);
+      for (const id of fresh.removed) this.rows.delete(id);
+      this.trouble.replaceChildren();
+      if (fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
+      this.describe();
+    } catch (error) {
+      this.trouble.replaceChildren(errorNote(error));
+    } finally {
+      this.loading = false;
+    }
+    if (this.pending && !this.isClosed) setTimeout(() => this.load(), 0);
+  }
+
+  set(values) {
+    Object.assign(this.state, values);
+    note({ ...this.state, sort: this.state.sort === "-started" ? "" : this.state.sort });
+    this.arrange("sort" in values);
+    this.describe();
+  }
+
+  // Chooses and orders the rows that the state asks for.
+  arrange(isNewTable = false) {
+    const { q, loop, status, sort } = this.state;
+    const words = q.toLowerCase().split(/\s+/).filter(Boolean);
+    const fits = (row) => {
+      const all = `${row.name} ${row.id} ${row.model} ${row.kind} ${row.reason}`.toLowerCase();
+      return (!loop || row.kind === loop) && (!status || row.status === status) && words.every((w) => all.includes(w));
+    };
+    const column = COLUMNS.find((c) => c.name === sort.replace(/^-/, "")) ?? COLUMNS[6];
+    const way = sort.startsWith("-") ? -1 : 1;
+    const order = (a, b) => (a === b ? 0 : a < b ? -way : way);
+    this.chosen = [...this.rows.values()].filter(fits).sort((a, b) => order(column.sort(a), column.sort(b)) || (a.id < b.id ? -1 : 1));
+    if (!this.table || isNewTable) this.makeTable();
+    this.table.resize(this.chosen.length);
+  }
+
+  makeTable() {
+    this.table?.close();
+    this.table = new LongTable({ columns: COLUMNS, kind: "runs", label: "Runs", row: (i) => this.cells(this.chosen[i]), sorted: this.state.sort, onsort: (sort) => this.set({ sort }) });
+    this.nothing = h("div");
+    this.box.replaceChildren(this.table.element, this.nothing);
+  }
+
+  cells(row) {
+    if (!row) return null;
+    const pick = h("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target.checked) });
+    const isRunning = row.status === "running";
+    return {
+      cells: [
+        pick,
+        [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
+        row.kind,
+        [statusMark(row), progressBar(row.progress, isRunning) ?? h("span", { class: "note reason" }, row.reason)],
+        resultCell(row),
+        h("span", { title: row.spark_of || null }, sparkline(row.spark)),
+        h("span", { title: clock(row.started_s) }, ago(row.started_s)),
+        row.started_s ? duration(row.worked_s) : "",
+      ],
+    };
+  }
+
+  pick(id, isOn) {
+    if (isOn) this.selected.add(id);
+    else this.selected.delete(id);
+    this.set({ sel: [...this.selected].join(",") });
+  }
+
+  describe() {
+    const kinds = [...new Set([...this.rows.values()].map((r) => r.kind).filter(Boolean))].sort();
+    if (this.kinds !== kinds.join()) {
+      this.kinds = kinds.join();
+      this.loop.replaceChildren(...["", ...kinds].map((k) => h("option", { value: k, selected: k === this.state.loop }, k || "any loop")));
+    }
+    const running = [...this.rows.values()].filter((r) => r.status === "running").length;
+    const parts = [`${count(this.rows.size, "run")} in ${this.folder}`];
+    if (running) parts.push(`${running} running`);
+    if (this.pending) parts.push(`reading ${count(this.pending)} more`);
+    this.lead.textContent = parts.join(" · ");
+    this.nothing.replaceChildren(...(this.chosen.length ? [] : [this.emptiness()]));
+    const ids = [...this.selected].filter((id) => this.rows.has(id));
+    this.compare.replaceChildren(
+      ids.length >= 2
+        ? h("a", { class: "button", href: address(["compare"], { runs: ids.join(",") }) }, `Compare ${ids.length} runs`)
+        : h("span", { class: "note" }, ids.length ? "Select one more to compare." : "Select two or more to compare."),
+    );
+  }
+
+  emptiness() {
+    if (this.pending) return emptyNote("Reading the runs …");
+    if (this.rows.size) return emptyNote("No run fits. Clear the search or the filters to see them all.");
+    return h("div", { class: "empty" }, h("p", null, `There are no runs in ${this.folder} yet.`), h("p", null, "Start one, and it appears here: ", h("code", null, "rookery genome configs/demo.yaml")));
+  }
+
+  close() {
+    this.isClosed = true;
+    clearInterval(this.clock);
+    this.stop?.();
+    this.table?.close();
+  }
+}
+
+export async function showRuns(source, main) {
+  const view = new RunsView(source, main);
+  await view.start();
+  return view;
+}

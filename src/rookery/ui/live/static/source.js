@@ -1,0 +1,128 @@
+// Where the data comes from: the server, or, in an exported file, the file itself.
+
+class Live {
+  isLive = true;
+
+  async get(path, query) {
+    const kept = Object.entries(query ?? {}).filter(([, v]) => v !== undefined && v !== "");
+    const pairs = kept.flatMap(([k, v]) => (Array.isArray(v) ? v.map((one) => [k, one]) : [[k, v]]));
+    const tail = pairs.length ? `?${new URLSearchParams(pairs)}` : "";
+    let answer;
+    try {
+      answer = await fetch(`/api/${path}${tail}`);
+    } catch {
+      throw new Error("The server does not answer. Is `rookery ui` still running?");
+    }
+    if (answer.status === 401) throw new Error("The server was started anew: open the address that it printed.");
+    const document = await answer.json().catch(() => ({}));
+    if (!answer.ok) throw new Error(document.error ?? `The server answered ${answer.status}.`);
+    return document;
+  }
+
+  // Calls `told` with each new state, from a stream that rests while the page is hidden.
+  follow(path, told, lost) {
+    let stream = null;
+    const open = () => {
+      stream = new EventSource(`/api/${path}`);
+      stream.onmessage = (message) => told(JSON.parse(message.data));
+      stream.onerror = () => lost?.();
+    };
+    const look = () => {
+      stream?.close();
+      stream = null;
+      if (!document.hidden) open();
+    };
+    document.addEventListener("visibilitychange", look);
+    look();
+    return () => {
+      document.removeEventListener("visibilitychange", look);
+      stream?.close();
+    };
+  }
+}
+
+// One run in one file: the answers that the server gave, and the events to page through.
+class Saved {
+  isLive = false;
+
+  constructor(saved) {
+    this.saved = saved;
+  }
+
+  async get(path, query) {
+    const { answers, events } = this.saved;
+    if (path.endsWith("/events")) {
+      const { kind = "", text = "", offset = 0, limit = 100 } = query ?? {};
+      const found = events.filter((row) => (!kind || row[1] === kind) && (!text || row[2].includes(text) || row[3].includes(text)));
+      const rows = found.slice(offset, offset + limit).map((row) => [...row.slice(0, 3), row[3].slice(0, 400), row[4]]);
+      return { total: found.length, rows };
+    }
+    const seq = /\/event\/(\d+)$/.exec(path)?.[1];
+    if (seq) {
+      const row = events.find((one) => one[0] === Number(seq));
+      if (row) return { seq: row[0], kind: row[1], key: row[2], payload: JSON.parse(row[3]) };
+    }
+    if (query?.candidate) path += `?candidate=${query.candidate}`;
+    if (path in answers) return answers[path];
+    throw new Error("This is not part of the exported file.");
+  }
+
+  follow() {
+    return () => {};
+  }
+}
+
+// The text of an exported file is compressed; browsers can undo that.
+async function readSaved(element) {
+  const bytes = Uint8Array.from(atob(element.textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Saved(JSON.parse(await new Response(stream).text()));
+}
+
+export async function openSource() {
+  const element = document.getElementById("saved");
+  return element ? readSaved(element) : new Live();
+}
+
+// Lays the rows that changed over those that are known, by their id.
+export function mergeView(known, fresh) {
+  const lists = known?.lists ?? {};
+  for (const [name, rows] of Object.entries(fresh.lists)) {
+    lists[name] ??= new Map();
+    for (const row of rows) lists[name].set(row.id, row);
+  }
+  return { seq: fresh.seq, facts: fresh.facts, lists };
+}
+
+export const listed = (view, name) => [...(view.lists[name]?.values() ?? [])];
+
+// The curves of a run: read once, then only what is behind the last step that is known.
+export class Metrics {
+  constructor(source, path, points) {
+    Object.assign(this, { source, path: `${path}/curves`, points, curves: new Map(), last: -1, revision: -1 });
+  }
+
+  async update() {
+    const longest = Math.max(0, ...[...this.curves.values()].map((points) => points.length));
+    if (this.last < 0 || longest > 3 * this.points) return this.load();
+    const fresh = await this.source.get(this.path, { points: this.points, first: this.last + 1 });
+    const names = Object.keys(fresh.curves);
+    if (fresh.revision !== this.revision || names.some((name) => !this.curves.has(name))) return this.load();
+    this.last = fresh.last;
+    for (const name of names) this.curves.get(name).push(...fresh.curves[name]);
+    return this.curves;
+  }
+
+  async load() {
+    const { curves, last, revision } = await this.source.get(this.path, { points: this.points });
+    Object.assign(this, { last, revision, curves: new Map(Object.entries(curves)) });
+    return this.curves;
+  }
+
+  // A stretch of one curve, with all that there is between two steps.
+  async zoom(name, first, last) {
+    const found = await this.source.get(this.path, { points: this.points, first: Math.max(0, first), last, names: [name] });
+    const known = this.curves.get(name);
+    return [...known.filter(([x]) => x < first), ...(found.curves[name] ?? []), ...known.filter(([x]) => x > last)];
+  }
+}

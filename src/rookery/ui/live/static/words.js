@@ -1,0 +1,64 @@
+// Numbers and times as people read them.
+
+const MINUS = "\u2212";
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+export function number(value, digits = 3) {
+  if (!isNumber(value)) return "–";
+  const size = Math.abs(value);
+  const shown =
+    size !== 0 && (size < 0.001 || size >= 1e6)
+      ? value.toExponential(2)
+      : Number.isInteger(value) && size >= 10
+        ? value.toLocaleString("en-US")
+        : size >= 1000
+          ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
+          : value.toFixed(digits);
+  return shown.replace("-", MINUS);
+}
+
+export const signed = (value) => (isNumber(value) && value >= 0 ? "+" : "") + number(value);
+
+export function count(value, noun) {
+  const shown = (value ?? 0).toLocaleString("en-US");
+  return noun ? `${shown} ${noun}${value === 1 ? "" : "s"}` : shown;
+}
+
+export const compact = (value) =>
+  Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 1 }).format(value);
+
+export function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  if (seconds < 1) return "under 1 s";
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 48) return `${hours} h ${minutes % 60} min`;
+  return `${Math.round(hours / 24)} days`;
+}
+
+export function ago(unix, now = Date.now() / 1000) {
+  if (!unix) return "–";
+  const past = now - unix;
+  if (past < 5) return "now";
+  return `${past < 3600 || past >= 48 * 3600 ? duration(past) : `${Math.round(past / 3600)} h`} ago`;
+}
+
+export const clock = (unix) =>
+  unix ? new Date(unix * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "–";
+
+export function interval(low, high) {
+  return isNumber(low) && isNumber(high) ? `${number(low)} to ${number(high)}` : "";
+}
+
+export function progressWords(progress) {
+  if (!progress) return "";
+  return `${progress.noun} ${count(progress.done)} of ${count(progress.total)}`;
+}
+
+export function clip(value, most) {
+  const shown = String(value ?? "");
+  return shown.length > most ? `${shown.slice(0, most - 1)}…` : shown;
+}

@@ -1,0 +1,243 @@
+"""`rookery ui` in a real browser: the table, links, live updates, hostile texts, large runs."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ui.made_runs import (
+    HOSTILE,
+    append_generation,
+    make_eval,
+    make_evolve,
+    make_genome,
+    make_grpo,
+    make_icm,
+)
+
+from rookery.runs import NewEvent, Run
+from rookery.ui.live.export import export_run
+from rookery.ui.live.server import LivePage, open_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+MAKERS = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
+NAMES = ("demo", "train", "labels", "programs", "scores")
+FRAMES = """() => new Promise((done) => {
+    const body = document.querySelector(".lt-body");
+    const begun = performance.now();
+    let frames = 0;
+    const step = () => {
+        body.scrollTop += 400;
+        frames += 1;
+        if (performance.now() - begun < 1500) requestAnimationFrame(step);
+        else done(frames / 1.5);
+    };
+    requestAnimationFrame(step);
+})"""
+"""Scrolls a long table for a while; how many frames a second there were."""
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}: set ROOKERY_CHROMIUM"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A page that remembers what went wrong and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, place: str = "", **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", self._dialog)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.origin = url.partition("?")[0]
+        self.begun = time.monotonic()
+        self.page.goto(url + place)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def see(self, selector: str, *, text: str = "") -> Any:
+        found = self.page.locator(selector).filter(has_text=text).first
+        found.wait_for(state="visible", timeout=20_000)
+        return found
+
+    def close(self) -> None:
+        root = "document.documentElement"
+        assert not self.page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"), "too wide"
+        assert self.page.locator("img").count() == 0
+        self.context.close()
+        assert self.complaints == []
+        assert all(url.startswith(self.origin) for url in self.requests if url[:5] != "data:")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LivePage, Path]]:
+    """Runs of every loop in which all texts try to inject."""
+    root = tmp_path_factory.mktemp("ui") / "runs"
+    for make in MAKERS:
+        make(root, text=HOSTILE)
+    with open_page(root, port=0) as page:
+        yield page, root
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+def test_the_table_filters_sorts_and_links_to_its_state(
+    browser: Any, served: tuple[LivePage, Path], scheme: str, width: int
+) -> None:
+    size = {"width": width, "height": 800}
+    visit = Visit(browser, served[0].url, color_scheme=scheme, viewport=size)
+    visit.see(".runs a.name", text="demo")
+    assert visit.page.locator(".runs .lt-space .lt-row").count() == 5
+    assert "token" not in visit.page.url
+    visit.page.get_by_label("Status").select_option("failed")
+    visit.see(".runs .reason, .runs progress")
+    assert visit.page.locator(".runs .lt-space a.name").all_inner_texts() == ["train"]
+    link = visit.page.url
+    assert link.endswith("status=failed")
+    visit.page.goto("about:blank")
+    visit.page.goto(link)
+    visit.see(".runs a.name", text="train")
+    assert visit.page.locator(".runs .lt-space .lt-row").count() == 1
+    visit.page.get_by_label("Search").fill("nothing like it")
+    visit.see(".empty", text="No run fits.")
+    visit.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tab", ["", "?tab=curves", "?tab=events", "?tab=config"])
+def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
+    browser: Any, served: tuple[LivePage, Path], name: str, tab: str
+) -> None:
+    visit = Visit(browser, served[0].url, f"#/run/{name}{tab}")
+    visit.see("h1", text=name)
+    visit.see(".tab-body section")
+    visit.page.mouse.move(400, 500)
+    for button in visit.page.locator(".tab-body .lt-space button.plain:visible").all()[:1]:
+        button.click()
+        visit.see(".detail")
+    visit.page.wait_for_timeout(300)
+    visit.close()
+
+
+def test_programs_open_with_their_line_and_answers_are_text(
+    browser: Any, served: tuple[LivePage, Path]
+) -> None:
+    visit = Visit(browser, served[0].url, "#/run/programs?program=p2")
+    assert HOSTILE in visit.see(".detail .diff .added", text="x = 2").inner_text()
+    visit.page.locator(".detail details").filter(has_text="first1").locator("summary").click()
+    visit.see(".detail .code", text="x = 0")
+    visit.see("td", text="Over 10 s.")
+    visit.page.goto(visit.origin + "#/run/train?step=3")
+    visit.see(".completion-row.up", text="seven")
+    visit.close()
+
+
+def test_two_runs_are_compared(browser: Any, served: tuple[LivePage, Path]) -> None:
+    visit = Visit(browser, served[0].url)
+    for name in ("demo", "programs"):
+        visit.see(".runs a.name", text=name)
+        visit.page.get_by_label(f"Select {name}").check()
+    visit.see("a.button", text="Compare 2 runs").click()
+    visit.see(".diff-table th", text="max_iterations")
+    visit.close()
+
+
+def test_the_report_is_shown_in_a_frame(browser: Any, served: tuple[LivePage, Path]) -> None:
+    visit = Visit(browser, served[0].url, "#/run/demo?tab=report")
+    inner = visit.page.frame_locator("iframe.report").get_by_text("The report page")
+    inner.wait_for(state="visible", timeout=10_000)
+    visit.close()
+
+
+def test_a_run_is_followed_while_it_writes_and_when_it_dies(browser: Any, tmp_path: Path) -> None:
+    config = {"stages": [{"generations": 3}]}
+    with open_page(tmp_path, port=0) as page:
+        table = Visit(browser, page.url)
+        table.see(".empty", text="There are no runs")
+        run = Run.create(tmp_path, kind="genome", name="live", config=config)
+        table.see(".runs .mark", text="running")
+        append_generation(run, 0, ["founder-a", "founder-b"], parents=[])
+        visit = Visit(browser, page.url, "#/run/live?tab=events")
+        visit.see(".events .key", text="founder-b")
+        begun = time.monotonic()
+        append_generation(run, 1, ["late-child"], parents=["founder-a"])
+        visit.see(".events .key", text="late-child")
+        assert time.monotonic() - begun < 5, "a second, and what a busy machine adds"
+        visit.see(".state .note", text="generation 2 of 4")
+        run.close()  # without a word of its end
+        visit.see(".state .mark", text="killed")
+        table.see(".runs .mark", text="killed")
+        table.close()
+        visit.close()
+
+
+def test_an_export_opens_from_disk_and_asks_for_nothing(browser: Any, tmp_path: Path) -> None:
+    for make, name in zip(MAKERS, NAMES, strict=True):
+        out = tmp_path / f"{name}.html"
+        export_run(make(tmp_path / "runs", text=HOSTILE), out)
+        visit = Visit(browser, out.as_uri())
+        visit.see("h1", text=name)
+        visit.see(".tab-body section")
+        visit.page.get_by_role("link", name="Events").click()
+        visit.see(".events .lt-space .lt-row button").click()
+        visit.see(".detail .json")
+        visit.close()
+
+
+def test_large_runs_stay_responsive(browser: Any, tmp_path: Path, capsys: Any) -> None:
+    """10,000 candidates, 100,000 events, 1,000 runs."""
+    make_genome(tmp_path, "large", generations=100, size=100)
+    with Run.create(tmp_path, kind="eval", name="long", config={}) as run:
+        for block in range(100):
+            news = [
+                NewEvent(kind="note", key=f"{block}/{n}", payload={"number": n, "text": "x" * 80})
+                for n in range(1000)
+            ]
+            run.submit(news).result()
+        run.finish()
+    for number in range(998):
+        with Run.create(tmp_path, kind="eval", name=f"run-{number:04d}", config={}) as run:
+            run.finish()
+    seen: dict[str, float] = {}
+    with open_page(tmp_path, port=0) as page:
+        table = Visit(browser, page.url)
+        table.see(".runs a.name")
+        seen["first rows of 1,000 runs, s"] = time.monotonic() - table.begun
+        table.see(".lead", text="1,000 runs in")
+        assert table.page.locator(".runs .lt-row").count() < 60, "only what is seen exists"
+        seen["scrolling 1,000 runs, frames/s"] = table.page.evaluate(FRAMES)
+        table.close()
+        events = Visit(browser, page.url, "#/run/long?tab=events")
+        events.see(".events .lt-space .lt-row button")
+        seen["first rows of 100,000 events, s"] = time.monotonic() - events.begun
+        seen["scrolling 100,000 events, frames/s"] = events.page.evaluate(FRAMES)
+        events.page.evaluate("document.querySelector('.lt-body').scrollTop = 1e9")
+        events.see(".events .key", text="99/999")
+        events.close()
+        search = Visit(browser, page.url, "#/run/large")
+        search.see(".chart canvas")
+        seen["10,000 candidates drawn, s"] = time.monotonic() - search.begun
+        search.close()
+    with capsys.disabled():
+        sys.stdout.write("".join(f"\n  {what}: {value:.2f}" for what, value in seen.items()))
+    assert all(value > 20 for what, value in seen.items() if "frames" in what)
+    assert all(value < 8 for what, value in seen.items() if "frames" not in what)

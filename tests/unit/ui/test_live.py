@@ -1,0 +1,275 @@
+"""`rookery ui` without a browser: who may ask, what is refused, what the answers hold."""
+
+import gzip
+import json
+import math
+import re
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from ui.made_runs import HOSTILE, make_eval, make_evolve, make_genome, make_grpo, make_icm
+
+import rookery
+from rookery.errors import ConfigError, RookeryError
+from rookery.runs import Run
+from rookery.ui.live.curves import Curves, spark, thin
+from rookery.ui.live.export import MODULES, export_run, join_modules
+from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.server import VIEWS, LivePage, open_page
+
+
+class Visitor:
+    """Asks a page as a browser does, with its cookie once it has one."""
+
+    def __init__(self, page: LivePage) -> None:
+        parts = urlsplit(page.url)
+        self.place = (parts.hostname or "", parts.port or 0)
+        self.query = parts.query
+        self.cookie = ""
+
+    def ask(self, path: str, *, method: str = "GET") -> tuple[HTTPResponse, bytes]:
+        connection = HTTPConnection(*self.place, timeout=20)
+        connection.request(method, path, headers={"Cookie": self.cookie} if self.cookie else {})
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response, body
+
+    def enter(self) -> "Visitor":
+        response, _ = self.ask(f"/?{self.query}")
+        assert response.status == 303
+        assert response.headers["Location"] == "/", "the token leaves the address"
+        self.cookie = response.headers["Set-Cookie"].partition(";")[0]
+        return self
+
+    def get(self, path: str) -> Any:
+        response, body = self.ask(f"/api/{path}")
+        assert response.status == 200, body
+        return json.loads(body)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folder") / "runs"
+    for make in (make_genome, make_grpo, make_icm, make_evolve, make_eval):
+        make(root)
+    (root.parent / "secret.json").write_text("{}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> Iterator[LivePage]:
+    with open_page(runs, port=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def visitor(page: LivePage) -> Visitor:
+    return Visitor(page).enter()
+
+
+def test_nobody_is_let_in_without_the_token(page: LivePage) -> None:
+    visitor = Visitor(page)
+    for path in ("/", "/api/runs", "/api/runs/demo/page", "/?token=guess", "/api/stream"):
+        response, body = visitor.ask(path)
+        assert response.status == 401, path
+        assert b"demo" not in body
+    assert "HttpOnly" in (visitor.ask(f"/?{visitor.query}")[0].headers["Set-Cookie"])
+
+
+def test_pages_only_read_and_run_no_script_but_their_own(visitor: Visitor) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert visitor.ask("/api/runs", method=method)[0].status == 405
+    for path in ("/", "/api/runs", "/static/app.js"):
+        policy = visitor.ask(path)[0].headers["Content-Security-Policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+        assert "unsafe" not in policy
+    framed = visitor.ask("/api/runs/demo/page")[0].headers["Content-Security-Policy"]
+    assert framed.startswith("sandbox allow-scripts;"), "an origin of its own"
+    html = visitor.ask("/")[1].decode()
+    assert not re.search(r"<script(?![^>]* src=)|\son\w+=|https?://", html)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "%2e%2e", "../secret.json", "..%2fsecret.json", "%2fetc%2fpasswd", "nope", "a%00b"],
+)
+def test_names_never_become_paths(visitor: Visitor, name: str) -> None:
+    for path in (f"/api/runs/{name}", f"/api/runs/{name}/page", f"/static/{name}"):
+        assert visitor.ask(path)[0].status in {400, 404}, path
+    for part in ("program/..%2f..%2fx", "event/99999", "step/77", "duel?candidate=../x"):
+        response, body = visitor.ask(f"/api/runs/demo/{part}")
+        assert response.status in {200, 404} and b"Traceback" not in body
+
+
+def test_every_module_of_the_page_is_served_and_exported(visitor: Visitor) -> None:
+    static = Path(str(rookery.__file__)).parent / "ui" / "live" / "static"
+    assert sorted(VIEWS) == sorted(path.stem for path in static.glob("*.js")) == sorted(MODULES)
+    for name in VIEWS:
+        response, body = visitor.ask(f"/static/{name}.js")
+        assert response.status == 200
+        assert "innerHTML" not in body.decode(), "texts of runs never become markup"
+
+
+def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
+    rows = {row["id"]: row for row in visitor.get("runs")["runs"]}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "demo": "done",
+        "train": "failed",
+        "labels": "done",
+        "programs": "killed",
+        "scores": "done",
+    }
+    assert rows["train"]["reason"].startswith("No server is left.")
+    assert rows["train"]["progress"] | {"left_s": 0} == {
+        "done": 4, "total": 5, "noun": "step", "left_s": 0,
+    }  # fmt: skip
+    demo = rows["demo"]["result"]
+    assert (demo["mean"], round(demo["low"], 2), round(demo["high"], 2)) == (0.91, 0.88, 0.94)
+    assert rows["demo"]["spark_of"] == "genome/best" and len(rows["demo"]["spark"]) == 4
+
+
+def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
+    make_eval(tmp_path, "a")
+    folder = RunsFolder(tmp_path)
+    folder.refresh()
+    first = folder.changes()
+    assert [row["id"] for row in first["runs"]] == ["a"]
+    folder.refresh()
+    assert folder.changes(since=first["version"])["runs"] == []
+    make_eval(tmp_path, "b")
+    folder.refresh()
+    assert [row["id"] for row in folder.changes(since=first["version"])["runs"]] == ["b"]
+
+
+def test_a_run_that_lost_its_process_is_seen_though_no_file_changed(tmp_path: Path) -> None:
+    folder = RunsFolder(tmp_path)
+    run = Run.create(tmp_path, kind="eval", name="a", config={})
+    folder.refresh()
+    assert folder.changes()["runs"][0]["status"] == "running"
+    run.close()  # without a word of its end
+    folder.refresh()
+    assert folder.changes()["runs"][0]["status"] == "killed"
+
+
+def test_views_send_only_what_is_new(visitor: Visitor) -> None:
+    whole = visitor.get("runs/demo/view")
+    assert len(whole["lists"]["candidates"]) == 11 and whole["facts"]["winner"] == "g003-c02"
+    later = visitor.get(f"runs/demo/view?after={whole['seq']}")
+    assert later["lists"] == {"candidates": [], "generations": []}
+    duel = visitor.get("runs/demo/duel")
+    assert (duel["founder"], duel["candidate"], len(duel["tasks"])) == ("founder-b", "g003-c02", 20)
+
+
+def test_programs_and_completions_are_read(visitor: Visitor) -> None:
+    program = visitor.get("runs/programs/program/p2")
+    assert program["diff"][-2:] == ["-x = 1 # ", "+x = 2 # "]
+    rows = {row["id"]: row for row in visitor.get("runs/programs/view")["lists"]["programs"]}
+    assert rows["p3"]["failure"][0] == "timeout" and rows["p2"]["parent"] == "p1"
+    assert visitor.get("runs/train/step/3")["is_whole"]
+    assert visitor.get("runs/train/step/0")["groups"][0]["rollouts"][0]["text"] == "five "
+    assert visitor.get("runs/labels/labels")["labels"][0]["margin"] == 0.5
+
+
+def test_events_come_in_pages_by_kind_and_text(visitor: Visitor) -> None:
+    found = visitor.get("runs/demo/events?kind=candidate&offset=9&limit=5")
+    assert found["total"] == 11 and [row[2] for row in found["rows"]] == ["g003-c01", "g003-c02"]
+    assert visitor.get("runs/demo/events?text=g002-c01")["total"] == 1
+    seq = found["rows"][0][0]
+    assert visitor.get(f"runs/demo/event/{seq}")["payload"]["id"] == "g003-c01"
+
+
+def test_thinning_keeps_every_extreme_and_shows_gaps() -> None:
+    values = [math.sin(step / 50) for step in range(10_000)]
+    values[4321], values[8765], values[6000] = 99.0, -99.0, math.nan
+    thinned = dict(thin(range(10_000), values, points=200))
+    assert thinned[4321] == 99.0 and thinned[8765] == -99.0 and thinned[6000] is None
+    assert {0, 9999} <= thinned.keys() and len(thinned) <= 204
+    assert thin(range(3), [1.0, 2.0, 3.0], points=200) == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+def test_a_step_that_is_measured_again_replaces_what_was_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = '{{"step": {}, "time_s": 1.0, "loss/a": {}}}\n'
+    path.write_text(line.format(0, 1) + line.format(1, 2))
+    curves = Curves(path)
+    curves.update()
+    first = curves.document(points=10)
+    with path.open("a") as file:
+        file.write(line.format(1, 5) + line.format(2, '"NaN"'))
+    curves.update()
+    second = curves.document(points=10)
+    assert second["revision"] > first["revision"]
+    assert second["curves"]["loss/a"] == [(0, 1.0), (1, 5.0), (2, None)]
+    assert curves.document(points=10, first=1, last=1)["curves"]["loss/a"] == [(1, 5.0)]
+
+
+def test_the_small_drawing_of_a_long_file_reads_little_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = (f'{{"step": {n}, "time_s": 1.0, "loss/a": {n}}}\n' for n in range(50_000))
+    path.write_text("".join(lines))
+    name, numbers = spark(path, ("",))
+    assert name in {"step", "loss/a"} and len(numbers) < 60 and numbers[-1] == 49_999
+
+
+def test_beyond_this_machine_a_key_is_needed(tmp_path: Path) -> None:
+    for key in ("", "short"):
+        with pytest.raises(ConfigError, match="give a key of at least 16 characters"):
+            open_page(tmp_path, host="0.0.0.0", port=0, key=key)
+    with open_page(tmp_path, host="0.0.0.0", port=0, key="a key that is long") as page:
+        assert "key" not in page.url, "it is not printed"
+
+
+def test_a_taken_port_and_a_folder_that_is_a_file_get_a_sentence(
+    page: LivePage, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
+        open_page(tmp_path, port=Visitor(page).place[1])
+    (tmp_path / "file").write_text("")
+    with open_page(tmp_path / "file", port=0) as other:
+        response, body = Visitor(other).enter().ask("/api/runs")
+    assert response.status == 404 and b"is a file" in body
+
+
+def test_an_export_holds_the_run_and_its_policy_allows_its_scripts_alone(tmp_path: Path) -> None:
+    path = make_evolve(tmp_path, text=HOSTILE)
+    export_run(path, tmp_path / "out.html")
+    html = (tmp_path / "out.html").read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy and policy[1].count("'sha256-") == 2 and "default-src 'none'" in policy[1]
+    assert HOSTILE not in html and len(re.findall(r"<script", html)) >= 3
+    packed = re.search(r'id="saved">([^<]*)<', html)
+    assert packed
+    saved = json.loads(gzip.decompress(b64decode(packed[1])))
+    assert HOSTILE in saved["answers"]["runs/programs/program/p1"]["code"]
+    assert len(saved["events"]) == 14
+    for wrong, out in ((tmp_path / "no", "a.html"), (path, "a.txt")):
+        with pytest.raises(RookeryError):
+            export_run(wrong, tmp_path / out)
+
+
+def test_joined_modules_name_nothing_twice() -> None:
+    joined = join_modules()
+    assert not re.search(r"^(import|export) ", joined, flags=re.MULTILINE)
+    names = re.findall(
+        r"^(?:async )?(?:function|class|const|let) (\w+)", joined, flags=re.MULTILINE
+    )
+    assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
+
+
+def test_the_page_is_opened_from_python_and_importing_stays_light(tmp_path: Path) -> None:
+    code = (
+        "import sys, rookery\n"
+        "assert not {'fastapi', 'uvicorn', 'torch'} & set(sys.modules)\n"
+        f"with rookery.ui({str(tmp_path)!r}, port=0) as page:\n"
+        "    assert page.url in page._repr_html_()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
