@@ -128,7 +128,7 @@ def _same_spending(config: EvolveConfig, evolution: SearchState) -> EvolveConfig
         max_tokens=evolution.spending.tokens if is_known else None,
         max_hours=config.rookery.budget.max_hours,
     )
-    database = config.database.model_copy(update={"num_islands": 1})
+    database = config.database.model_copy(update={"num_islands": 1, "strategy": "openevolve"})
     own = config.rookery.model_copy(update={"budget": budget})
     return config.model_copy(
         update={"database": database, "rookery": own, "early_stopping_patience": None}

@@ -183,6 +183,20 @@ SMALL_BYTES = 4096
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
+ERROR = "error"
+"""The artifact of a failed program that says why it failed."""
+ERROR_LINES, ERROR_CHARS = 12, 1500
+"""Of an error, as a prompt shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A program without a score; `error` is None where the program cannot be mended."""
+
+    failure: AttemptFailure
+    error: str | None = None
+
+
 @dataclass(slots=True)
 class Lease:
     """The right to evaluate one attempt; every job takes the next epoch."""
@@ -233,8 +247,9 @@ class ProgramEvaluator:
         """Score a program and store it; one above `best_score` is scored again, as often as
         `confirm` says, and has the means of all times."""
         outcomes = await self._score_enough(child, lease, best_score)
-        if isinstance(outcomes, AttemptFailure):
-            return Evaluated(failure=outcomes, num_lost=lease.num_lost)
+        if isinstance(outcomes, _Failed):
+            program = await run_in_thread(self._keep_failed, child, outcomes)
+            return Evaluated(program=program, failure=outcomes.failure, num_lost=lease.num_lost)
         judgement: Judgement | None = None
         if self._judges is not None:
             judged = await self._judges.judge(child.program.code, attempt=lease.attempt)
@@ -242,6 +257,13 @@ class ProgramEvaluator:
                 return Evaluated(failure=judged, num_lost=lease.num_lost)
             judgement = judged
         return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
+
+    def _keep_failed(self, child: Child, failed: "_Failed") -> str:
+        """Store a program that another attempt may mend; waits for the disk."""
+        if self._config.database.strategy != "adaptive" or failed.error is None:
+            return ""
+        artifacts = {ERROR: f"{failed.failure.kind}: {failed.failure.message}\\n{failed.error}"}
+        return self._store.put(replace(child.program, artifacts=artifacts, prompts={}))
 
     def _keep(
         self,
@@ -282,10 +304,10 @@ class ProgramEvaluator:
 
     async def _score_enough(
         self, child: Child, lease: Lease, best_score: float | None
-    ) -> list[Outcome] | AttemptFailure:
+    ) -> "list[Outcome] | _Failed":
         code = child.program.code
         first = await self._run(code, lease)
-        if isinstance(first, AttemptFailure):
+        if isinstance(first, _Failed):
             return first
         outcomes = [first]
         score = self._score(first)
@@ -293,15 +315,14 @@ class ProgramEvaluator:
             return outcomes
         for number in range(1, self._config.rookery.confirm + 1):
             again = await self._run(code, lease, repetition=number)
-            if isinstance(again, AttemptFailure):
-                message = f"Scored again, time {number}: {again.message}"
-                return AttemptFailure(kind=again.kind, message=message)
+            if isinstance(again, _Failed):
+                message = f"Scored again, time {number}: {again.failure.message}"
+                failure = AttemptFailure(kind=again.failure.kind, message=message)
+                return replace(again, failure=failure)
             outcomes.append(again)
         return outcomes
 
-    async def _run(
-        self, code: str, lease: Lease, *, repetition: int = 0
-    ) -> Outcome | AttemptFailure:
+    async def _run(self, code: str, lease: Lease, *, repetition: int = 0) -> "Outcome | _Failed":
         """One outcome that counts. Its random numbers are those of the attempt and repetition,
         whoever evaluates it."""
         num_tries = num_errors = 0
@@ -322,25 +343,24 @@ class ProgramEvaluator:
                     if outcome.unsupported and lease.is_first:
                         if self._config.rookery.sandbox.isolate == "always":
                             message = say_not_isolated(outcome)
-                            return AttemptFailure(kind="isolation", message=message)
+                            return _Failed(AttemptFailure(kind="isolation", message=message))
                         self.isolate = False
                         continue
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome
                     if outcome.failure.kind != "error" or num_tries >= self._num_tries:
-                        return _failure(outcome)
+                        return _Failed(_failure(outcome), error=_error_of(outcome))
                 case WorkerLost():
                     lease.num_lost += 1
                     if lease.num_lost >= MAX_LOST:
-                        return AttemptFailure(
-                            kind="poison",
-                            message=f"{lease.num_lost} workers ended on it. {ended.reason}",
-                        )
+                        message = f"{lease.num_lost} workers ended on it. {ended.reason}"
+                        return _Failed(AttemptFailure(kind="poison", message=message))
                 case JobFailed():
                     num_errors += 1
                     if num_errors >= MAX_ERRORS:
-                        return AttemptFailure(kind="evaluation", message=ended.error[-1000:])
+                        message = ended.error[-1000:]
+                        return _Failed(AttemptFailure(kind="evaluation", message=message))
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
@@ -364,6 +384,13 @@ def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
         if all(name in found for found in numbers):
             metrics[name] = sum(found[name] for found in numbers) / len(numbers)
     return metrics
+
+
+def _error_of(outcome: Outcome) -> str:
+    """The last lines of the traceback, or of what was printed where there is none."""
+    assert outcome.failure is not None
+    text = outcome.failure.traceback or outcome.output_tail
+    return "\\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
 
 
 def _failure(outcome: Outcome) -> AttemptFailure:

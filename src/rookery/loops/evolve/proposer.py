@@ -24,7 +24,7 @@ from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, read_answer
 from rookery.loops.evolve.config import ModelConfig
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
-from rookery.loops.evolve.prompts import Prompt, Prompts, ShownPrograms
+from rookery.loops.evolve.prompts import Asked, Prompt, Prompts, ShownPrograms
 from rookery.loops.evolve.search_state import program_id
 from rookery.loops.evolve.stages import AttemptFailure, Generated
 from rookery.ports import TextModel
@@ -241,7 +241,12 @@ class Proposer:
             top=top,
             inspirations=[self._store.get(id) for id in plan.inspirations],
         )
-        return self._prompts.build(self._store.get(plan.parent), shown=shown, attempt=plan.attempt)
+        asked = Asked(operator=plan.operator, failures=plan.failures)
+        return self._prompts.build(self._base(plan), shown=shown, attempt=plan.attempt, asked=asked)
+
+    def _base(self, plan: Plan) -> ProgramRecord:
+        """The program that the model is to change."""
+        return self._store.get(plan.mends or plan.parent)
 
     def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
         exchange = {
@@ -267,8 +272,7 @@ class Proposer:
         return found if isinstance(found, Child) else None
 
     def _read(self, plan: Plan, exchange: Mapping[str, str]) -> Child | AttemptFailure:
-        parent = self._store.get(plan.parent)
-        found = read_answer(exchange["answer"], parent=parent, rules=self._rules)
+        found = read_answer(exchange["answer"], parent=self._base(plan), rules=self._rules)
         if isinstance(found, AnswerFailure):
             return AttemptFailure(kind=found.kind.value, message=found.message)
         return make_child(
@@ -282,7 +286,7 @@ class Proposer:
                 island=plan.island,
                 changes=found.changes,
                 changes_description=found.changes_description,
-                parent_metrics=parent.metrics,
+                parent_metrics=self._store.get(plan.parent).metrics,
                 prompts=_as_prompts(exchange) if self._with_prompts else {},
             )
         )

@@ -9,8 +9,10 @@ A function of what was told, in that order: telling the same again gives the sam
 not grow with the number of attempts.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
@@ -23,10 +25,11 @@ from rookery.loops.evolve.stages import (
     Planned,
     Stages,
 )
+from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
-from rookery.search.programs.program import Member, ProgramRecord
+from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
 from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
@@ -42,6 +45,11 @@ __all__ = [
 ]
 
 
+SMALLEST_ARCHIVE = 10
+NEVER = 10**9
+"""Children between migrations: more than any run has."""
+
+
 def program_id(attempt: int) -> str:
     """The id of the program that an attempt gives."""
     return f"p{attempt}"
@@ -50,7 +58,7 @@ def program_id(attempt: int) -> str:
 def search_config(config: EvolveConfig) -> DatabaseConfig:
     """OpenEvolve's section `database` as the search reads it."""
     own, prompt = config.database, config.prompt
-    document = {
+    document: dict[str, Any] = {
         "population_size": own.population_size,
         "archive_size": own.archive_size,
         "num_islands": own.num_islands,
@@ -69,7 +77,21 @@ def search_config(config: EvolveConfig) -> DatabaseConfig:
         },
         "bandit": {"policy": "ucb" if config.rookery.bandit else "weights"},
     }
+    if own.strategy == "adaptive":
+        document |= _sized(config)
     return parse_config(DatabaseConfig, document, origin="the section database")
+
+
+def _sized(config: EvolveConfig) -> dict[str, Any]:
+    """Archive and grid of an adaptive search: no larger than its iterations fill. Programs move
+    between islands by operators alone."""
+    own = config.database
+    size = min(own.archive_size, max(SMALLEST_ARCHIVE, config.max_iterations // 10))
+    sized: dict[str, Any] = {"archive_size": size, "migration_interval": NEVER}
+    if isinstance(own.feature_bins, int):
+        num_bins = math.ceil(size ** (1 / len(own.feature_dimensions)))
+        sized["feature_bins"] = min(own.feature_bins, num_bins)
+    return sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +266,20 @@ class SearchState:
         cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
         if decision.failure is not None:
             self._count_failure(attempt, decision.failure)
-            self.database.tell_failure(plan.arm, cost=cost)
+            failed = FailedRecord(
+                id=program_id(attempt),
+                arm=plan.arm,
+                cost=cost,
+                operator=plan.operator,
+                mends=plan.mends,
+                kind=decision.failure.kind,
+                message=decision.failure.message,
+                parent=plan.parent,
+                parent_score=plan.parent_score,
+                generation=plan.generation,
+                can_be_mended=evaluated is not None and bool(evaluated.program),
+            )
+            self.database.tell_failure(failed)
             return None
         assert evaluated is not None and evaluated.code is not None
         record = ProgramRecord(
@@ -258,6 +293,8 @@ class SearchState:
             generation=plan.generation,
             arm=plan.arm,
             cost=cost,
+            operator=plan.operator,
+            mends=plan.mends,
         )
         self.num_committed += 1
         ancestor = Ancestor(
@@ -320,7 +357,7 @@ def open_state(
     """The state of an evolution to which nothing was told."""
     lag = config.lag if config.rookery.mode == "deterministic" else None
     return SearchState(
-        database or ProgramDatabase(search_config(config), seed=seed, arms=arms),
+        database or _open_database(config, seed=seed, arms=arms),
         StoppingConfig(
             patience=config.early_stopping_patience,
             threshold=config.convergence_threshold,
@@ -331,6 +368,15 @@ def open_state(
         novelty=NoveltyIndex(_novelty_config(config, lag)),
         rejects_similar=config.database.novelty_llm is False,
     )
+
+
+def _open_database(config: EvolveConfig, *, seed: int, arms: tuple[Arm, ...]) -> ProgramDatabase:
+    own = search_config(config)
+    if config.database.strategy == "openevolve":
+        return ProgramDatabase(own, seed=seed, arms=arms)
+    max_cost = config.rookery.budget.max_tokens
+    budget = Budget(num_attempts=config.max_iterations, max_cost=max_cost)
+    return AdaptiveDatabase(own, seed=seed, budget=budget, arms=arms)
 
 
 def _novelty_config(config: EvolveConfig, lag: int | None) -> NoveltyConfig:

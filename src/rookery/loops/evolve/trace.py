@@ -261,6 +261,8 @@ def _line(run: RunView, number: int, stages: Stages) -> dict[str, Any]:
         "model": plan.arm,
         "generation": plan.generation,
     }
+    if plan.operator:
+        line["operator"] = plan.operator
     if decision.failure is not None:
         failure = {"kind": decision.failure.kind, "message": decision.failure.message}
         return line | {"failure": failure}

@@ -254,6 +254,22 @@ class RookeryConfig(Config):
         return () if self.engine is None else ("base", *self.adapters)
 
 
+SEARCH_KEYS = frozenset(
+    {
+        "archive_size",
+        "diversity_reference_size",
+        "elite_selection_ratio",
+        "exploitation_ratio",
+        "exploration_ratio",
+        "feature_bins",
+        "feature_dimensions",
+        "migration_interval",
+        "migration_rate",
+        "num_islands",
+        "population_size",
+    }
+)
+"""OpenEvolve's keys that say how it searches: a file that sets one of them runs as it says."""
 MAX_BINS = 1000
 """Of a feature dimension: with more, hardly two programs ever compete for a cell."""
 
@@ -295,6 +311,10 @@ class PromptConfig(Section):
 class DatabaseConfig(Section):
     """The population: a grid per island, an archive, migration."""
 
+    strategy: Literal["adaptive", "openevolve"] = "adaptive"
+    """`adaptive`: operators compete for attempts, within the iterations that are left;
+    `openevolve`: as OpenEvolve draws parents. Unset: `openevolve` if one of the keys that say how
+    it searches is set, else `adaptive`."""
     db_path: str | None = None
     in_memory: bool = True
     log_prompts: bool = True
@@ -328,6 +348,15 @@ class DatabaseConfig(Section):
     """Else OPENAI_EMBEDDING_BASE_URL."""
     similarity_threshold: float = 0.99
     """Cosine of two embeddings from which on a program is similar; 0 compares none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_strategy(cls, document: Any) -> Any:
+        """The choice is written with the config, so that a run goes on as it began."""
+        if not isinstance(document, dict) or document.get("strategy") is not None:
+            return document
+        strategy = "openevolve" if SEARCH_KEYS & document.keys() else "adaptive"
+        return {**document, "strategy": strategy}
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
