@@ -116,6 +116,7 @@ class BaselineRecord(Record):
     num_iterations: int = 0
     num_failed: int = 0
     tokens: TokensRecord = TokensRecord()
+    num_tuning_evaluations: int = 0
     note: Text = ""
 
 
@@ -168,6 +169,8 @@ class EvolveReport(Record):
     """Over all sessions of the run."""
     evaluation_seconds: Measured = None
     """Summed over all evaluations."""
+    num_tuning_evaluations: int = 0
+    """Evaluations of programs with other numbers (`tune`); they cost no tokens."""
     num_workers_lost: int = 0
     baselines: tuple[BaselineRecord, ...] = ()
     is_forgeable: bool = False

@@ -20,13 +20,14 @@ from rookery.errors import (
     FleetError,
     FleetSettingsError,
 )
-from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, read_answer
+from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.config import ModelConfig
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Asked, Prompt, Prompts, ShownPrograms
 from rookery.loops.evolve.search_state import program_id
 from rookery.loops.evolve.stages import AttemptFailure, Generated
+from rookery.loops.evolve.tuning import TUNE
 from rookery.ports import TextModel
 from rookery.search.programs.novelty import code_hash
 from rookery.search.programs.program import CodeSummary, summarize
@@ -188,6 +189,9 @@ def seed_of(seed: int, *keys: int | str) -> int:
     return stream_seed(seed, *keys) & 0x7FFF_FFFF
 
 
+NO_PROMPTS: Mapping[str, object] = {}
+
+
 class Proposer:
     """Asks the arm that a plan names."""
 
@@ -217,6 +221,8 @@ class Proposer:
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
         in Generated; a model that is down for too long raises."""
+        if plan.operator == TUNE:
+            return Generated(model=TUNE), await run_in_thread(self._template, plan)
         prompt = await run_in_thread(self._build, plan)
         # A run that goes on may no longer have the model that an attempt was planned with.
         arm = self._arms.get(plan.arm) or next(iter(self._arms.values()))
@@ -231,7 +237,13 @@ class Proposer:
 
     async def read(self, plan: Plan, generated: Generated) -> Child | None:
         """The child of an answer of an earlier session."""
+        if plan.operator == TUNE:
+            return await run_in_thread(self._template, plan)
         return await run_in_thread(self._read_kept, plan, generated.answer)
+
+    def _template(self, plan: Plan) -> Child:
+        """The child of a tuning, still with the numbers of its parent."""
+        return self._child(plan, ChildProgram(code=self._base(plan).code, changes="Tuned numbers"))
 
     def _build(self, plan: Plan) -> Prompt:
         top = [self._store.get(id) for id in plan.top]
@@ -275,6 +287,12 @@ class Proposer:
         found = read_answer(exchange["answer"], parent=self._base(plan), rules=self._rules)
         if isinstance(found, AnswerFailure):
             return AttemptFailure(kind=found.kind.value, message=found.message)
+        prompts = _as_prompts(exchange) if self._with_prompts else {}
+        return self._child(plan, found, prompts)
+
+    def _child(
+        self, plan: Plan, found: ChildProgram, prompts: Mapping[str, object] = NO_PROMPTS
+    ) -> Child:
         return make_child(
             ProgramRecord(
                 id=program_id(plan.attempt),
@@ -287,6 +305,6 @@ class Proposer:
                 changes=found.changes,
                 changes_description=found.changes_description,
                 parent_metrics=self._store.get(plan.parent).metrics,
-                prompts=_as_prompts(exchange) if self._with_prompts else {},
+                prompts=prompts,
             )
         )

@@ -80,6 +80,7 @@ def make_report(
         usd=price(state.spending, config.rookery.budget),
         seconds=search.elapsed_s,
         evaluation_seconds=state.spending.evaluation_s,
+        num_tuning_evaluations=state.spending.num_tuning,
         num_workers_lost=state.spending.num_lost,
         baselines=tuple(_baseline(baseline) for baseline in baselines),
         is_forgeable=not parts.evaluator.isolate,
@@ -207,6 +208,7 @@ def _baseline(baseline: Baseline) -> BaselineRecord:
         num_iterations=state.num_decided,
         num_failed=state.num_decided - state.num_committed,
         tokens=_tokens(state.spending),
+        num_tuning_evaluations=state.spending.num_tuning,
         note=baseline.stop_reason,
     )
 

@@ -25,11 +25,13 @@ from rookery.loops.evolve.stages import (
     Planned,
     Stages,
 )
+from rookery.loops.evolve.tuning import TUNE
 from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
 from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
+from rookery.search.programs.sampling import Plan
 from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
@@ -134,6 +136,8 @@ class Spending:
     """Attempts with an answer whose tokens the model did not report."""
     evaluation_s: float = 0.0
     num_lost: int = 0
+    num_tuning: int = 0
+    """Evaluations that tuned numbers."""
     dearest_prompt_tokens: int = 0
     dearest_completion_tokens: int = 0
     """The most of one attempt."""
@@ -159,6 +163,7 @@ class Spending:
         if isinstance(stage, Evaluated):
             self.evaluation_s += stage.seconds
             self.num_lost += stage.num_lost
+            self.num_tuning += stage.num_tuning
 
 
 @dataclass(slots=True)
@@ -184,6 +189,8 @@ class SearchState:
     staleness: Counter[int] = field(default_factory=Counter)
     spending: Spending = field(default_factory=Spending)
     first_best: str = ""
+    tuned: set[str] = field(default_factory=set)
+    """Programs whose numbers were tuned, or are being tuned, and those that tuning gave."""
     num_decided: int = 0
     num_committed: int = 0
     num_demoted: int = 0
@@ -212,6 +219,30 @@ class SearchState:
         ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
         self._take_in(record, evaluated, ancestor)
         self.first_best = self.best.id
+
+    def plan_tuning(self, plan: Plan) -> Plan:
+        """The plan, or that of tuning the best program if nobody has begun that."""
+        best = self.best
+        if best.id in self.tuned:
+            return plan
+        return replace(
+            plan,
+            island=best.record.island,
+            parent=best.id,
+            parent_score=best.score,
+            generation=best.record.generation + 1,
+            inspirations=(),
+            top=(),
+            operator=TUNE,
+            mends="",
+            failures=(),
+            arm="",
+        )
+
+    def note_planned(self, plan: Plan) -> None:
+        """An attempt with this plan has begun; repeated calls change nothing."""
+        if plan.operator == TUNE:
+            self.tuned |= {plan.parent, program_id(plan.attempt)}
 
     def find_repeated(self, attempt: int, code_hash: str) -> AttemptFailure | None:
         """Whether the child's evaluation can be left out, as it repeats a program that this
@@ -262,6 +293,7 @@ class SearchState:
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
             self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan
+        self.note_planned(plan)
         self._keep_arm(plan.arm)
         cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
         if decision.failure is not None:

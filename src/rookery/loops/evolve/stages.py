@@ -92,6 +92,8 @@ class Evaluated:
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
     """Of the models that judge programs, and of those that judge whether they are new."""
+    num_tuning: int = 0
+    """Evaluations of programs that differ from it in their numbers alone."""
     embedding: str = ""
     """As `pack_vector` writes it; empty without one."""
     embedding_error: str = ""

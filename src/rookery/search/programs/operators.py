@@ -92,26 +92,33 @@ class OperatorBandit:
         self, name: str, *, gain: float, cost: float, is_accepted: bool, horizon: float
     ) -> None:
         """Count one attempt: `gain` is by how much it raised the best score. A cost of 0 is one
-        that the model did not report."""
+        that the model did not report. What is no operator, such as tuning, is counted alone."""
+        if name not in OPERATORS:
+            self._count(name, gain=gain, cost=cost, is_accepted=is_accepted)
+            return
         cost = cost or 1.0
         kept = 1 - 1 / max(SHORTEST_WINDOW, horizon / WINDOWS)
         for record in self.records.values():
             record.recent_gain *= kept
             record.recent_cost *= kept
-        record = self.records.setdefault(name, OperatorRecord(name=name))
-        record.num_given += 1
-        record.cost += cost
+        record = self._count(name, gain=gain, cost=cost, is_accepted=is_accepted)
         record.recent_cost += cost
         self.num_told += 1
         if not is_accepted:
             return
-        record.num_accepted += 1
-        record.num_improved += gain > 0
         record.recent_gain += gain
         self.num_accepted += 1
         self.gain += gain
         self._recent_gain = self._recent_gain * kept + gain
         self._recent_accepted = self._recent_accepted * kept + 1
+
+    def _count(self, name: str, *, gain: float, cost: float, is_accepted: bool) -> OperatorRecord:
+        record = self.records.setdefault(name, OperatorRecord(name=name))
+        record.num_given += 1
+        record.num_accepted += is_accepted
+        record.num_improved += is_accepted and gain > 0
+        record.cost += cost
+        return record
 
     @property
     def cost(self) -> float:

@@ -21,6 +21,7 @@ __all__ = [
     "SandboxSettings",
     "Section",
     "TraceConfig",
+    "TuneConfig",
 ]
 
 # A section of OpenEvolve's config: types are exact, as they are there.
@@ -205,6 +206,13 @@ class SandboxSettings(Config):
     read_paths: tuple[str, ...] = ()
 
 
+class TuneConfig(Config):
+    """Numbers of a new best program are tuned by CMA-ES (extra `cmaes`): no tokens, evaluations."""
+
+    evaluations: int = Field(default=60, ge=4)
+    """For each new best program."""
+
+
 class RookeryConfig(Config):
     """Where and how an evolution runs."""
 
@@ -227,8 +235,23 @@ class RookeryConfig(Config):
     """Times that a new best program is scored again before it counts."""
     budget: BudgetConfig = BudgetConfig()
     sandbox: SandboxSettings = SandboxSettings()
-    baselines: tuple[Literal["best_of_n", "sequential"], ...] = ()
-    """Run beside the evolution, with as much to spend."""
+    baselines: tuple[
+        Literal["best_of_n", "sequential", "best_of_n+tune", "sequential+tune"], ...
+    ] = ()
+    """Run beside the evolution, with as much to spend; `+tune`: with `tune`, where that is set."""
+    tune: TuneConfig | None = None
+    """Tune the numbers in the EVOLVE blocks of every new best Python program; null: not."""
+
+    @model_validator(mode="after")
+    def _baselines_are_possible(self) -> Self:
+        tuned = [name for name in self.baselines if name.endswith("+tune")]
+        if tuned and self.tune is None:
+            raise ValueError(
+                f"baselines name {tuned[0]!r}, and tune is not set: write "
+                "tune: {evaluations: 60}, or the baseline without +tune."
+            )
+        return self
+
     pareto: tuple[str, ...] = ()
     """Metrics of which none is traded against another; empty: fitness alone."""
     bandit: bool = False
