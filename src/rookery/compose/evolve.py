@@ -387,12 +387,18 @@ def go_on(
         known = int(view.config["settings"]["max_iterations"])
         total = known if iterations is None else extended_from + iterations
         settings = loaded.config.model_copy(update={"max_iterations": total})
+        may_change = MAY_CHANGE
+        if "strategy" not in view.config["settings"]["database"]:
+            # Written by a version that knew one strategy: it goes on with that.
+            database = settings.database.model_copy(update={"strategy": "openevolve"})
+            settings = settings.model_copy(update={"database": database})
+            may_change = (*may_change, "settings.database.strategy")
         config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
         config = config.model_copy(update={"extended_from": extended_from})
         document = config.model_dump(mode="json")
         # How many are in flight decides what a deterministic run finds.
         is_steady = settings.rookery.mode == "steady"
-        may_change = (*MAY_CHANGE, *(["settings.rookery.in_flight"] if is_steady else []))
+        may_change = (*may_change, *(["settings.rookery.in_flight"] if is_steady else []))
         # Now, and not when it is opened: a command that is refused leaves the run as it was.
         check_changes(find_changes(view.config, document), may_change=may_change)
 

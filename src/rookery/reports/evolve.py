@@ -19,6 +19,7 @@ __all__ = [
     "CurvePoint",
     "EvolveReport",
     "FailureRecord",
+    "OperatorRow",
     "ProgramRow",
     "TokensRecord",
     "parse_evolve_report",
@@ -93,6 +94,20 @@ class ArmRecord(Record):
     """Tokens."""
 
 
+class OperatorRow(Record):
+    """One way of making a child, of an adaptive search."""
+
+    name: Text = ""
+    num_given: int = 0
+    """Iterations."""
+    num_accepted: int = 0
+    """Those that gave a program."""
+    num_improved: int = 0
+    """Programs that were the best when they were told."""
+    tokens: Measured = None
+    """Missing when a model does not report them."""
+
+
 class BaselineRecord(Record):
     """A simpler search with as much to spend."""
 
@@ -101,6 +116,7 @@ class BaselineRecord(Record):
     num_iterations: int = 0
     num_failed: int = 0
     tokens: TokensRecord = TokensRecord()
+    num_tuning_evaluations: int = 0
     note: Text = ""
 
 
@@ -112,6 +128,9 @@ class EvolveReport(Record):
     models: tuple[ArmRecord, ...] = ()
     seed: int | None = None
     mode: Text = ""
+    strategy: Text = ""
+    """`adaptive` or `openevolve`."""
+    operators: tuple[OperatorRow, ...] = ()
     language: Text = ""
     feature_dimensions: tuple[Text, ...] = ()
     bins: tuple[int, ...] = ()
@@ -120,6 +139,8 @@ class EvolveReport(Record):
     """Decided: committed and failed."""
     num_committed: int = 0
     num_failed: int = 0
+    failed_share: Measured = None
+    """Of the iterations; missing before the first."""
     num_islands: int = 0
     num_programs: int = 0
     """Kept in the population."""
@@ -148,6 +169,8 @@ class EvolveReport(Record):
     """Over all sessions of the run."""
     evaluation_seconds: Measured = None
     """Summed over all evaluations."""
+    num_tuning_evaluations: int = 0
+    """Evaluations of programs with other numbers (`tune`); they cost no tokens."""
     num_workers_lost: int = 0
     baselines: tuple[BaselineRecord, ...] = ()
     is_forgeable: bool = False

@@ -135,6 +135,10 @@ def _costs(report: EvolveReport) -> list[str]:
         costs.append(wording.duration(report.seconds))
     if report.evaluation_seconds is not None:
         costs.append(f"{wording.duration(report.evaluation_seconds)} of evaluations")
+    if report.num_tuning_evaluations:
+        costs.append(
+            wording.plural(report.num_tuning_evaluations, "evaluation") + " to tune numbers"
+        )
     if report.num_workers_lost:
         costs.append(f"{wording.plural(report.num_workers_lost, 'worker')} lost and replaced")
     return costs

@@ -286,3 +286,19 @@ def test_the_line_of_an_iteration() -> None:
         **common,  # type: ignore[arg-type]
     )  # fmt: skip
     assert describe(bad) == "sequential     3  failed (error): a [31mred  best 0.5"
+
+
+def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
+    problem: Path, model: Scripted
+) -> None:
+    config = document(model) | {"database": {"strategy": "openevolve"}}
+    outcome = rookery.run_evolve("program.py", "evaluator.py", config, max_iterations=3)
+    with Run.open(outcome.path) as run:
+        old = json.loads(json.dumps(run.config))
+        del old["settings"]["database"]["strategy"]
+        run.extend(old, may_change=["*"])
+    loaded = read_config(document(model), environment={})
+    assert loaded.config.database.strategy == "adaptive"
+    files = evolve.Problem(program=problem / "program.py", evaluator=problem / "evaluator.py")
+    longer = evolve.go_on(files, loaded, Display(), iterations=2)
+    assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")

@@ -2,6 +2,7 @@
 
 best_of_n     every attempt is a child of the first program, and knows of no other
 sequential    every attempt is a child of the best program so far, one after the other
+...+tune      the same, and the numbers of every new best are tuned as the evolution's are
 
 They ask the same models and the same evaluator, are attempts of the run in series of their own,
 and end when they have spent the evolution's tokens; where a model does not count tokens, after the
@@ -70,6 +71,7 @@ class Sequential(ProgramDatabase):
 
 
 BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
+WITH_TUNE = "+tune"
 MOST_TIMES = 4
 """Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so
 many times the evolution's, as those of `sequential` come one after the other."""
@@ -99,7 +101,7 @@ async def run_baselines(
 ) -> list[Baseline]:
     """Those that the config names, one after the other; each resumes where it was."""
     return [
-        await _run(name, _same_spending(config, evolution), providers, evolution, start)
+        await _run(name, _same_spending(name, config, evolution), providers, evolution, start)
         for name in config.rookery.baselines
     ]
 
@@ -110,26 +112,29 @@ async def _run(
     # Of its own: a server that keeps to seeds would repeat the evolution's answers.
     seed = stream_seed(start.seed, "baseline", name)
     parts = await open_parts(config, providers, seed=seed)
-    database = BASELINES[name](search_config(config), seed=seed, arms=start.arms)
+    kind = name.removesuffix(WITH_TUNE)
+    database = BASELINES[kind](search_config(config), seed=seed, arms=start.arms)
     state = open_state(config, database=database, seed=seed, arms=start.arms)
-    if name == "sequential":
+    if kind == "sequential":
         state.lag = 1
     tell_first_programs(start.measured, start.programs, parts=parts, state=state)
+    series = name.replace(WITH_TUNE, "-tune")  # kinds of events have no plus
     times = 1 if config.rookery.budget.max_tokens is None else MOST_TIMES
-    hub = Hub(parts, state, num_attempts=times * evolution.num_decided, series=name)
+    hub = Hub(parts, state, num_attempts=times * evolution.num_decided, series=series)
     await hub.run()
     return Baseline(name=name, state=state, stop_reason=hub.stop_reason)
 
 
-def _same_spending(config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
+def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
     """One island, the tokens of the evolution where they are known, and as many hours again."""
     is_known = not evolution.spending.num_unreported and evolution.spending.tokens
     budget = BudgetConfig(
         max_tokens=evolution.spending.tokens if is_known else None,
         max_hours=config.rookery.budget.max_hours,
     )
-    database = config.database.model_copy(update={"num_islands": 1})
-    own = config.rookery.model_copy(update={"budget": budget})
+    database = config.database.model_copy(update={"num_islands": 1, "strategy": "openevolve"})
+    tune = config.rookery.tune if name.endswith(WITH_TUNE) else None
+    own = config.rookery.model_copy(update={"budget": budget, "tune": tune})
     return config.model_copy(
         update={"database": database, "rookery": own, "early_stopping_patience": None}
     )

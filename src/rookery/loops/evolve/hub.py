@@ -46,6 +46,7 @@ from rookery.loops.evolve.stages import (
     read_stages,
     to_data,
 )
+from rookery.loops.evolve.tuning import TUNE
 from rookery.runs import Attempt, AttemptLog, AttemptState, Event
 from rookery.search.programs.database import Ask, Tell, Window
 from rookery.search.programs.program import Member
@@ -218,6 +219,8 @@ class Hub:
         is_new = stages.planned is None
         if is_new:
             stages = replace(stages, planned=self._plan(number))
+        assert stages.planned is not None
+        self._state.note_planned(stages.planned.plan)
         work = self._attempt(number, stages, is_new=is_new, decide=order.decide)
         task = group.create_task(work, name=f"attempt {number}")
         self._running[number] = task
@@ -231,8 +234,11 @@ class Hub:
         self._changed.set()
 
     def _plan(self, number: int) -> Planned:
+        plan = self._state.database.ask(number)
+        if self._parts.config.rookery.tune is not None:
+            plan = self._state.plan_tuning(plan)
         return Planned(
-            plan=self._state.database.ask(number),
+            plan=plan,
             best_score=self._state.best.score,
             num_decided=self._state.num_decided,
             num_embedded=self._state.novelty.num_embedded,
@@ -291,7 +297,9 @@ class Hub:
     async def _compare(self, planned: Planned, child: Child) -> Comparison:
         """Beside the programs that the attempt may know of. Takes a credit as model calls do."""
         novelty, attempt = self._parts.novelty, planned.plan.attempt
-        if novelty is None or self._state.find_repeated(attempt, child.code_hash):
+        if novelty is None or planned.plan.operator == TUNE:
+            return UNCOMPARED
+        if self._state.find_repeated(attempt, child.code_hash):
             return UNCOMPARED
         async with self._model_calls:
             return await novelty.compare(
@@ -301,6 +309,9 @@ class Hub:
     async def _measure(
         self, planned: Planned, child: Child, comparison: Comparison, lease: Lease
     ) -> Evaluated:
+        if planned.plan.operator == TUNE:
+            best_score = planned.best_score
+            return await self._parts.evaluator.tune(child, lease=lease, best_score=best_score)
         repeated = self._state.find_repeated(lease.attempt, child.code_hash) or comparison.failure
         if repeated is not None:
             return comparison.note_in(Evaluated(failure=repeated))

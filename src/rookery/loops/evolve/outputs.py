@@ -223,13 +223,11 @@ class Outputs:
         )
 
     def _trace_entry(self, item: _Traced) -> dict[str, object]:
-        kept = self._store.get_document(item.answer)
-        step = Step(
-            parent=self._store.get(item.parent),
-            child=self._store.get(item.id),
-            prompt=Prompt(system=kept["system"], user=kept["user"], template=kept["template"]),
-            answer=kept["answer"],
-        )
+        step = Step(parent=self._store.get(item.parent), child=self._store.get(item.id))
+        if item.answer:  # tuned numbers are nobody's answer
+            kept = self._store.get_document(item.answer)
+            prompt = Prompt(system=kept["system"], user=kept["user"], template=kept["template"])
+            step = replace(step, prompt=prompt, answer=kept["answer"])
         return trace_entry(step, config=self._config.evolution_trace)
 
     def _write_checkpoint(self, due: _Checkpoint) -> None:

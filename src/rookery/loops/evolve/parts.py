@@ -14,6 +14,7 @@ from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Endpoint, Proposer
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.runs import Run
+from rookery.search.es import load_library
 from rookery.search.programs.bandit import Arm
 
 __all__ = [
@@ -117,6 +118,8 @@ def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Ar
 
 async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> Parts:
     """Reads the templates; nobody is asked yet."""
+    if config.rookery.tune is not None:
+        await asyncio.to_thread(load_library)  # says what to install
     language = providers.language
     store = ProgramStore(providers.run.blobs)
     prompts = await asyncio.to_thread(Prompts, config, language=language, seed=seed)

@@ -24,8 +24,9 @@ from rookery.loops.evolve.evaluation_task import EvaluationRequest, say_not_isol
 from rookery.loops.evolve.program import Metrics, is_number
 from rookery.loops.evolve.program_store import ProgramStore, has_large, keep_artifacts
 from rookery.loops.evolve.prompts import Prompts
-from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, seed_of
+from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_child, seed_of
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
+from rookery.loops.evolve.tuning import Constant, NumberSearch, lift_constants, write_constants
 from rookery.ports import Executor
 from rookery.sandbox import Artifact, Metric, Outcome, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
@@ -183,6 +184,20 @@ SMALL_BYTES = 4096
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
+ERROR = "error"
+"""The artifact of a failed program that says why it failed."""
+ERROR_LINES, ERROR_CHARS = 12, 1500
+"""Of an error, as a prompt shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A program without a score; `error` is None where the program cannot be mended."""
+
+    failure: AttemptFailure
+    error: str | None = None
+
+
 @dataclass(slots=True)
 class Lease:
     """The right to evaluate one attempt; every job takes the next epoch."""
@@ -229,12 +244,20 @@ class ProgramEvaluator:
         self._limit_s = own.timeout * NUM_STAGES + GRACE_S
         self._num_tries = 1 if own.cascade_evaluation else 1 + own.max_retries
 
-    async def evaluate(self, child: Child, *, lease: Lease, best_score: float | None) -> Evaluated:
+    async def evaluate(
+        self,
+        child: Child,
+        *,
+        lease: Lease,
+        best_score: float | None,
+        first: Outcome | None = None,
+    ) -> Evaluated:
         """Score a program and store it; one above `best_score` is scored again, as often as
-        `confirm` says, and has the means of all times."""
-        outcomes = await self._score_enough(child, lease, best_score)
-        if isinstance(outcomes, AttemptFailure):
-            return Evaluated(failure=outcomes, num_lost=lease.num_lost)
+        `confirm` says, and has the means of all times. `first`: it was scored once already."""
+        outcomes = await self._score_enough(child, lease, best_score, first)
+        if isinstance(outcomes, _Failed):
+            program = await run_in_thread(self._keep_failed, child, outcomes)
+            return Evaluated(program=program, failure=outcomes.failure, num_lost=lease.num_lost)
         judgement: Judgement | None = None
         if self._judges is not None:
             judged = await self._judges.judge(child.program.code, attempt=lease.attempt)
@@ -242,6 +265,54 @@ class ProgramEvaluator:
                 return Evaluated(failure=judged, num_lost=lease.num_lost)
             judgement = judged
         return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
+
+    async def tune(self, child: Child, *, lease: Lease, best_score: float) -> Evaluated:
+        """Score a program with other numbers, and keep the best of them if it is above its own
+        score. All draw the same random numbers."""
+        settings = self._config.rookery.tune
+        constants = await run_in_thread(self._lift, child)
+        if settings is None or not constants:
+            message = "The program has no numbers to tune."
+            return Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
+        search = NumberSearch(constants, seed=stream_seed(self._seed, "tune", lease.attempt))
+        code, num, best, seconds = child.program.code, 0, None, 0.0
+        best_found = self._score_metrics(child.program.parent_metrics)
+        while num < settings.evaluations:
+            scores: list[float | None] = []
+            for values in search.ask()[: settings.evaluations - num]:
+                tried = write_constants(code, constants, values)
+                outcome = await self._run(tried, lease)
+                num += 1
+                found = None
+                if not isinstance(outcome, _Failed):
+                    found = self._score(outcome)
+                    seconds += outcome.seconds
+                scores.append(found)
+                if found is not None and (best_found is None or found > best_found):
+                    best, best_found = (tried, outcome), found
+            search.tell(scores)
+        if best is None or isinstance(best[1], _Failed):
+            message = f"None of {num} programs with other numbers is better."
+            failure = AttemptFailure(kind="not_tuned", message=message)
+            return Evaluated(
+                failure=failure, num_tuning=num, seconds=seconds, num_lost=lease.num_lost
+            )
+        tuned = await run_in_thread(make_child, replace(child.program, code=best[0]))
+        evaluated = await self.evaluate(tuned, lease=lease, best_score=best_score, first=best[1])
+        seconds += evaluated.seconds - best[1].seconds
+        return replace(evaluated, num_tuning=num, seconds=seconds)
+
+    def _lift(self, child: Child) -> tuple[Constant, ...]:
+        program = child.program
+        is_python = program.language == "python" and not program.files
+        return lift_constants(program.code) if is_python else ()
+
+    def _keep_failed(self, child: Child, failed: "_Failed") -> str:
+        """Store a program that another attempt may mend; waits for the disk."""
+        if self._config.database.strategy != "adaptive" or failed.error is None:
+            return ""
+        artifacts = {ERROR: f"{failed.failure.kind}: {failed.failure.message}\\n{failed.error}"}
+        return self._store.put(replace(child.program, artifacts=artifacts, prompts={}))
 
     def _keep(
         self,
@@ -281,27 +352,26 @@ class ProgramEvaluator:
         )
 
     async def _score_enough(
-        self, child: Child, lease: Lease, best_score: float | None
-    ) -> list[Outcome] | AttemptFailure:
+        self, child: Child, lease: Lease, best_score: float | None, first: Outcome | None
+    ) -> "list[Outcome] | _Failed":
         code = child.program.code
-        first = await self._run(code, lease)
-        if isinstance(first, AttemptFailure):
-            return first
-        outcomes = [first]
-        score = self._score(first)
+        once = first or await self._run(code, lease)
+        if isinstance(once, _Failed):
+            return once
+        outcomes = [once]
+        score = self._score(once)
         if best_score is None or score is None or score <= best_score:
             return outcomes
         for number in range(1, self._config.rookery.confirm + 1):
             again = await self._run(code, lease, repetition=number)
-            if isinstance(again, AttemptFailure):
-                message = f"Scored again, time {number}: {again.message}"
-                return AttemptFailure(kind=again.kind, message=message)
+            if isinstance(again, _Failed):
+                message = f"Scored again, time {number}: {again.failure.message}"
+                failure = AttemptFailure(kind=again.failure.kind, message=message)
+                return replace(again, failure=failure)
             outcomes.append(again)
         return outcomes
 
-    async def _run(
-        self, code: str, lease: Lease, *, repetition: int = 0
-    ) -> Outcome | AttemptFailure:
+    async def _run(self, code: str, lease: Lease, *, repetition: int = 0) -> "Outcome | _Failed":
         """One outcome that counts. Its random numbers are those of the attempt and repetition,
         whoever evaluates it."""
         num_tries = num_errors = 0
@@ -322,30 +392,32 @@ class ProgramEvaluator:
                     if outcome.unsupported and lease.is_first:
                         if self._config.rookery.sandbox.isolate == "always":
                             message = say_not_isolated(outcome)
-                            return AttemptFailure(kind="isolation", message=message)
+                            return _Failed(AttemptFailure(kind="isolation", message=message))
                         self.isolate = False
                         continue
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome
                     if outcome.failure.kind != "error" or num_tries >= self._num_tries:
-                        return _failure(outcome)
+                        return _Failed(_failure(outcome), error=_error_of(outcome))
                 case WorkerLost():
                     lease.num_lost += 1
                     if lease.num_lost >= MAX_LOST:
-                        return AttemptFailure(
-                            kind="poison",
-                            message=f"{lease.num_lost} workers ended on it. {ended.reason}",
-                        )
+                        message = f"{lease.num_lost} workers ended on it. {ended.reason}"
+                        return _Failed(AttemptFailure(kind="poison", message=message))
                 case JobFailed():
                     num_errors += 1
                     if num_errors >= MAX_ERRORS:
-                        return AttemptFailure(kind="evaluation", message=ended.error[-1000:])
+                        message = ended.error[-1000:]
+                        return _Failed(AttemptFailure(kind="evaluation", message=message))
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
     def _score(self, outcome: Outcome) -> float | None:
-        return score_of(numeric_metrics(outcome.metrics), features=self._features)
+        return self._score_metrics(outcome.metrics)
+
+    def _score_metrics(self, metrics: Metrics) -> float | None:
+        return score_of(numeric_metrics(metrics), features=self._features)
 
 
 async def _decode(output: bytes) -> Outcome:
@@ -364,6 +436,13 @@ def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
         if all(name in found for found in numbers):
             metrics[name] = sum(found[name] for found in numbers) / len(numbers)
     return metrics
+
+
+def _error_of(outcome: Outcome) -> str:
+    """The last lines of the traceback, or of what was printed where there is none."""
+    assert outcome.failure is not None
+    text = outcome.failure.traceback or outcome.output_tail
+    return "\\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
 
 
 def _failure(outcome: Outcome) -> AttemptFailure:

@@ -78,6 +78,7 @@ FIELDS = {
 """The fields of each template. Other templates are texts in which braces mean nothing."""
 
 FRAGMENT_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "recurring_failure": {"failure": ""},
     "fitness_improved": {"prev": 0.0, "current": 0.0},
     "fitness_declined": {"prev": 0.0, "current": 0.0},
     "fitness_stable": {"current": 0.0},
@@ -408,6 +409,20 @@ class ShownPrograms:
     inspirations: Sequence[ProgramRecord] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a plan asks for beyond a child of its parent."""
+
+    operator: str = ""
+    failures: Sequence[str] = ()
+    """Failures that recur."""
+
+
+NOTHING_ELSE = Asked()
+ASKING = {"crossover": "asks_crossover", "repair": "asks_repair"}
+"""The fragments of operators that ask the model for something of their own."""
+
+
 class Prompts:
     """Builds the prompts of one run. Loads and checks the templates once."""
 
@@ -431,9 +446,16 @@ class Prompts:
         """How many of the best programs are shown as such."""
         return self._config.num_top_programs
 
-    def build(self, parent: ProgramRecord, *, shown: ShownPrograms, attempt: int) -> Prompt:
+    def build(
+        self,
+        parent: ProgramRecord,
+        *,
+        shown: ShownPrograms,
+        attempt: int,
+        asked: Asked = NOTHING_ELSE,
+    ) -> Prompt:
         """The prompt that asks for a child of `parent`."""
-        user = self._user(parent, shown, attempt)
+        user = self._user(parent, shown, attempt, asked)
         if parent.files:
             user += "\n\n" + self.templates.fragment("several_files")
         if self._config.programs_as_changes_description:
@@ -475,7 +497,7 @@ class Prompts:
             else self.templates.texts["system_message_changes_description"],
         )
 
-    def _user(self, parent: ProgramRecord, shown: ShownPrograms, attempt: int) -> str:
+    def _user(self, parent: ProgramRecord, shown: ShownPrograms, attempt: int, asked: Asked) -> str:
         num_top = self._config.num_top_programs
         history = self._history.render(
             previous=shown.previous,
@@ -488,11 +510,11 @@ class Prompts:
             fitness_score=format_fitness(self._fitness(parent)),
             feature_coords=self._coordinates(parent),
             feature_dimensions=", ".join(self._dimensions) or "None",
-            improvement_areas=self._improvement_areas(parent, shown.previous),
+            improvement_areas=self._improvement_areas(parent, shown.previous, asked),
             evolution_history=history,
             current_program=parent.code,
             language=self._language,
-            artifacts=self._artifacts(parent),
+            artifacts=self._artifacts(parent, is_needed=asked.operator == "repair"),
         )
 
     def _draw_diverse(self, programs: Sequence[ProgramRecord], attempt: int) -> list[ProgramRecord]:
@@ -511,8 +533,8 @@ class Prompts:
                 template = template.replace(f"{{{key}}}", texts[int(rng.integers(len(texts)))])
         return template
 
-    def _artifacts(self, parent: ProgramRecord) -> str:
-        if not self._with_artifacts:
+    def _artifacts(self, parent: ProgramRecord, *, is_needed: bool) -> str:
+        if not self._with_artifacts and not is_needed:
             return ""
         return show_artifacts(
             parent.artifacts,
@@ -521,8 +543,15 @@ class Prompts:
             is_filtered=self._config.artifact_security_filter,
         )
 
-    def _improvement_areas(self, parent: ProgramRecord, previous: Sequence[ProgramRecord]) -> str:
-        areas = self._fitness_step(parent, previous)
+    def _improvement_areas(
+        self, parent: ProgramRecord, previous: Sequence[ProgramRecord], asked: Asked
+    ) -> str:
+        areas = []
+        if fragment := ASKING.get(asked.operator):
+            areas.append(self.templates.fragment(fragment))
+        for failure in asked.failures:
+            areas.append(self.templates.fragment("recurring_failure", failure=failure))
+        areas += self._fitness_step(parent, previous)
         if self._dimensions:
             features = self._coordinates(parent)
             name = "exploring_region" if features else "no_feature_coordinates"

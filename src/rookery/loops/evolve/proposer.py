@@ -20,13 +20,14 @@ from rookery.errors import (
     FleetError,
     FleetSettingsError,
 )
-from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, read_answer
+from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.config import ModelConfig
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
-from rookery.loops.evolve.prompts import Prompt, Prompts, ShownPrograms
+from rookery.loops.evolve.prompts import Asked, Prompt, Prompts, ShownPrograms
 from rookery.loops.evolve.search_state import program_id
 from rookery.loops.evolve.stages import AttemptFailure, Generated
+from rookery.loops.evolve.tuning import TUNE
 from rookery.ports import TextModel
 from rookery.search.programs.novelty import code_hash
 from rookery.search.programs.program import CodeSummary, summarize
@@ -188,6 +189,9 @@ def seed_of(seed: int, *keys: int | str) -> int:
     return stream_seed(seed, *keys) & 0x7FFF_FFFF
 
 
+NO_PROMPTS: Mapping[str, object] = {}
+
+
 class Proposer:
     """Asks the arm that a plan names."""
 
@@ -217,6 +221,8 @@ class Proposer:
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
         in Generated; a model that is down for too long raises."""
+        if plan.operator == TUNE:
+            return Generated(model=TUNE), await run_in_thread(self._template, plan)
         prompt = await run_in_thread(self._build, plan)
         # A run that goes on may no longer have the model that an attempt was planned with.
         arm = self._arms.get(plan.arm) or next(iter(self._arms.values()))
@@ -231,7 +237,13 @@ class Proposer:
 
     async def read(self, plan: Plan, generated: Generated) -> Child | None:
         """The child of an answer of an earlier session."""
+        if plan.operator == TUNE:
+            return await run_in_thread(self._template, plan)
         return await run_in_thread(self._read_kept, plan, generated.answer)
+
+    def _template(self, plan: Plan) -> Child:
+        """The child of a tuning, still with the numbers of its parent."""
+        return self._child(plan, ChildProgram(code=self._base(plan).code, changes="Tuned numbers"))
 
     def _build(self, plan: Plan) -> Prompt:
         top = [self._store.get(id) for id in plan.top]
@@ -241,7 +253,12 @@ class Proposer:
             top=top,
             inspirations=[self._store.get(id) for id in plan.inspirations],
         )
-        return self._prompts.build(self._store.get(plan.parent), shown=shown, attempt=plan.attempt)
+        asked = Asked(operator=plan.operator, failures=plan.failures)
+        return self._prompts.build(self._base(plan), shown=shown, attempt=plan.attempt, asked=asked)
+
+    def _base(self, plan: Plan) -> ProgramRecord:
+        """The program that the model is to change."""
+        return self._store.get(plan.mends or plan.parent)
 
     def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
         exchange = {
@@ -267,10 +284,15 @@ class Proposer:
         return found if isinstance(found, Child) else None
 
     def _read(self, plan: Plan, exchange: Mapping[str, str]) -> Child | AttemptFailure:
-        parent = self._store.get(plan.parent)
-        found = read_answer(exchange["answer"], parent=parent, rules=self._rules)
+        found = read_answer(exchange["answer"], parent=self._base(plan), rules=self._rules)
         if isinstance(found, AnswerFailure):
             return AttemptFailure(kind=found.kind.value, message=found.message)
+        prompts = _as_prompts(exchange) if self._with_prompts else {}
+        return self._child(plan, found, prompts)
+
+    def _child(
+        self, plan: Plan, found: ChildProgram, prompts: Mapping[str, object] = NO_PROMPTS
+    ) -> Child:
         return make_child(
             ProgramRecord(
                 id=program_id(plan.attempt),
@@ -282,7 +304,7 @@ class Proposer:
                 island=plan.island,
                 changes=found.changes,
                 changes_description=found.changes_description,
-                parent_metrics=parent.metrics,
-                prompts=_as_prompts(exchange) if self._with_prompts else {},
+                parent_metrics=self._store.get(plan.parent).metrics,
+                prompts=prompts,
             )
         )

@@ -19,6 +19,7 @@ from rookery.reports.evolve import (
     CurvePoint,
     EvolveReport,
     FailureRecord,
+    OperatorRow,
     ProgramRow,
     TokensRecord,
 )
@@ -49,12 +50,15 @@ def make_report(
         models=_models(state),
         seed=seed,
         mode=config.rookery.mode,
+        strategy=config.database.strategy,
+        operators=_operators(state),
         language=line[-1].language,
         feature_dimensions=config.database.feature_dimensions,
         bins=search_config(config).bins,
         num_iterations=state.num_decided,
         num_committed=state.num_committed,
         num_failed=state.num_decided - state.num_committed,
+        failed_share=_failed_share(state),
         num_islands=config.database.num_islands,
         num_programs=len(by_id),
         stop_reason=search.stop_reason,
@@ -76,6 +80,7 @@ def make_report(
         usd=price(state.spending, config.rookery.budget),
         seconds=search.elapsed_s,
         evaluation_seconds=state.spending.evaluation_s,
+        num_tuning_evaluations=state.spending.num_tuning,
         num_workers_lost=state.spending.num_lost,
         baselines=tuple(_baseline(baseline) for baseline in baselines),
         is_forgeable=not parts.evaluator.isolate,
@@ -144,6 +149,26 @@ def _models(state: SearchState) -> tuple[ArmRecord, ...]:
     )
 
 
+def _operators(state: SearchState) -> tuple[OperatorRow, ...]:
+    are_counted = not state.spending.num_unreported
+    return tuple(
+        OperatorRow(
+            name=one.name,
+            num_given=one.num_given,
+            num_accepted=one.num_accepted,
+            num_improved=one.num_improved,
+            tokens=one.cost if are_counted else None,
+        )
+        for one in sorted(state.database.operators, key=lambda one: -one.num_given)
+    )
+
+
+def _failed_share(state: SearchState) -> float | None:
+    if not state.num_decided:
+        return None
+    return (state.num_decided - state.num_committed) / state.num_decided
+
+
 def _curve(state: SearchState) -> tuple[CurvePoint, ...]:
     return tuple(
         CurvePoint(
@@ -183,6 +208,7 @@ def _baseline(baseline: Baseline) -> BaselineRecord:
         num_iterations=state.num_decided,
         num_failed=state.num_decided - state.num_committed,
         tokens=_tokens(state.spending),
+        num_tuning_evaluations=state.spending.num_tuning,
         note=baseline.stop_reason,
     )
 

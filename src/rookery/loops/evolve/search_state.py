@@ -9,8 +9,10 @@ A function of what was told, in that order: telling the same again gives the sam
 not grow with the number of attempts.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
@@ -23,10 +25,13 @@ from rookery.loops.evolve.stages import (
     Planned,
     Stages,
 )
+from rookery.loops.evolve.tuning import TUNE
+from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
-from rookery.search.programs.program import Member, ProgramRecord
+from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
+from rookery.search.programs.sampling import Plan
 from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
@@ -42,6 +47,11 @@ __all__ = [
 ]
 
 
+SMALLEST_ARCHIVE = 10
+NEVER = 10**9
+"""Children between migrations: more than any run has."""
+
+
 def program_id(attempt: int) -> str:
     """The id of the program that an attempt gives."""
     return f"p{attempt}"
@@ -50,7 +60,7 @@ def program_id(attempt: int) -> str:
 def search_config(config: EvolveConfig) -> DatabaseConfig:
     """OpenEvolve's section `database` as the search reads it."""
     own, prompt = config.database, config.prompt
-    document = {
+    document: dict[str, Any] = {
         "population_size": own.population_size,
         "archive_size": own.archive_size,
         "num_islands": own.num_islands,
@@ -69,7 +79,21 @@ def search_config(config: EvolveConfig) -> DatabaseConfig:
         },
         "bandit": {"policy": "ucb" if config.rookery.bandit else "weights"},
     }
+    if own.strategy == "adaptive":
+        document |= _sized(config)
     return parse_config(DatabaseConfig, document, origin="the section database")
+
+
+def _sized(config: EvolveConfig) -> dict[str, Any]:
+    """Archive and grid of an adaptive search: no larger than its iterations fill. Programs move
+    between islands by operators alone."""
+    own = config.database
+    size = min(own.archive_size, max(SMALLEST_ARCHIVE, config.max_iterations // 10))
+    sized: dict[str, Any] = {"archive_size": size, "migration_interval": NEVER}
+    if isinstance(own.feature_bins, int):
+        num_bins = math.ceil(size ** (1 / len(own.feature_dimensions)))
+        sized["feature_bins"] = min(own.feature_bins, num_bins)
+    return sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +136,8 @@ class Spending:
     """Attempts with an answer whose tokens the model did not report."""
     evaluation_s: float = 0.0
     num_lost: int = 0
+    num_tuning: int = 0
+    """Evaluations that tuned numbers."""
     dearest_prompt_tokens: int = 0
     dearest_completion_tokens: int = 0
     """The most of one attempt."""
@@ -137,6 +163,7 @@ class Spending:
         if isinstance(stage, Evaluated):
             self.evaluation_s += stage.seconds
             self.num_lost += stage.num_lost
+            self.num_tuning += stage.num_tuning
 
 
 @dataclass(slots=True)
@@ -162,6 +189,8 @@ class SearchState:
     staleness: Counter[int] = field(default_factory=Counter)
     spending: Spending = field(default_factory=Spending)
     first_best: str = ""
+    tuned: set[str] = field(default_factory=set)
+    """Programs whose numbers were tuned, or are being tuned, and those that tuning gave."""
     num_decided: int = 0
     num_committed: int = 0
     num_demoted: int = 0
@@ -190,6 +219,30 @@ class SearchState:
         ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
         self._take_in(record, evaluated, ancestor)
         self.first_best = self.best.id
+
+    def plan_tuning(self, plan: Plan) -> Plan:
+        """The plan, or that of tuning the best program if nobody has begun that."""
+        best = self.best
+        if best.id in self.tuned:
+            return plan
+        return replace(
+            plan,
+            island=best.record.island,
+            parent=best.id,
+            parent_score=best.score,
+            generation=best.record.generation + 1,
+            inspirations=(),
+            top=(),
+            operator=TUNE,
+            mends="",
+            failures=(),
+            arm="",
+        )
+
+    def note_planned(self, plan: Plan) -> None:
+        """An attempt with this plan has begun; repeated calls change nothing."""
+        if plan.operator == TUNE:
+            self.tuned |= {plan.parent, program_id(plan.attempt)}
 
     def find_repeated(self, attempt: int, code_hash: str) -> AttemptFailure | None:
         """Whether the child's evaluation can be left out, as it repeats a program that this
@@ -240,11 +293,25 @@ class SearchState:
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
             self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan
+        self.note_planned(plan)
         self._keep_arm(plan.arm)
         cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
         if decision.failure is not None:
             self._count_failure(attempt, decision.failure)
-            self.database.tell_failure(plan.arm, cost=cost)
+            failed = FailedRecord(
+                id=program_id(attempt),
+                arm=plan.arm,
+                cost=cost,
+                operator=plan.operator,
+                mends=plan.mends,
+                kind=decision.failure.kind,
+                message=decision.failure.message,
+                parent=plan.parent,
+                parent_score=plan.parent_score,
+                generation=plan.generation,
+                can_be_mended=evaluated is not None and bool(evaluated.program),
+            )
+            self.database.tell_failure(failed)
             return None
         assert evaluated is not None and evaluated.code is not None
         record = ProgramRecord(
@@ -258,6 +325,8 @@ class SearchState:
             generation=plan.generation,
             arm=plan.arm,
             cost=cost,
+            operator=plan.operator,
+            mends=plan.mends,
         )
         self.num_committed += 1
         ancestor = Ancestor(
@@ -320,7 +389,7 @@ def open_state(
     """The state of an evolution to which nothing was told."""
     lag = config.lag if config.rookery.mode == "deterministic" else None
     return SearchState(
-        database or ProgramDatabase(search_config(config), seed=seed, arms=arms),
+        database or _open_database(config, seed=seed, arms=arms),
         StoppingConfig(
             patience=config.early_stopping_patience,
             threshold=config.convergence_threshold,
@@ -331,6 +400,15 @@ def open_state(
         novelty=NoveltyIndex(_novelty_config(config, lag)),
         rejects_similar=config.database.novelty_llm is False,
     )
+
+
+def _open_database(config: EvolveConfig, *, seed: int, arms: tuple[Arm, ...]) -> ProgramDatabase:
+    own = search_config(config)
+    if config.database.strategy == "openevolve":
+        return ProgramDatabase(own, seed=seed, arms=arms)
+    max_cost = config.rookery.budget.max_tokens
+    budget = Budget(num_attempts=config.max_iterations, max_cost=max_cost)
+    return AdaptiveDatabase(own, seed=seed, budget=budget, arms=arms)
 
 
 def _novelty_config(config: EvolveConfig, lag: int | None) -> NoveltyConfig:

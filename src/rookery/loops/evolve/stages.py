@@ -73,7 +73,8 @@ class Evaluated:
     """What was measured of the child."""
 
     program: str = ""
-    """The digest of the program with all that is known of it; empty with a failure."""
+    """The digest of the program with all that is known of it. With a failure: of a program that
+    can be mended, with the end of its error; else empty."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The numbers; means when it was scored more than once."""
     code: CodeSummary | None = None
@@ -91,6 +92,8 @@ class Evaluated:
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
     """Of the models that judge programs, and of those that judge whether they are new."""
+    num_tuning: int = 0
+    """Evaluations of programs that differ from it in their numbers alone."""
     embedding: str = ""
     """As `pack_vector` writes it; empty without one."""
     embedding_error: str = ""

@@ -261,6 +261,8 @@ def _line(run: RunView, number: int, stages: Stages) -> dict[str, Any]:
         "model": plan.arm,
         "generation": plan.generation,
     }
+    if plan.operator:
+        line["operator"] = plan.operator
     if decision.failure is not None:
         failure = {"kind": decision.failure.kind, "message": decision.failure.message}
         return line | {"failure": failure}
@@ -292,10 +294,10 @@ def export_training_data(run: RunView, *, features: Collection[str]) -> str:
 def _row(
     run: RunView, number: int, stages: Stages, features: Collection[str]
 ) -> dict[str, Any] | None:
-    """None for an attempt that failed or is no better than its parent."""
+    """None for an attempt that failed, is no better than its parent, or asked no model."""
     planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
     assert planned is not None and generated is not None and stages.decision is not None
-    if stages.decision.failure is not None or evaluated is None:
+    if stages.decision.failure is not None or evaluated is None or not generated.answer:
         return None
     score = score_of(evaluated.metrics, features=features)
     if score is None or score <= planned.plan.parent_score:

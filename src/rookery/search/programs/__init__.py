@@ -1,11 +1,11 @@
-"""Search over programs, one child at a time: islands with feature grids, as in OpenEvolve.
+"""Search over programs, one child at a time.
 
-program    what is kept of a program           island     members of one group and their draws
-database   ask and tell                        ranking    members by score
-sampling   parents and inspirations            grid       cells with bounds that move
-diversity  distance to reference programs      front      Pareto front, one program at a time
-bandit     which model writes the next         novelty    what repeats another program
-stopping   when to end early                   window     order of asks and tells by attempt
+program    what is kept of a program           adaptive   operators that compete for attempts
+database   ask and tell, as OpenEvolve draws;  operators  what each operator gets and won
+           order of asks and tells by attempt  bandit     which model writes the next
+population islands, archive and front          sampling   parents and inspirations
+island     members of a group, feature grid    novelty    what repeats another program
+ranking    members by score, Pareto front      stopping   when to end early
 """
 
 __all__: list[str] = []

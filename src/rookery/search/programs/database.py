@@ -3,7 +3,7 @@
     database = ProgramDatabase(DatabaseConfig(), seed=7, arms=[Arm(name="small")])
     database.tell(first_program)
     plan = database.ask(1)               # Plan: parent, inspirations, top programs, arm
-    database.tell(record)                # or tell_failure(plan.arm, cost=1800)
+    database.tell(record)                # or tell_failure(FailedRecord(...))
     database = ProgramDatabase(config, seed=7, state=database.state)      # the same again
 
 `ask` changes nothing: a plan follows from the seed, the attempt and what was told before, in that
@@ -20,12 +20,19 @@ from typing import Generic, TypeVar
 from pydantic import Field
 
 from rookery.search.programs.bandit import Arm, Bandit, BanditConfig
+from rookery.search.programs.operators import OperatorRecord
 from rookery.search.programs.population import (
     Population,
     PopulationConfig,
     PopulationState,
 )
-from rookery.search.programs.program import CodeSummary, Member, ProgramRecord, score_of
+from rookery.search.programs.program import (
+    CodeSummary,
+    FailedRecord,
+    Member,
+    ProgramRecord,
+    score_of,
+)
 from rookery.search.programs.sampling import (
     Elites,
     Plan,
@@ -259,6 +266,11 @@ class ProgramDatabase:
         return self._bandit.arms
 
     @property
+    def operators(self) -> tuple[OperatorRecord, ...]:
+        """Ways of making a child, and what each won; none where they are not drawn."""
+        return ()
+
+    @property
     def best(self) -> Member | None:
         """The highest score of all, the first told of equal ones."""
         return self._population.best
@@ -301,10 +313,10 @@ class ProgramDatabase:
         self._population.add(member)
         return member
 
-    def tell_failure(self, arm: str, *, cost: float) -> None:
-        """Count an attempt without a program: it failed, or repeated another."""
-        if arm:
-            self._bandit.tell(arm, gain=0.0, cost=cost)
+    def tell_failure(self, failed: FailedRecord) -> None:
+        """Count an attempt without a program."""
+        if failed.arm:
+            self._bandit.tell(failed.arm, gain=0.0, cost=failed.cost)
 
     def add_arm(self, arm: Arm) -> None:
         """Let a model or adapter join; part of what has to be told again."""

@@ -3,7 +3,7 @@
     record = ProgramRecord(id="p7", attempt=7, island=1, metrics=numeric_metrics(answer),
                            code=summarize(text), parent="p3", parent_score=0.4, generation=2)
 
-A failed evaluation is no record: it is told with `ProgramDatabase.tell_failure`.
+A failed attempt is a FailedRecord: it has no score.
 """
 
 import math
@@ -14,6 +14,7 @@ from hashlib import blake2b
 __all__ = [
     "COMBINED",
     "CodeSummary",
+    "FailedRecord",
     "Member",
     "ProgramRecord",
     "mean_of",
@@ -59,6 +60,30 @@ class ProgramRecord:
     """The model or adapter that wrote it; empty for a program that the search started from."""
     cost: float = 0.0
     """What writing it cost, in the unit in which arms are compared, such as tokens."""
+    operator: str = ""
+    """How it was made, where the database draws operators."""
+    mends: str = ""
+    """The failed program that it is a repair of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRecord:
+    """One attempt that gave no program: it failed, or repeated another."""
+
+    id: str = ""
+    """Of the program, where there is one."""
+    arm: str = ""
+    cost: float = 0.0
+    operator: str = ""
+    mends: str = ""
+    kind: str = ""
+    message: str = ""
+    parent: str = ""
+    parent_score: float = 0.0
+    generation: int = 0
+    """Of the program."""
+    can_be_mended: bool = False
+    """Whether there is a program that the evaluator could not score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,12 @@ class Plan:
     """The island's best, best first."""
     arm: str
     """The model or adapter that writes the child; empty when none was named."""
+    operator: str = ""
+    """How the child is made: one of `adaptive.OPERATORS`; empty where none was drawn."""
+    mends: str = ""
+    """The failed program that is to be mended; `parent` is then its parent."""
+    failures: tuple[str, ...] = ()
+    """Failures that recur, each as a sentence for the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

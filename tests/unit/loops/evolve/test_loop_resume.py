@@ -26,6 +26,7 @@ from rookery.testing import FakeTextModel
 from rookery.types import Job, TextRequest
 
 DETERMINISTIC = {"mode": "deterministic", "lag": 6}
+STRATEGIES = pytest.mark.parametrize("strategy", ["adaptive", "openevolve"])
 
 
 def read_export(folder: Path) -> str:
@@ -38,11 +39,15 @@ def _random_delays(seed: int) -> Callable[[Job], float]:
     return lambda _: rng.random() * 0.01
 
 
-async def test_deterministic_runs_are_equal_for_any_number_of_workers(tmp_path: Path) -> None:
+@STRATEGIES
+async def test_deterministic_runs_are_equal_for_any_number_of_workers(
+    tmp_path: Path, strategy: str
+) -> None:
     texts = []
     for workers in (1, 4, 16):
         config = toy_config(
             max_iterations=50,
+            database={"strategy": strategy},
             rookery={**DETERMINISTIC, "workers": workers, "in_flight": 2 + workers},
         )
         executor = ToyExecutor(delay_s=_random_delays(workers))
@@ -73,9 +78,16 @@ class CancelAfter:
         return 0.001
 
 
+@STRATEGIES
 @pytest.mark.parametrize("mode", ["steady", "deterministic"])
-async def test_a_cancelled_run_goes_on_where_it_was(tmp_path: Path, mode: str) -> None:
-    config = toy_config(max_iterations=40, rookery={**DETERMINISTIC, "mode": mode})
+async def test_a_cancelled_run_goes_on_where_it_was(
+    tmp_path: Path, mode: str, strategy: str
+) -> None:
+    config = toy_config(
+        max_iterations=40,
+        database={"strategy": strategy},
+        rookery={**DETERMINISTIC, "mode": mode},
+    )
     await evolve_toy(tmp_path / "whole", config)
     model = toy_model()
     num_sessions = 0
@@ -97,8 +109,9 @@ async def test_a_cancelled_run_goes_on_where_it_was(tmp_path: Path, mode: str) -
         assert read_export(tmp_path / "cut") == read_export(tmp_path / "whole")
 
 
-async def test_a_finished_run_gives_the_same_report_again(tmp_path: Path) -> None:
-    config = toy_config()
+@STRATEGIES
+async def test_a_finished_run_gives_the_same_report_again(tmp_path: Path, strategy: str) -> None:
+    config = toy_config(database={"strategy": strategy})
     first = await evolve_toy(tmp_path, config)
     model, executor = toy_model(), ToyExecutor()
     again = await evolve_toy(tmp_path, config, model=model, executor=executor)

@@ -15,7 +15,7 @@ from rookery.search.programs.database import (
     Tell,
     Window,
 )
-from rookery.search.programs.program import ProgramRecord, summarize
+from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan, SamplingConfig
 from rookery.seeding import stream
 
@@ -79,7 +79,7 @@ def carry_out(plan: Plan) -> ProgramRecord | None:
 
 def tell(database: ProgramDatabase, plan: Plan, outcome: ProgramRecord | None) -> None:
     if outcome is None:
-        database.tell_failure(plan.arm, cost=10)
+        database.tell_failure(FailedRecord(arm=plan.arm, cost=10))
     else:
         database.tell(outcome)
 
@@ -244,7 +244,7 @@ def test_improvement_over_the_parent_is_the_arms_gain() -> None:
     database.tell(child_of(plan, {"combined_score": 0.6}, code="a", cost=100))
     worse = replace(plan, attempt=2)
     database.tell(child_of(worse, {"combined_score": 0.0}, code="b", cost=50))
-    database.tell_failure("large", cost=30)
+    database.tell_failure(FailedRecord(arm="large", cost=30))
     small, large = database.state.arms
     assert (small.num_plays, small.cost) == (2, 150) and small.gain == pytest.approx(0.5)
     assert (large.num_plays, large.gain, large.cost) == (1, 0, 30)

@@ -21,6 +21,7 @@ __all__ = [
     "SandboxSettings",
     "Section",
     "TraceConfig",
+    "TuneConfig",
 ]
 
 # A section of OpenEvolve's config: types are exact, as they are there.
@@ -205,6 +206,13 @@ class SandboxSettings(Config):
     read_paths: tuple[str, ...] = ()
 
 
+class TuneConfig(Config):
+    """Numbers of a new best program are tuned by CMA-ES (extra `cmaes`): no tokens, evaluations."""
+
+    evaluations: int = Field(default=60, ge=4)
+    """For each new best program."""
+
+
 class RookeryConfig(Config):
     """Where and how an evolution runs."""
 
@@ -227,8 +235,23 @@ class RookeryConfig(Config):
     """Times that a new best program is scored again before it counts."""
     budget: BudgetConfig = BudgetConfig()
     sandbox: SandboxSettings = SandboxSettings()
-    baselines: tuple[Literal["best_of_n", "sequential"], ...] = ()
-    """Run beside the evolution, with as much to spend."""
+    baselines: tuple[
+        Literal["best_of_n", "sequential", "best_of_n+tune", "sequential+tune"], ...
+    ] = ()
+    """Run beside the evolution, with as much to spend; `+tune`: with `tune`, where that is set."""
+    tune: TuneConfig | None = None
+    """Tune the numbers in the EVOLVE blocks of every new best Python program; null: not."""
+
+    @model_validator(mode="after")
+    def _baselines_are_possible(self) -> Self:
+        tuned = [name for name in self.baselines if name.endswith("+tune")]
+        if tuned and self.tune is None:
+            raise ValueError(
+                f"baselines name {tuned[0]!r}, and tune is not set: write "
+                "tune: {evaluations: 60}, or the baseline without +tune."
+            )
+        return self
+
     pareto: tuple[str, ...] = ()
     """Metrics of which none is traded against another; empty: fitness alone."""
     bandit: bool = False
@@ -254,6 +277,22 @@ class RookeryConfig(Config):
         return () if self.engine is None else ("base", *self.adapters)
 
 
+SEARCH_KEYS = frozenset(
+    {
+        "archive_size",
+        "diversity_reference_size",
+        "elite_selection_ratio",
+        "exploitation_ratio",
+        "exploration_ratio",
+        "feature_bins",
+        "feature_dimensions",
+        "migration_interval",
+        "migration_rate",
+        "num_islands",
+        "population_size",
+    }
+)
+"""OpenEvolve's keys that say how it searches: a file that sets one of them runs as it says."""
 MAX_BINS = 1000
 """Of a feature dimension: with more, hardly two programs ever compete for a cell."""
 
@@ -295,6 +334,10 @@ class PromptConfig(Section):
 class DatabaseConfig(Section):
     """The population: a grid per island, an archive, migration."""
 
+    strategy: Literal["adaptive", "openevolve"] = "adaptive"
+    """`adaptive`: operators compete for attempts, within the iterations that are left;
+    `openevolve`: as OpenEvolve draws parents. Unset: `openevolve` if one of the keys that say how
+    it searches is set, else `adaptive`."""
     db_path: str | None = None
     in_memory: bool = True
     log_prompts: bool = True
@@ -328,6 +371,15 @@ class DatabaseConfig(Section):
     """Else OPENAI_EMBEDDING_BASE_URL."""
     similarity_threshold: float = 0.99
     """Cosine of two embeddings from which on a program is similar; 0 compares none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_strategy(cls, document: Any) -> Any:
+        """The choice is written with the config, so that a run goes on as it began."""
+        if not isinstance(document, dict) or document.get("strategy") is not None:
+            return document
+        strategy = "openevolve" if SEARCH_KEYS & document.keys() else "adaptive"
+        return {**document, "strategy": strategy}
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

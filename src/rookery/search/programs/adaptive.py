@@ -1,0 +1,293 @@
+"""A search that adapts to its budget: operators compete for attempts, and lines begin on islands.
+
+    database = AdaptiveDatabase(DatabaseConfig(), seed=7, num_attempts=1000)
+    database.tell(first_program)
+    plan = database.ask(1)            # Plan(operator="best", ...)
+    database.tell(record)             # or tell_failure(FailedRecord(...)), with plan.operator
+
+Most attempts are children of the best program while that improves. When it no longer does, draws by
+rank, crossovers and new lines get a larger part; how many lines there may be follows from the
+attempts that are left. Parents are drawn from what was told, so that no attempt waits for another.
+`ask` changes nothing. What is known beyond the population is rebuilt by telling the same again.
+"""
+
+import math
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.operators import OperatorBandit, OperatorRecord
+from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
+from rookery.search.programs.sampling import Plan
+from rookery.seeding import stream
+
+__all__ = ["AdaptiveDatabase", "Budget"]
+
+NUM_RANKED = 60
+"""Programs that draws by rank reach."""
+RANK_P, MATE_P = 0.3, 0.1
+"""Of the geometric draws of a parent and of a mate: the best has this chance."""
+NUM_IMPROVERS = 4
+LINE_ATTEMPTS = 200
+"""Attempts left for each line beside the main one: a line that cannot climb is not begun."""
+FRESH_TURNS = 4
+NUM_FAILED = 10
+"""Failed programs that are kept to be mended later."""
+NUM_WATCHED, LEAST_RECURRING = 20, 3
+"""A failure recurs if so many of the last attempts told had it."""
+MAX_CHARS = 200
+"""Of a failure's message in a prompt."""
+NOT_THE_PROGRAM = frozenset({"model", "judge", "evaluation"})
+"""Kinds of failures that no program can avoid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How far a search may go."""
+
+    num_attempts: int
+    max_cost: float | None = None
+    """In the unit of `ProgramRecord.cost`."""
+
+
+class AdaptiveDatabase(ProgramDatabase):
+    """Islands are lines: 0 is the main one, the others begin with a child of the first program."""
+
+    def __init__(
+        self, config: DatabaseConfig, *, seed: int, budget: Budget, arms: Iterable[Arm] = ()
+    ) -> None:
+        super().__init__(config, seed=seed, arms=arms)
+        self._budget = budget
+        self._operators = OperatorBandit()
+        self._first: Member | None = None
+        self._ranked: list[tuple[float, int, Member]] = []
+        """Best first, of equal scores the one told last: so the search drifts over plateaus."""
+        self._improvers: deque[Member] = deque(maxlen=NUM_IMPROVERS)
+        self._lines: dict[int, Member] = {}
+        """The best of each line beside the main one, by island."""
+        self._num_lines = 0
+        self._failed: deque[tuple[int, FailedRecord]] = deque(maxlen=NUM_FAILED)
+        """Programs that no attempt told so far has tried to mend, with how many were told by
+        then."""
+        self._watched: deque[FailedRecord | None] = deque(maxlen=NUM_WATCHED)
+
+    @property
+    def operators(self) -> tuple[OperatorRecord, ...]:
+        return tuple(self._operators.records.values())
+
+    def tell(self, record: ProgramRecord) -> Member:
+        before = self.best
+        member = super().tell(record)
+        insort(self._ranked, (-member.score, -member.serial, member))
+        del self._ranked[NUM_RANKED:]
+        if record.attempt == 0 or before is None:
+            if self._first is None or member.rank < self._first.rank:
+                self._first = member
+            return member
+        gain = max(0.0, member.score - before.score)
+        self._count(record.operator, gain=gain, cost=record.cost, is_accepted=True)
+        self._watched.append(None)
+        if record.parent_score is not None and member.score > record.parent_score:
+            self._improvers.append(member)
+        self._follow_line(member)
+        self._note_mended(record.mends)
+        return member
+
+    def tell_failure(self, failed: FailedRecord) -> None:
+        super().tell_failure(failed)
+        self._count(failed.operator, gain=0.0, cost=failed.cost, is_accepted=False)
+        self._watched.append(failed)
+        self._note_mended(failed.mends)
+        if failed.can_be_mended and not failed.mends:
+            self._failed.append((self._operators.num_told, failed))
+
+    def _note_mended(self, id: str) -> None:
+        if known := next((pair for pair in self._failed if pair[1].id == id), None):
+            self._failed.remove(known)
+
+    def ask(self, attempt: int) -> Plan:
+        """The plan of an attempt; attempts count from 1."""
+        if self._first is None:
+            raise ValueError("Nothing was told yet: tell the programs to start from first.")
+        rng = stream(self._seed, "program", attempt)
+        horizon, num_left = self._horizon(attempt)
+        num_lines = int(min(self._config.num_islands - 1, num_left // LINE_ATTEMPTS))
+        fresh = self._find_fresh(attempt)
+        are_due = self._find_due(num_lines=num_lines, is_fresh=fresh is not None)
+        shares = self._operators.shares(are_due, horizon=horizon, num_left=num_left)
+        operator = _draw(shares, rng)
+        if operator == "repair":
+            failed = fresh or self._failed[int(rng.integers(len(self._failed)))][1]
+            return self._plan(attempt, operator, _as_repair(failed), self._top())
+        parent, mates = self._draw_parents(operator, rng)
+        island = 0
+        if operator == "restart":
+            island = 1 + self._num_lines % num_lines
+        elif operator == "elite":
+            island = parent.record.island
+        top = () if island else self._top()
+        plan = self._plan(attempt, operator, _as_base(parent), top)
+        return replace(plan, island=island, inspirations=mates)
+
+    def _plan(self, attempt: int, operator: str, base: "_Base", top: tuple[str, ...]) -> Plan:
+        return Plan(
+            attempt=attempt,
+            island=0,
+            parent=base.parent,
+            parent_score=base.score,
+            generation=base.generation,
+            inspirations=(),
+            top=top,
+            arm=self._bandit.draw(stream(self._seed, "arm", attempt)),
+            operator=operator,
+            mends=base.mends,
+            failures=self._recurring(),
+        )
+
+    def _draw_parents(
+        self, operator: str, rng: np.random.Generator
+    ) -> tuple[Member, tuple[str, ...]]:
+        """A parent, and the programs that it is to be combined with."""
+        assert self._first is not None
+        match operator:
+            case "improver":
+                return self._improvers[int(rng.integers(len(self._improvers)))], ()
+            case "top":
+                return self._draw_ranked(rng), ()
+            case "crossover":
+                parent = self._main(rng) if rng.random() < 0.5 else self._draw_ranked(rng)
+                others = [one for _, _, one in self._ranked if one.id != parent.id]
+                return parent, (others[_geometric(rng, MATE_P, len(others))].id,)
+            case "restart":
+                return self._first, ()
+            case "elite":
+                return self._draw_line(rng), ()
+        return self._main(rng), ()
+
+    def _main(self, rng: np.random.Generator) -> Member:
+        """The best program; with objectives, one that none beats in all of them."""
+        if len(front := self._population.front):
+            return self.members[front.draw(rng, among=self.members)]
+        return self._ranked[0][2]
+
+    def _draw_ranked(self, rng: np.random.Generator) -> Member:
+        return self._ranked[_geometric(rng, RANK_P, len(self._ranked))][2]
+
+    def _draw_line(self, rng: np.random.Generator) -> Member:
+        """Half of the attempts go to the best line, the others to any."""
+        lines = sorted(self._lines.values(), key=lambda member: member.rank)
+        return lines[0 if rng.random() < 0.5 else int(rng.integers(len(lines)))]
+
+    def _find_fresh(self, attempt: int) -> FailedRecord | None:
+        """A program that failed lately and whose parent is as good as the best. It is offered to
+        one of FRESH_TURNS attempts in a row, as two in flight should not mend the same."""
+        best, oldest = self._ranked[0][2].score, self._operators.num_told - FRESH_TURNS
+        return next(
+            (
+                failed
+                for told, failed in reversed(self._failed)
+                if told > oldest
+                and failed.parent_score >= best
+                and (attempt + told) % FRESH_TURNS == 0
+            ),
+            None,
+        )
+
+    def _find_due(self, *, num_lines: int, is_fresh: bool) -> dict[str, bool]:
+        """The operators that can be drawn now. One that is not due may be drawn for variety."""
+        can_be_drawn = {
+            "best": True,
+            "improver": bool(self._improvers),
+            "top": len(self._ranked) > 2,
+            "crossover": len(self._ranked) > 2,
+            "repair": bool(self._failed),
+            "restart": num_lines > 0,
+            "elite": bool(self._lines),
+        }
+        return {name: is_fresh or name != "repair" for name, can in can_be_drawn.items() if can}
+
+    def _top(self) -> tuple[str, ...]:
+        return tuple(one.id for _, _, one in self._ranked[: self._config.sampling.num_top])
+
+    def _horizon(self, attempt: int) -> tuple[float, float]:
+        """Attempts in all, and attempts left, by the tighter of the limits."""
+        num_left = float(max(0, self._budget.num_attempts - attempt))
+        if self._budget.max_cost is not None and self._operators.num_told:
+            left = self._budget.max_cost - self._operators.cost
+            num_left = min(num_left, max(0.0, left / self._operators.mean_cost))
+        return attempt + num_left, num_left
+
+    def _count(self, name: str, *, gain: float, cost: float, is_accepted: bool) -> None:
+        horizon, _ = self._horizon(self._operators.num_told + 1)
+        self._operators.tell(
+            name or "best", gain=gain, cost=cost, is_accepted=is_accepted, horizon=horizon
+        )
+
+    def _follow_line(self, member: Member) -> None:
+        """A restart begins a line on its island anew; a better or equal child is its next step."""
+        island, operator = member.record.island, member.record.operator
+        if operator == "restart":
+            self._num_lines += 1
+            self._lines[island] = member
+        elif operator == "elite" and member.score >= self._lines[island].score:
+            self._lines[island] = member
+
+    def _recurring(self) -> tuple[str, ...]:
+        failed = [one for one in self._watched if one and one.kind not in NOT_THE_PROGRAM]
+        counts = Counter(map(_failure_name, failed))
+        last = {_failure_name(one): one.message for one in failed}
+        return tuple(
+            f"{count} of the last {len(self._watched)} answers failed ({name}): "
+            f"{' '.join(last[name].split())[:MAX_CHARS]}"
+            for name, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+            if count >= LEAST_RECURRING
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What a child is made from."""
+
+    parent: str
+    score: float
+    generation: int
+    """The child's."""
+    mends: str = ""
+
+
+def _as_base(parent: Member) -> _Base:
+    generation = parent.record.generation + 1
+    return _Base(parent=parent.id, score=parent.score, generation=generation)
+
+
+def _as_repair(failed: FailedRecord) -> _Base:
+    return _Base(
+        parent=failed.parent,
+        score=failed.parent_score,
+        generation=failed.generation,
+        mends=failed.id,
+    )
+
+
+def _draw(shares: dict[str, float], rng: np.random.Generator) -> str:
+    names, sums = list(shares), np.cumsum(list(shares.values()))
+    place = int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
+    return names[min(place, len(names) - 1)]
+
+
+def _geometric(rng: np.random.Generator, chance: float, count: int) -> int:
+    """A place below `count`; the first has this chance, each next one less by the same factor."""
+    return min(int(math.log1p(-rng.random()) / math.log1p(-chance)), count - 1)
+
+
+def _failure_name(failed: FailedRecord) -> str:
+    """`error NameError`, or the kind alone."""
+    name = failed.message.partition(":")[0]
+    return (
+        f"{failed.kind} {name}" if failed.kind == "error" and name.isidentifier() else failed.kind
+    )
