@@ -25,8 +25,8 @@ class OpenEvolveSearch:
     """A Search over `openevolve.database.ProgramDatabase` with its defaults."""
 
     def __init__(self, *, seed: int) -> None:
-        from openevolve.config import DatabaseConfig  # type: ignore[import-not-found]
-        from openevolve.database import ProgramDatabase  # type: ignore[import-not-found]
+        from openevolve.config import DatabaseConfig
+        from openevolve.database import ProgramDatabase
 
         random.seed(seed)
         self._database = ProgramDatabase(DatabaseConfig(random_seed=seed, log_prompts=False))
