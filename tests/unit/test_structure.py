@@ -114,6 +114,13 @@ def test_the_list_of_files_of_the_service_is_right() -> None:
             assert listed == there, folder
 
 
+def test_files_that_a_package_lists_are_there() -> None:
+    for path in SOURCE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        listed = set(re.findall(r"^([a-z_]+\.py)\b", text, re.MULTILINE))
+        assert listed <= {own.name for own in path.parent.iterdir()}, path
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_heavy_libraries_stay_in_their_parts(path: Path) -> None:
     for name, line in _imports(path):

@@ -10,7 +10,7 @@ grpo_files, _plan, _policy,        of grpo: what is read, what fits into memory,
   _bridge, _atropos                how weights reach servers, groups from environments
 atropos_options.py                 the flags of Atropos's own trainer as a grpo config
 evolve.py, evolve_check.py         the same for programs, and a check of what a config names
-proposers.py                       the models that write programs
+proposers.py, engine_models.py     the models that write programs
 sft.py                             a taskset -> an adapter
 serve.py, http_server.py           the service and the server it answers on
 

@@ -1,11 +1,10 @@
 """Tasks of several turns: a game that talks to the model, and what the exchange is worth.
 
-conversation.py   the tokens of one exchange: what was drawn is never encoded again
-chat.py           what a game calls to get the model's next reply
+chat.py           what a game calls for the model's next reply; drawn tokens are never encoded again
 game.py           a Python function as a game: its limits, its reward, its failures
-rounds.py         games that wait for one another, so that replies are drawn together
-game_sampler.py   groups of games to train on
-game_evaluator.py models measured by games
+game_sampler.py   groups of games to train on, and models measured by games
+atropos/          environments of Atropos: the gateway that they send groups to
+verifiers/        environments of verifiers, played as Atropos's are
 """
 
 from rookery.environments.chat import Chat, Conversation

@@ -3,8 +3,7 @@
 client.py     a server as a Trainer and an Engine
 wire.py       records as JSON, adapters as safetensors
 server.py     HTTP routes over a trainer and an engine
-engine.py     the trainer and the engine of all ranks in step
-ranks.py      the processes of torchrun as tensor-parallel ranks
+engine.py     the trainer and the engine of all tensor-parallel ranks in step
 model.py      a slotted model whose layers are megatron-core's
 gpt.py        megatron-core's GPTModel with the weights of a Hugging Face folder
 

@@ -1,12 +1,7 @@
 """The config of an evolution.
 
-evolve.py    OpenEvolve's config as a whole
-llm.py       its models
-sections.py  its other sections
-section.py   exact types
-own.py       our own keys
-ignored.py   keys that change nothing
-reading.py   from a file, the environment and flags
+sections.py  OpenEvolve's sections, and our own
+reading.py   the whole config from a file, the environment and flags; keys that change nothing
 """
 
 from rookery.loops.evolve.config.reading import EvolveConfig, Flags, LoadedConfig, read_config
