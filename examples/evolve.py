@@ -1,7 +1,7 @@
 """Evolve a program with the library call.
 
 Hardware: 2 CPU cores and a model behind OpenAI's API: set OPENAI_API_BASE and, if it wants one,
-OPENAI_API_KEY. A minute or two for 40 programs.
+OPENAI_API_KEY. A minute for 8 programs.
 
     python examples/evolve.py MODEL
 """
