@@ -30,6 +30,8 @@ MAIN_METRICS = {
 }
 ANY_METRIC = ("reward/", "train/loss", "loss/", "")
 TAIL_BYTES = 1 << 15
+LOOK_AGAIN_S = 0.3
+"""Several pages that ask at once share one look at the files."""
 RATE_STEPS = 20
 """The time left comes from this many of the newest steps."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
@@ -46,31 +48,37 @@ class RunsFolder:
         """What the files of a run looked like when its row was read."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._removed: dict[str, int] = {}
+        self._stale: list[tuple[str, Path, tuple[int, ...]]] = []
+        """Runs whose row is to be read, the newest last."""
+        self._looked_s = 0.0
         self._version = 0
-        self._pending = 0
 
     def refresh(self, *, seconds: float = math.inf) -> None:
-        """Read the rows of runs that changed, the newest first, and stop when the time is over."""
+        """Read the rows of runs that changed, the newest first, and stop when the time is over:
+        the next call goes on there. Files are looked at once everything is read."""
         with self._mutex:
+            if not self._stale and (
+                seconds == math.inf or time.monotonic() > self._looked_s + LOOK_AGAIN_S
+            ):
+                self._look()
             until = time.monotonic() + seconds
-            self._find()
-            stale = []
-            for name, path in self._paths.items():
-                state = _state(path)
-                if self._seen.get(name) != state or self._has_died(name, path):
-                    stale.append((name, path, state))
-            stale.sort(key=lambda one: one[2], reverse=True)
-            for done, (name, path, state) in enumerate(stale):
-                if done and time.monotonic() > until:
-                    break
+            while self._stale:
+                name, path, state = self._stale.pop()
                 self._version += 1
-                self._rows[name] = {
-                    **describe_run(path),
-                    "id": name,
-                    "version": self._version,
-                }
-                self._seen[name] = state
-            self._pending = sum(1 for name, _, state in stale if self._seen.get(name) != state)
+                row = {**describe_run(path), "id": name, "version": self._version}
+                self._rows[name], self._seen[name] = row, state
+                if time.monotonic() > until:
+                    break
+
+    def _look(self) -> None:
+        """Find the runs whose files are not as they were."""
+        self._find()
+        for name, path in self._paths.items():
+            state = _state(path)
+            if self._seen.get(name) != state or self._has_died(name, path):
+                self._stale.append((name, path, state))
+        self._stale.sort(key=lambda one: one[2])
+        self._looked_s = time.monotonic()
 
     def _find(self) -> None:
         paths = {_id(path, self.root): path for path in find_runs(self.root)}
@@ -91,7 +99,7 @@ class RunsFolder:
             return {
                 "folder": str(self.root),
                 "version": self._version,
-                "pending": self._pending,
+                "pending": len(self._stale),
                 "runs": [row for row in self._rows.values() if row["version"] > since],
                 "removed": [
                     n for n, v in self._removed.items() if v > since and n not in self._rows
@@ -261,7 +269,7 @@ def _state(path: Path) -> tuple[int, ...]:
     found = []
     for name in WATCHED:
         try:
-            stat = os.stat(path / name)
+            stat = os.stat(f"{path}/{name}")
             # A reader leaves an empty log behind: it tells of no change.
             found.append((stat.st_mtime_ns, stat.st_size) if stat.st_size else (0, 0))
         except OSError:
