@@ -241,7 +241,8 @@ def _result(run: RunView) -> dict[str, Any] | None:
     match run.kind:
         case "genome" | "grpo":
             rows = [row for row in report.get("rows", []) if row.get("is_winner")]
-            return _estimate(rows[0], f"accuracy, {rows[0].get('name', '')}") if rows else None
+            what = "accuracy" if run.kind == "genome" else "mean reward"
+            return _estimate(rows[0], f"{what}, {rows[0].get('name', '')}") if rows else None
         case "icm":
             gold = report.get("gold") or {}
             number = {
