@@ -387,7 +387,7 @@ def go_on(
         known = int(view.config["settings"]["max_iterations"])
         total = known if iterations is None else extended_from + iterations
         settings = loaded.config.model_copy(update={"max_iterations": total})
-        may_change = MAY_CHANGE
+        may_change: tuple[str, ...] = MAY_CHANGE
         if "strategy" not in view.config["settings"]["database"]:
             # Written by a version that knew one strategy: it goes on with that.
             database = settings.database.model_copy(update={"strategy": "openevolve"})
