@@ -176,7 +176,6 @@ def write_config(case: Case, setting: Setting) -> Path:
             "num_top_programs": 1,
             "num_diverse_programs": 0,
         },
-        "database": {"num_islands": 2, "population_size": 200, "migration_interval": 10},
         "evaluator": {"timeout": 10},
         "rookery": {
             "in_flight": setting.in_flight,

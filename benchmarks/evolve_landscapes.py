@@ -132,7 +132,7 @@ def _sphere(x: Values) -> float:
 
 def _rosenbrock(x: Values) -> float:
     pairs = itertools.pairwise(x)
-    return sum(100 * (b - a * a) ** 2 + (1 - a) ** 2 for a, b in pairs) / 50
+    return sum(100 * (b - a * a) ** 2 + (1 - a) ** 2 for a, b in pairs) / 2000
 
 
 def _rastrigin(x: Values) -> float:

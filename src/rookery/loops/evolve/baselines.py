@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.first_programs import tell_first_programs
-from rookery.loops.evolve.hub import Hub
 from rookery.loops.evolve.parts import Providers, open_parts
 from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.scheduler import AttemptScheduler
 from rookery.loops.evolve.search_state import SearchState, open_state, search_config
 from rookery.loops.evolve.stages import Evaluated
 from rookery.search.programs.bandit import Arm
@@ -120,9 +120,11 @@ async def _run(
     tell_first_programs(start.measured, start.programs, parts=parts, state=state)
     series = name.replace(WITH_TUNE, "-tune")  # kinds of events have no plus
     times = 1 if config.rookery.budget.max_tokens is None else MOST_TIMES
-    hub = Hub(parts, state, num_attempts=times * evolution.num_decided, series=series)
-    await hub.run()
-    return Baseline(name=name, state=state, stop_reason=hub.stop_reason)
+    scheduler = AttemptScheduler(
+        parts, state, num_attempts=times * evolution.num_decided, series=series
+    )
+    await scheduler.run()
+    return Baseline(name=name, state=state, stop_reason=scheduler.stop_reason)
 
 
 def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:

@@ -9,7 +9,7 @@
     spend as much on simpler searches                              # baselines.py
     report
 
-Many attempts are in flight at a time: `hub.py` says how, and how a run resumes.
+Many attempts are in flight at a time: `scheduler.py` says how, and how a run resumes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from rookery.loops.evolve.first_programs import (
     prepare_first_programs,
     tell_first_programs,
 )
-from rookery.loops.evolve.hub import Hub
 from rookery.loops.evolve.outputs import Outputs, open_outputs
 from rookery.loops.evolve.parts import UNWATCHED, Providers, Watcher, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import log_to_file
 from rookery.loops.evolve.report import FinishedSearch, make_report
+from rookery.loops.evolve.scheduler import AttemptScheduler
 from rookery.loops.evolve.search_state import open_state
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.reports import EvolveReport
@@ -101,12 +101,14 @@ async def _evolve(
     tell_first_programs(measured, programs, parts=parts, state=state)
     outputs = Outputs(config, run=run, store=parts.store, state=state, first=programs[0])
     await outputs.ensure_best()
-    hub = Hub(parts, state, num_attempts=config.max_iterations, outputs=outputs)
+    scheduler = AttemptScheduler(parts, state, num_attempts=config.max_iterations, outputs=outputs)
     async with open_outputs(outputs):
-        await hub.run()
+        await scheduler.run()
     start = Start(programs=programs, measured=measured, seed=seed, arms=arms)
     baselines = await run_baselines(config, providers, evolution=state, start=start)
-    search = FinishedSearch(state=state, stop_reason=hub.stop_reason, elapsed_s=hub.elapsed_s)
+    search = FinishedSearch(
+        state=state, stop_reason=scheduler.stop_reason, elapsed_s=scheduler.elapsed_s
+    )
     report = await run_in_thread(make_report, parts, search, baselines, seed=seed)
     await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
     best = await run_in_thread(parts.store.get, state.best.id)

@@ -19,12 +19,14 @@ from rookery.loops.evolve.stages import Stages
 from rookery.search.programs.database import Ask, Tell
 
 __all__ = [
+    "BacklogLimit",
     "Order",
-    "Pace",
+    "Progress",
     "SteadyOrder",
     "find_exhausted",
     "find_hours_over",
     "price",
+    "stop_reason",
 ]
 
 
@@ -91,10 +93,10 @@ class SteadyOrder:
 
 # How many children may wait for an evaluation before no further model call is begun.
 #
-#     pace = Pace(num_workers=8)
-#     pace.model.add(5.0)
-#     pace.evaluation.add(0.1)
-#     pace.backlog == 400
+#     backlog = BacklogLimit(num_workers=8)
+#     backlog.model.add(5.0)
+#     backlog.evaluation.add(0.1)
+#     backlog.max_waiting == 400
 #
 # A call that begins now is answered after the time of a call. Children that are evaluated by then
 # do not delay its own, so as many may wait: answers that come all at once then do not stop the
@@ -127,7 +129,7 @@ class MeanSeconds:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class BacklogLimit:
     """What model calls and evaluations have taken lately."""
 
     num_workers: int
@@ -135,7 +137,7 @@ class Pace:
     evaluation: MeanSeconds = field(default_factory=MeanSeconds)
 
     @property
-    def backlog(self) -> int:
+    def max_waiting(self) -> int:
         """Children that may wait."""
         each = PER_WORKER
         if self.model.value is not None and self.evaluation.value:
@@ -188,6 +190,38 @@ def find_exhausted(
     if max_usd is not None and usd is not None and usd > max_usd * (1 + ROUNDING):
         return f"The budget of {max_usd:g} US dollars allows no further iteration."
     return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a search is, and what it may spend."""
+
+    num_attempts: int
+    """All there will be unless it ends early."""
+    num_decided: int
+    num_open: int
+    """In flight."""
+    num_recorded: int
+    """Decisions of earlier sessions that are still to be told: they are, whatever is left."""
+    elapsed_s: float
+    found: str
+    """Why what was found ends the search: a target, or patience; empty while it does not."""
+    budget: BudgetConfig
+    spending: Spending
+
+
+def stop_reason(progress: Progress) -> str:
+    """Why no further attempt begins; empty while one may, and when there are none to begin."""
+    if progress.num_decided + progress.num_open >= progress.num_attempts:
+        return ""
+    if progress.found or progress.num_recorded:
+        return progress.found
+    hours = find_hours_over(progress.budget, elapsed_s=progress.elapsed_s)
+    if hours or progress.num_open:
+        return hours
+    return find_exhausted(
+        progress.budget, progress.spending, num_told=progress.num_decided, num_open=0
+    )
 
 
 def _price(prompt_tokens: int, completion_tokens: int, budget: BudgetConfig) -> float | None:

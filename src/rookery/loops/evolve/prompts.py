@@ -505,7 +505,9 @@ class Prompts:
             diverse=self._draw_diverse(shown.top[num_top:], attempt),
             inspirations=shown.inspirations,
         )
-        return self._vary(self.templates.texts[self._template], attempt).format(
+        template = self._vary(self.templates.texts[self._template], attempt)
+        artifacts = self._artifacts(parent, is_needed=asked.operator == "repair")
+        user = template.format(
             metrics=_prompts_list_metrics(parent.metrics),
             fitness_score=format_fitness(self._fitness(parent)),
             feature_coords=self._coordinates(parent),
@@ -514,8 +516,19 @@ class Prompts:
             evolution_history=history,
             current_program=parent.code,
             language=self._language,
-            artifacts=self._artifacts(parent, is_needed=asked.operator == "repair"),
+            artifacts=artifacts,
         )
+        # A template of the user's may leave out what an operator cannot do without.
+        missing = [] if "{improvement_areas}" in template else list(self._asks(asked))
+        if asked.operator == "repair" and "{artifacts}" not in template:
+            missing.append(artifacts)
+        return "\n\n".join([user, *missing])
+
+    def _asks(self, asked: Asked) -> Iterator[str]:
+        if fragment := ASKING.get(asked.operator):
+            yield self.templates.fragment(fragment)
+        for failure in asked.failures:
+            yield self.templates.fragment("recurring_failure", failure=failure)
 
     def _draw_diverse(self, programs: Sequence[ProgramRecord], attempt: int) -> list[ProgramRecord]:
         num = min(self._config.num_diverse_programs, len(programs))
@@ -546,12 +559,7 @@ class Prompts:
     def _improvement_areas(
         self, parent: ProgramRecord, previous: Sequence[ProgramRecord], asked: Asked
     ) -> str:
-        areas = []
-        if fragment := ASKING.get(asked.operator):
-            areas.append(self.templates.fragment(fragment))
-        for failure in asked.failures:
-            areas.append(self.templates.fragment("recurring_failure", failure=failure))
-        areas += self._fitness_step(parent, previous)
+        areas = [*self._asks(asked), *self._fitness_step(parent, previous)]
         if self._dimensions:
             features = self._coordinates(parent)
             name = "exploring_region" if features else "no_feature_coordinates"

@@ -136,7 +136,7 @@ answer([asdict(Config()), list(asdict(LLMModelConfig()))])
     private = {("llm", "_manual_queue_dir")}
     assert keys - ours_keys == private
     own = {key for key in ours_keys - keys if key[0] != "rookery"}
-    assert own == set()
+    assert own == {("database", "strategy")}
     assert set(model_keys) - set(ModelConfig.model_fields) == {"_manual_queue_dir"}
 
 

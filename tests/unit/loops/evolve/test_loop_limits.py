@@ -21,15 +21,15 @@ from loops.evolve.toy import (
 )
 
 from rookery.errors import ConfigError, EngineDownError
-from rookery.loops.evolve import hub
+from rookery.loops.evolve import scheduler
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.hub import PER_WORKER
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.order import Pace
+from rookery.loops.evolve.order import BacklogLimit
 from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.scheduler import PER_WORKER
 from rookery.ports import TextModel
 from rookery.sandbox import Outcome
 from rookery.testing import FakeTextModel
@@ -103,7 +103,7 @@ async def test_hours_do_not_wait_for_a_model_that_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """What was decided counts; what was planned is asked for when the run goes on."""
-    monkeypatch.setattr(hub, "DOWN_POLL_S", 0.01)
+    monkeypatch.setattr(scheduler, "DOWN_POLL_S", 0.01)
     model = EndingModel(num_replies=10)
     own = {"budget": {"max_hours": 1.0 / 3600}, "mode": mode}
     config = toy_config(max_iterations=30, rookery=own)
@@ -206,7 +206,7 @@ async def test_children_wait_in_a_bounded_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluations are slower than the model: proposals stop when as many wait as may."""
-    monkeypatch.setattr(Pace, "backlog", 4)
+    monkeypatch.setattr(BacklogLimit, "max_waiting", 4)
     model = toy_model(propose_new)
     most_ahead = 0
 

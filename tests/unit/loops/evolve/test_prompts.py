@@ -13,6 +13,7 @@ from rookery.loops.evolve.config import EvolveConfig, PromptConfig
 from rookery.loops.evolve.program import ProgramRecord, find_fitness, join_files
 from rookery.loops.evolve.prompts import (
     DEFAULTS,
+    Asked,
     Prompts,
     ShownPrograms,
     hide_secrets,
@@ -195,7 +196,8 @@ answer([manager.templates, manager.fragments])
         for name in fragments
         if f'"{name}"' in (DEFAULTS / "fragments.json").read_text(encoding="utf-8")
     }
-    assert set(ours.fragments) - used == {"several_files"}
+    own = {"asks_crossover", "asks_repair", "recurring_failure", "several_files"}
+    assert set(ours.fragments) - used == own
     for text in texts:  # the wording is our own
         if "{" not in texts[text]:
             assert ours.texts[text] != texts[text]
@@ -299,3 +301,20 @@ def test_secrets_do_not_reach_a_prompt(secret: str) -> None:
 def test_a_judge_is_shown_the_program() -> None:
     prompt = _prompts().build_feedback("x = 1")
     assert "```python\nx = 1\n```" in prompt.user and '"readability"' in prompt.user
+
+
+def test_a_template_without_places_for_them_still_asks_for_a_repair_with_its_error(
+    tmp_path: Path,
+) -> None:
+    failed = ProgramRecord(id="p1", code="x = np\n", artifacts={"error": "NameError: np"})
+    asked = Asked(operator="repair", failures=["3 of the last 9 answers failed (timeout): slow"])
+    for text in (None, "Change this: {current_program}"):
+        if text is not None:
+            (tmp_path / "diff_user.txt").write_text(text)
+        config = EvolveConfig.model_validate({"prompt": {"template_dir": tmp_path}})
+        prompts = Prompts(config, language="python", seed=0)
+        user = prompts.build(failed, shown=ShownPrograms(), attempt=1, asked=asked).user
+        for words in ("x = np", "NameError: np", "FAILED", "answers failed (timeout): slow"):
+            assert user.count(words) == 1, words
+        plain = prompts.build(failed, shown=ShownPrograms(), attempt=1).user
+        assert "FAILED" not in plain and "timeout" not in plain

@@ -1,12 +1,13 @@
-"""The hub of a search: starts attempts, takes them through their stages, tells what became of them.
+"""The scheduler of a search: starts attempts, takes them through their stages, tells how they end.
 
     ask -> planned -> [model calls] -> generated -> [evaluations] -> evaluated -> tell
 
 | stage    | waits for                                        | at most                           |
 |----------|--------------------------------------------------|-----------------------------------|
 | ask      | room: fewer than `in_flight` model calls, no     | attempts in flight end            |
-|          | more children waiting than `Pace` allows, and    |                                   |
-|          | enough in the budget for all that are in flight  |                                   |
+|          | more children waiting than `BacklogLimit`        |                                   |
+|          | allows, and enough in the budget for all that    |                                   |
+|          | are in flight                                    |                                   |
 | generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
 | compare  | one of `in_flight` credits, then the embedding   | their own limits; what fails is   |
 |          | server and a judge; only where they are asked    | counted, the child goes on        |
@@ -31,7 +32,15 @@ from functools import partial
 
 from rookery.concurrency import task_group
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
-from rookery.loops.evolve.order import Order, Pace, SteadyOrder, find_exhausted, find_hours_over
+from rookery.loops.evolve.order import (
+    BacklogLimit,
+    Order,
+    Progress,
+    SteadyOrder,
+    find_exhausted,
+    find_hours_over,
+    stop_reason,
+)
 from rookery.loops.evolve.outputs import Due, Outputs
 from rookery.loops.evolve.parts import Iteration, Parts
 from rookery.loops.evolve.program_evaluator import Lease
@@ -51,7 +60,7 @@ from rookery.runs import Attempt, AttemptLog, AttemptState, Event
 from rookery.search.programs.database import Ask, Tell, Window
 from rookery.search.programs.program import Member
 
-__all__ = ["Hub"]
+__all__ = ["AttemptScheduler"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +85,7 @@ class _Told:
     is_last_recorded: bool = False
 
 
-class Hub:
+class AttemptScheduler:
     """One search of a run: the evolution, or a baseline under a series of its own."""
 
     def __init__(
@@ -97,7 +106,7 @@ class Hub:
         # Credits: taken and given back by `_generate` and `_evaluate`.
         self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
         self._evaluations = asyncio.Semaphore(PER_WORKER * parts.config.workers)
-        self._pace = Pace(num_workers=parts.config.workers)
+        self._backlog = BacklogLimit(num_workers=parts.config.workers)
         self._num_waiting = 0
         self._open: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -160,7 +169,7 @@ class Hub:
 
     def _has_room(self) -> bool:
         config = self._parts.config
-        is_backlog_full = self._num_waiting >= self._pace.backlog
+        is_backlog_full = self._num_waiting >= self._backlog.max_waiting
         return len(self._generating) < config.rookery.in_flight and not is_backlog_full
 
     def _may_begin(self, number: int) -> bool:
@@ -180,13 +189,18 @@ class Hub:
         )
 
     def _stop_if_due(self, order: Order) -> None:
-        num_begun = self._state.num_decided + len(self._open)
-        if num_begun >= self._num_attempts:
-            return
-        reason = self._state.stop_reason
-        # Decisions of earlier sessions are told first, however little the budget is now.
-        if not reason and not self._num_recorded:
-            reason = self._find_hours_over() or ("" if self._open else self._find_exhausted())
+        reason = stop_reason(
+            Progress(
+                num_attempts=self._num_attempts,
+                num_decided=self._state.num_decided,
+                num_open=len(self._open),
+                num_recorded=self._num_recorded,
+                elapsed_s=self.elapsed_s,
+                found=self._state.stop_reason,
+                budget=self._parts.config.rookery.budget,
+                spending=self._state.spending,
+            )
+        )
         if reason:
             self.stop_reason = self.stop_reason or reason
             order.stop()
@@ -264,7 +278,7 @@ class Hub:
         try:
             async with self._model_calls:
                 await self._log.record(begun)
-                with self._pace.model.timed():
+                with self._backlog.model.timed():
                     generated, child = await self._parts.proposer.generate(planned.plan)
                 await self._record(number, "generated", generated, epoch=epoch)
         finally:
@@ -287,8 +301,8 @@ class Hub:
         try:
             lease = Lease(number, self._note_lease, epoch=stages.epoch, num_lost=stages.num_lost)
             evaluated = await self._measure(planned, child, comparison, lease)
-            if evaluated.seconds:
-                self._pace.evaluation.add(evaluated.seconds)
+            if evaluated.seconds and not evaluated.num_tuning:
+                self._backlog.evaluation.add(evaluated.seconds)
             await self._record(number, "evaluated", evaluated, epoch=lease.epoch)
         finally:
             self._evaluations.release()
