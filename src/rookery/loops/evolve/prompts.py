@@ -35,10 +35,7 @@ __all__ = [
 
 # Prompt templates: the shipped ones, and a user's folder of the same file names over them.
 #
-#     templates = load_templates(config.prompt)
-#     templates.fill("previous_attempt", attempt_number=3, changes=..., performance=...,
-# outcome=...)
-#     templates.fragment("code_too_long", threshold=500)
+#     load_templates(config.prompt).fragment("code_too_long", threshold=500)
 #
 # Templates are `*.txt` with `{field}`s, fragments are the texts of `fragments.json`. A field that
 # nobody fills is found when the templates are loaded, before any model is asked.
@@ -209,7 +206,7 @@ class History:
                 "previous_attempt",
                 attempt_number=number,
                 changes=program.changes_description or program.changes or self._unknown_changes(),
-                performance=_list_metrics(program.metrics),
+                performance=_metric_list(program.metrics),
                 outcome=self._outcome(program),
             )
             for number, program in reversed(latest)
@@ -340,7 +337,7 @@ def format_fitness(fitness: float | None) -> str:
     return "unknown" if fitness is None else f"{fitness:.4f}"
 
 
-def _list_metrics(metrics: Metrics) -> str:
+def _metric_list(metrics: Metrics) -> str:
     return ", ".join(f"{name}: {_show(value)}" for name, value in metrics.items())
 
 
@@ -508,7 +505,7 @@ class Prompts:
         template = self._vary(self.templates.texts[self._template], attempt)
         artifacts = self._artifacts(parent, is_needed=asked.operator == "repair")
         user = template.format(
-            metrics=_prompts_list_metrics(parent.metrics),
+            metrics=_metric_lines(parent.metrics),
             fitness_score=format_fitness(self._fitness(parent)),
             feature_coords=self._coordinates(parent),
             feature_dimensions=", ".join(self._dimensions) or "None",
@@ -597,9 +594,8 @@ def _coordinate(value: object) -> str:
     return f"{float(value):.2f}" if isinstance(value, int | float) else str(value)
 
 
-def _prompts_list_metrics(metrics: Metrics) -> str:
-    lines = []
-    for name, value in metrics.items():
-        text = f"{value:.4f}" if isinstance(value, int | float) else str(value)
-        lines.append(f"- {name}: {text}")
-    return "\n".join(lines)
+def _metric_lines(metrics: Metrics) -> str:
+    return "\n".join(
+        f"- {name}: {f'{value:.4f}' if isinstance(value, int | float) else value}"
+        for name, value in metrics.items()
+    )
