@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 # Prompt templates: the shipped ones, and a user's folder of the same file names over them.
-#
 #     load_templates(config.prompt).fragment("code_too_long", threshold=500)
 #
 # Templates are `*.txt` with `{field}`s, fragments are the texts of `fragments.json`. A field that
