@@ -1,0 +1,99 @@
+"""The documentation: pages that are in the nav, events that are listed, a reference that builds."""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "rookery"
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _kinds(tree: ast.Module) -> Iterator[str]:
+    """The kinds of events that a file writes, as texts or as its own constants."""
+    constants: dict[str, object] = {}
+    for node in (node for node in tree.body if isinstance(node, ast.Assign)):
+        pair = (node.targets[0], node.value)
+        names, values = (getattr(side, "elts", [side]) for side in pair)
+        constants |= {
+            getattr(name, "id", ""): getattr(value, "value", None)
+            for name, value in zip(names, values, strict=False)
+        }
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        kinds = [word.value for word in call.keywords if word.arg == "kind" and name == "NewEvent"]
+        if name in {"append", "append_blocking"} and len(call.args) == 2:
+            kinds = call.args[:1]
+        for kind in kinds:
+            value = constants.get(getattr(kind, "id", ""), getattr(kind, "value", None))
+            if isinstance(value, str):
+                yield value
+
+
+def test_the_page_of_events_lists_those_that_are_written() -> None:
+    listed = set(re.findall(r"^\| `([a-z_/]+)`", (DOCS / "reference/events.md").read_text(), re.M))
+    folders = ("loops", "rollout", "runs", "environments")
+    files = [path for folder in folders for path in (SOURCE / folder).rglob("*.py")]
+    written = {kind for path in files for kind in _kinds(ast.parse(path.read_text()))}
+    # Written under names of other files.
+    assert listed == written | {"attempt", "run/created", "run/opened", "run/finished"}
+
+
+def test_every_command_is_in_the_reference(reference: ModuleType) -> None:
+    page = reference.on_page_markdown("<!-- generated: commands -->")
+    for words in ("demo grpo", "genome run", "evolve check", "fleet up", "runs resume", "ui"):
+        assert re.search(rf"^###? rookery {words}$", page, re.MULTILINE), words
+    assert "| `--runs-dir` | path | `runs` | Where runs are kept. |" in page
+
+
+def test_config_keys_have_type_default_and_sentence(reference: ModuleType) -> None:
+    page = reference.on_page_markdown("<!-- generated: configs -->")
+    assert "| `urls` | list of text | `[]` | Servers that run already. |" in page
+    assert str(ROOT) not in page
+    anchors = re.findall(r"\{ #(\S+) \}", page)
+    assert len(anchors) == len(set(anchors))
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= set(anchors)
+    rows = [re.split(r"(?<!\\)\|", line) for line in page.splitlines() if line.startswith("| `")]
+    assert {len(row) for row in rows} == {6}
+
+
+def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
+    page = reference.on_page_markdown("<!-- generated: parts -->")
+    for name in ("grpo", "numeric", "dare_ties", "svd"):
+        assert f"\n| `{name}` | " in page
+
+
+def test_every_page_is_in_the_nav_and_in_the_list_for_models() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
+    shown = set(re.findall(r"[\w/]+\.md", str(nav)))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert shown == pages
+    listed = set(re.findall(r"\(([\w/]+\.md)\)", (DOCS / "llms.txt").read_text()))
+    assert listed == {page for page in pages if not page.startswith("api/")}
+
+
+def test_the_sentences_of_troubleshooting_are_those_of_the_code() -> None:
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    text = re.sub(r'"\s*\n\s*f?"', "", text)
+    seen = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(seen) >= 20
+    for sentence in seen:
+        for part in sentence.split("..."):
+            assert part.strip() in text, f"{sentence}: no code says {part!r}"
