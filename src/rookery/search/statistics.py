@@ -122,7 +122,8 @@ def bootstrap_mean(
     sources = _sources(values, strata)
     parts, shares = [source.values for source in sources], [source.share for source in sources]
     means = np.array([part.mean() for part in parts])
-    estimate = float(np.array(shares) @ means)
+    # Rounding may put the mean of equal values beside them.
+    estimate = float(np.clip(np.array(shares) @ means, min(values), max(values)))
     resampled = np.zeros(bootstrap.num_resamples)
     for part, share in zip(parts, shares, strict=True):
         resampled += share * _resample(part, num_resamples=len(resampled), rng=rng)

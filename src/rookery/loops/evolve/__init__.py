@@ -1,7 +1,7 @@
 """evolve: programs evolved by a language model.
 
 loop.py          `evolve`: the whole of it
-hub.py           attempts through their stages, many at a time; how a run resumes
+scheduler.py           attempts through their stages, many at a time; how a run resumes
 order.py         which attempt is asked and told next; the backlog, budgets and why a run stops
 stages.py        what each stage of an attempt leaves behind
 search_state.py  what the search knows, as a function of what was told
