@@ -1,7 +1,7 @@
 """Racing: evaluate all candidates on the same tasks block by block, drop those who cannot win.
 
     race = start(["a", "b", "c"], tasks, config=RaceConfig(), rng=stream(seed, "race", generation))
-    waves = Waves(race, size=64)            # what to ask next: search/waves.py
+    waves = Waves(race, size=64)            # what to ask next: annealing.py
     while asks := waves.next():
         tell(race, evaluate(asks))          # for each candidate a reward per task asked for
     race.leader, race.estimates

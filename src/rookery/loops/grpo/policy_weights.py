@@ -4,7 +4,7 @@
     await weights.write(folder) # as other programs load them
     await weights.measure({"trained": saved, "base model": None}, evaluate)
 
-| | adapter_policy.py | full_policy.py |
+| | an adapter | all weights |
 |---|---|---|
 | trains | a LoRA adapter | the model's own weights |
 | publishes | beside the base model | in place of the base model |

@@ -318,7 +318,7 @@ class Custom(Config):
     needs: ClassVar[tuple[Column, ...]] = ()
     inputs: tuple[LossInput, ...] = Field(min_length=1, max_length=16)
     graph: dict[str, Any]
-    """See `graph.py`."""
+    """As `LossGraph` reads it."""
 
     @cached_property
     def _run(self) -> LossGraph:

@@ -2,8 +2,9 @@
 
     loss = sum over targets of weight * (-factor * objective + kl.weight * kl)
 
-A loss of this kind gives the objective of each target; see `importance_sampling.py` for the
-shortest one. Advantages are given, per target: how they come from rewards is not a loss's matter.
+A loss of this kind gives the objective of each target; `ImportanceSampling` in `variants.py` is
+the shortest one. Advantages are given, per target: how they come from rewards is not a loss's
+matter.
 """
 
 from abc import ABC, abstractmethod

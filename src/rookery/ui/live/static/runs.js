@@ -178,7 +178,7 @@ class RunsView {
   emptiness() {
     if (this.pending) return emptyNote("Reading the runs …");
     if (this.rows.size) return emptyNote("No run fits. Clear the search or the filters to see them all.");
-    return h("div", { class: "empty" }, h("p", null, `There are no runs in ${this.folder} yet.`), h("p", null, "Start one, and it appears here: ", h("code", null, "rookery genome configs/demo.yaml")));
+    return h("div", { class: "empty" }, h("p", null, `There are no runs in ${this.folder} yet.`), h("p", null, "Start one, and it appears here: ", h("code", null, "rookery demo")));
   }
 
   close() {
