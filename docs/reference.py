@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code: commands, config keys, parts.
+"""Writes the reference pages from the code: commands, config keys, parts, routes.
 
 mkdocs calls `on_page_markdown` for every page; a comment `generated: NAME` in it is replaced by the
 table of that name. `python docs/reference.py NAME` prints one.
@@ -34,6 +34,75 @@ MERGES = {
     "ties": "Keep the largest entries of each parent, elect a sign for each, average those of it.",
     "dare_ties": "Drop random entries as dare does, then elect signs as ties does.",
 }
+
+
+ROUTES = {
+    "/api/v1/healthz": "Says that the service is up.",
+    "/api/v1/client/config": "Tells the SDK its settings.",
+    "/api/v1/client/dynamic_config": "Tells the SDK the settings that may change.",
+    "/api/v1/get_server_capabilities": "Lists the base models and their context lengths.",
+    "/api/v1/telemetry": "Takes the SDK's telemetry and stores nothing.",
+    "/api/v1/create_session": "Begins a session of one client program.",
+    "/api/v1/session_heartbeat": "Keeps a session alive.",
+    "/api/v1/sessions/{session_id}/finish": "Ends a session.",
+    "/api/v1/sessions": "Lists your sessions.",
+    "/api/v1/sessions/{session_id}": "Shows one session.",
+    "/api/v1/create_model": "Makes a model to train: a base model and a LoRA shape.",
+    "/api/v1/get_info": "Shows a model in training.",
+    "/api/v1/weights_info": "Shows the base model and the LoRA shape of a checkpoint.",
+    "/api/v1/optim_step": "Takes an AdamW step with the given values.",
+    "/api/v1/save_weights": "Saves a checkpoint to train on.",
+    "/api/v1/save_weights_for_sampler": "Saves a version to sample from.",
+    "/api/v1/save_weights_external": "Saves weights for download; with `merged` the whole model.",
+    "/api/v1/load_weights": "Loads a checkpoint into a model.",
+    "/api/v1/copy_weights": "Copies a checkpoint.",
+    "/api/v1/create_sampling_session": "Begins a sampling session on a base model or saved weights.",
+    "/api/v1/join_sampling_session": "Uses a sampling session of another program of the same key.",
+    "/api/v1/samplers/{sampler_id}": "Shows a sampling session.",
+    "/api/v1/asample": "Draws samples; the result is fetched later.",
+    "/api/v1/cancel_future": "Cancels an accepted request.",
+    "/api/v1/training_runs": "Lists your models.",
+    "/api/v1/training_runs/{run_id}": "Shows one model.",
+    "/api/v1/training_runs/{run_id}/checkpoints": "Lists the checkpoints of one model.",
+    "/api/v1/checkpoints": "Lists all your checkpoints.",
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}": "Deletes a checkpoint.",
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": "Publishes a checkpoint to all tenants, or takes that back.",
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": "Sets how long a checkpoint is kept.",
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": "Gives links to the files of a checkpoint.",
+    "/api/v1/download/{token}/archive.tar": "Downloads a checkpoint as a tar file.",
+    "/api/v1/download/{token}": "Downloads a checkpoint by its link.",
+    "/api/v1/download/{token}/{file:path}": "Downloads one file of a checkpoint.",
+    "/api/v1/adapters": "Adds a PEFT adapter (POST), or lists them (GET).",
+    "/api/v1/adapters/{adapter_id}": "Removes an adapter.",
+    "/api/v1/sample": "Draws from text prompts and answers at once.",
+    "/v1/models": "Lists the models, as OpenAI does.",
+    "/v1/completions": "Completes a prompt, as OpenAI does.",
+    "/v1/chat/completions": "Answers a chat, as OpenAI does.",
+    "/health": "Says that the engine is up.",
+    "/version": "Tells the version.",
+    "/tokenize": "Turns text into tokens, as vLLM does.",
+    "/detokenize": "Turns tokens into text, as vLLM does.",
+    "/v1/load_lora_adapter": "Adds an adapter, as vLLM does.",
+    "/v1/unload_lora_adapter": "Removes an adapter, as vLLM does.",
+    "/api/v1/sequences": "Lists the stored turns of chats.",
+    "/api/v1/sequences/{sequence_id}": "Removes a stored turn.",
+    "/": "Names the API.",
+    "/register": "Registers a trainer.",
+    "/register-env": "Registers an environment.",
+    "/disconnect-env": "Takes an environment off.",
+    "/wandb_info": "Tells the W&B group and project.",
+    "/info": "Tells batch size and longest sequence.",
+    "/scored_data": "Takes one group.",
+    "/scored_data_list": "Takes several groups, all or none.",
+    "/latest_example": "Shows the newest group.",
+    "/status": "Tells the step and how many groups wait.",
+    "/status-env": "Tells an environment its share of the queue.",
+    "/batch": "Gives a trainer the next batch.",
+    "/reset_data": "Forgets trainers, environments and groups.",
+    "/generate": "Draws from text or tokens, as vLLM's example server does.",
+    "/inference/v1/generate": "Draws from tokens.",
+}
+"""What a route does, for handlers without a docstring."""
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -233,10 +302,52 @@ def parts() -> str:
     return "\n".join(lines)
 
 
+def routes() -> str:
+    """A table of the routes of each application; its handlers need no service to be listed."""
+    from unittest.mock import MagicMock
+
+    from rookery.service import app
+    from rookery.service.atropos import engine, groups
+
+    stub = MagicMock()
+    served = [module.make_router(stub) for module in app.ROUTES]
+    gateway = [groups.make_router(stub, stub), engine.make_router(stub)]
+    applications = {"rookery serve": served, "The Atropos gateway": gateway}
+    lines = []
+    for title, routers in applications.items():
+        lines += [f"## {title}", "", "| route | keys of the body | |", "|---|---|---|"]
+        rows = [
+            f"| `{' '.join(sorted(route.methods - {'HEAD'}))} {path}` | {_body(route)} | "
+            f"{_sentence(inspect.cleandoc(route.endpoint.__doc__ or '')) or ROUTES[path]} |"
+            for router in routers
+            for path, route in _routes(router)
+        ]
+        lines += [*dict.fromkeys(rows), ""]
+    return "\n".join(lines)
+
+
+def _routes(router: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The routes of a router and of those that it includes, with their whole paths."""
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is None:
+            yield prefix + route.path, route
+        else:
+            yield from _routes(inner, prefix + router.prefix)
+
+
+def _body(route: Any) -> str:
+    """The keys that a request may have; none where the handler reads the bytes itself."""
+    parameters = inspect.signature(route.endpoint).parameters.values()
+    models = [kind for one in parameters for kind in _models(one.annotation)]
+    return ", ".join(f"`{key}`" for kind in models for key in kind.model_fields)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands,
     "configs": configs,
     "parts": parts,
+    "routes": routes,
     "changelog": lambda: (ROOT / "CHANGELOG.md").read_text().partition("\n")[2],
 }
 if __name__ == "__main__":

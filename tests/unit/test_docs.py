@@ -13,6 +13,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "rookery"
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")]
+LONGEST_LINE, LONGEST_SENTENCE, MEAN_SENTENCE = 120, 30, 20
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,13 @@ def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
         assert f"\n| `{name}` | " in page
 
 
+def test_routes_are_those_of_the_applications(reference: ModuleType) -> None:
+    page = reference.on_page_markdown("<!-- generated: routes -->")
+    for route in ("POST /api/v1/sample", "POST /v1/chat/completions", "GET /batch"):
+        assert f"\n| `{route}` | " in page
+    assert not re.search(r"^\| `.*\| +\|$", page, re.MULTILINE)  # a route without a sentence
+
+
 def test_every_page_is_in_the_nav_and_in_the_list_for_models() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
@@ -97,3 +106,29 @@ def test_the_sentences_of_troubleshooting_are_those_of_the_code() -> None:
     for sentence in seen:
         for part in sentence.split("..."):
             assert part.strip() in text, f"{sentence}: no code says {part!r}"
+
+
+def _sentences(text: str) -> list[str]:
+    """The sentences of a page: no code, tables, headings or comments; a name in code is a word."""
+    text = re.sub(r"^( *)```.*?^\1```$", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<[^>]+>", " ", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
+    text = re.sub(r"^ *(#|\||:::|    ).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(-|\*|>|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        joined = " ".join(paragraph.split()).replace("**", "")
+        found += re.split(r"(?<=[.!?])[\"')*]* +(?=[^a-z]|vLLM|torch|grpo)", joined)
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_and_sentences_are_short(path: Path) -> None:
+    """A row of a table is one line by its nature; all else is wrapped."""
+    text = path.read_text()
+    rows = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in rows if len(line) > LONGEST_LINE] == []
+    lengths = {sentence: len(sentence.split()) for sentence in _sentences(text)}
+    assert [s for s, length in lengths.items() if length > LONGEST_SENTENCE] == []
+    assert sum(lengths.values()) <= MEAN_SENTENCE * max(len(lengths), 1)
