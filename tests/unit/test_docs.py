@@ -73,6 +73,7 @@ def test_config_keys_have_type_default_and_sentence(reference: ModuleType) -> No
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= set(anchors)
     rows = [re.split(r"(?<!\\)\|", line) for line in page.splitlines() if line.startswith("| `")]
     assert {len(row) for row in rows} == {6}
+    assert [row for row in rows if not row[4].strip()] == []  # a key without a sentence
 
 
 def test_parts_are_those_of_the_code(reference: ModuleType) -> None:

@@ -331,6 +331,7 @@ class ServeConfig(Config):
     """The service: where it listens, who may use it, which models it has."""
 
     host: str = "127.0.0.1"
+    """The address to listen on; one beyond this machine needs a key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free one."""
     models: dict[str, str] = Field(default={"smollm2": "smollm2"}, min_length=1)

@@ -76,8 +76,11 @@ class PaperSchedule(Config):
 
     type: Literal["paper"] = "paper"
     start: float = Field(default=10.0, gt=0)
+    """The first temperature."""
     floor: float = Field(default=0.01, gt=0)
+    """The lowest temperature."""
     beta: float = Field(default=0.99, ge=0)
+    """How fast the temperature falls with the iterations."""
 
 
 class CodeSchedule(Config):
@@ -85,7 +88,9 @@ class CodeSchedule(Config):
 
     type: Literal["code"] = "code"
     start: float = Field(default=10.0, gt=0)
+    """The first temperature."""
     factor: float = Field(default=2.0, ge=0)
+    """How fast the temperature falls with the accepted changes."""
 
 
 class ExponentialSchedule(Config):
@@ -93,8 +98,11 @@ class ExponentialSchedule(Config):
 
     type: Literal["exponential"] = "exponential"
     start: float = Field(default=10.0, gt=0)
+    """The first temperature."""
     decay: float = Field(default=0.99, gt=0, lt=1)
+    """The temperature is multiplied by this in every iteration."""
     floor: float = Field(default=0.01, gt=0)
+    """The lowest temperature."""
 
 
 Schedule = Annotated[
@@ -112,6 +120,7 @@ class AnnealingConfig(Config):
     boost: float = Field(default=100.0, ge=1)
     """How much likelier an unlabelled item is drawn when another of its group is labelled."""
     schedule: Schedule = CodeSchedule()
+    """How the temperature falls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ class GeneratedConfig(TasksetOptions):
     size: int = Field(default=200, ge=1)
     """How many tasks. A larger size with the same seed has the smaller one's tasks and more."""
     seed: int = 0
+    """All random numbers follow from it."""
 
     @field_validator("generator")
     @classmethod

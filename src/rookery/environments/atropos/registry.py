@@ -48,6 +48,7 @@ class AtroposConfig(Config):
     url: str = ""
     """A gateway or a `run-api` that runs elsewhere; empty: the gateway is started here."""
     host: str = "127.0.0.1"
+    """The address to listen on; one beyond this machine needs a key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Of the gateway; 0 takes a free one. The engine's routes are there too."""
     engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()

@@ -101,6 +101,7 @@ class ExternalConfig(Config):
     url: str
     """Up to and with /v1."""
     model: str
+    """The name of the model at the API."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the key; empty: the API has none."""
     route: Literal["chat", "completions"] = "chat"
@@ -112,6 +113,7 @@ class ExternalConfig(Config):
     tokens_per_minute: float | None = Field(default=None, gt=0)
     """Prompt and new tokens together, as most providers count; none by default."""
     max_in_flight: int = Field(default=8, ge=1)
+    """Requests at a time."""
     token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """What the API calls the limit of an answer. Models that know only `max_completion_tokens`
     (OpenAI's reasoning models) refuse temperature and top_p: they are left out."""

@@ -78,6 +78,7 @@ class LaunchConfig(Config):
     replicas: int | None = Field(default=None, ge=1)
     """How many servers; by default as many as the GPUs allow, one on the CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where servers compute; `auto` takes GPUs if there are any."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that one copy of the model is spread over."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -106,10 +107,12 @@ class LaunchConfig(Config):
     max_cpu_loras: int = Field(default=64, ge=1)
     """Adapters kept in the server's memory: more than these are loaded again when they return."""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
+    """The highest rank of an adapter, rounded up to the next that vLLM has."""
     lora_targets: tuple[str, ...] = ()
     """The layers that adapters adapt, such as q_proj, v_proj; by default every kind the model has.
     The others then cost nothing: two kernels less per layer and step, and no memory."""
     prefix_caching: bool = True
+    """Keep the keys and values of prompts that begin alike."""
     enforce_eager: bool = False
     """No compilation and no CUDA graphs: starts sooner, runs slower."""
     cuda_graphs: Literal["auto", "full"] = "auto"
@@ -117,6 +120,7 @@ class LaunchConfig(Config):
     all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
     server shows first that it computes right."""
     max_logprobs: int = Field(default=20, ge=0)
+    """How many likeliest tokens a request may ask of each position."""
     live_weights: bool = False
     """The base weights are changed while they are served: on the CPU vLLM then computes with them
     and not with packed copies, which takes longer. A training of all weights sets it itself."""
@@ -125,10 +129,12 @@ class LaunchConfig(Config):
     placement: Literal["here", "ray"] = "here"
     """`ray` starts the servers on the nodes of a Ray cluster."""
     ray_address: str = "auto"
+    """The Ray cluster; `auto` takes the one of this machine."""
     placement_s: float = Field(default=300.0, gt=0)
     """How long the Ray cluster may take to make room for all servers; adding nodes takes minutes.
     """
     host: str = "127.0.0.1"
+    """The address to listen on; one beyond this machine needs a key."""
     api_key: str = Field(default="", repr=False, exclude=True)
     """The key that the servers ask for; they must on another address than this machine's own. By
     default what VLLM_API_KEY holds where Rookery runs."""

@@ -54,10 +54,13 @@ class GenomeConfig(Config):
     """One evolution of LoRA adapters."""
 
     engine: EngineChoice = EngineConfig()
+    """What answers: the embedded engine, or a fleet of vLLM servers."""
     tokenizer: str = ""
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     init: InitConfig
+    """The adapters to begin with."""
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
+    """What is searched, selected and reported on."""
     stages: tuple[StageConfig, ...] = (
         RandomStage(count=10),
         SurrogateStage(generations=8, population=5),
@@ -88,6 +91,7 @@ class GenomeConfig(Config):
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
+    """All random numbers follow from it."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

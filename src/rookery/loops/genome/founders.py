@@ -47,7 +47,9 @@ class _Fresh(Config):
     count: int = Field(default=8, ge=1)
     """How many."""
     rank: int = Field(default=8, ge=1)
+    """The rank of the new adapters."""
     alpha: float = Field(default=16.0, gt=0)
+    """Their update is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """The last part of the linear layers' names."""
     layers: int | None = Field(default=None, ge=1)

@@ -100,6 +100,7 @@ class GrpoConfig(ScheduleConfig):
     effect. With `full`, a model folder, such as the `trained` of such a run. Empty: a new adapter
     that changes nothing yet, or the engine's model."""
     steps: int = Field(default=100, ge=1)
+    """How many optimizer steps the run takes."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks of one step."""
     group_size: int = Field(default=8, ge=1)
@@ -149,6 +150,7 @@ class GrpoConfig(ScheduleConfig):
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
+    """All random numbers follow from it."""
 
     @property
     def advantage_name(self) -> AdvantageName:

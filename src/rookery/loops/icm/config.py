@@ -40,6 +40,7 @@ class IcmConfig(Config):
     """One labelling of one file of items."""
 
     engine: SamplerChoice = EngineConfig()
+    """What answers: the embedded engine, or a fleet of vLLM servers."""
     tokenizer: str = ""
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     data: DataConfig
@@ -66,6 +67,7 @@ class IcmConfig(Config):
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
+    """All random numbers follow from it."""
 
     @model_validator(mode="after")
     def _takes_adapters(self) -> Self:

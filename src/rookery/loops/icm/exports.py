@@ -86,6 +86,7 @@ class ExportsConfig(Config):
     """What the files for training hold."""
 
     pairs: PairsConfig = LabelPairsConfig()
+    """Which pairs of chosen and rejected texts are written."""
     min_margin: float = 0.0
     """Only items whose label has at least these log-odds; labels.jsonl has all."""
 

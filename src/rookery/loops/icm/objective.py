@@ -69,6 +69,7 @@ class ExclusiveConfig(_GroupConfig):
     label: str = ""
     """Empty: the first label."""
     count: Literal["at_most_one", "exactly_one"] = "at_most_one"
+    """Whether exactly one item of a group has the label, or at most one."""
 
 
 class EqualAnswerConfig(_GroupConfig):

@@ -68,7 +68,9 @@ class CorrectionConfig(Config):
     mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of one outside the bounds: the bound, or 0."""
     minimum: float = Field(default=0.0, ge=0.0)
+    """The least value of a correction."""
     maximum: float = Field(default=3.0, gt=0.0)
+    """The largest value of a correction."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "CorrectionConfig":

@@ -73,6 +73,7 @@ class Grpo(ClippedLoss):
 
     type: Literal["grpo"] = "grpo"
     average: Average = "sequence"
+    """How the tokens of a step are averaged."""
 
 
 # BNPO as TRL has it: the clipped objective, averaged over the tokens of each call.
@@ -83,6 +84,7 @@ class Bnpo(ClippedLoss):
 
     type: Literal["bnpo"] = "bnpo"
     average: Average = "call"
+    """How the tokens of a step are averaged."""
 
 
 # CISPO: REINFORCE with a bounded ratio as weight, so that no token loses its gradient.
@@ -124,6 +126,7 @@ class Dapo(ClippedLoss):
 
     type: Literal["dapo"] = "dapo"
     average: Average = "token"
+    """How the tokens of a step are averaged."""
     clip_high: float = Field(default=0.28, ge=0.0)
     """How far a ratio counts above 1."""
 
@@ -137,6 +140,7 @@ class DrGrpo(ClippedLoss):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     average: Average = "constant"
+    """How the tokens of a step are averaged."""
 
 
 # DRO: REINFORCE with a quadratic term that holds log-probabilities near those when drawn.
@@ -172,6 +176,7 @@ class Gspo(ClippedLoss):
 
     type: Literal["gspo"] = "gspo"
     average: Average = "sequence"
+    """How the tokens of a step are averaged."""
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
     """How far a ratio counts below 1."""
     clip_high: float = Field(default=4e-4, ge=0.0)

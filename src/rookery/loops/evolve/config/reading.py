@@ -51,14 +51,19 @@ class EvolveConfig(Section):
     """One evolution of programs."""
 
     max_iterations: int = Field(default=10_000, ge=1)
+    """How many iterations the run has."""
     checkpoint_interval: int = Field(default=100, ge=1)
+    """Iterations between checkpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    """The least serious messages that the log has."""
     log_dir: str | None = None
+    """Where the log is written; by default `logs/` of the run."""
     random_seed: int | None = 42
     """Goes before `database.random_seed`."""
     language: str | None = None
     """Of the program; null: seen from its file name and its text."""
     file_suffix: str = ".py"
+    """How the file of a program ends."""
     llm: LlmConfig = LlmConfig()
     prompt: PromptConfig = PromptConfig()
     database: DatabaseConfig = DatabaseConfig()
@@ -71,10 +76,15 @@ class EvolveConfig(Section):
     enforce_evolve_blocks: bool = False
     """Undo edits outside of EVOLVE-BLOCKs."""
     diff_pattern: str = DIFF_PATTERN
+    """The pattern of a change in an answer: what to search, what to put there."""
     early_stopping_patience: int | None = None
+    """End after so many iterations without improvement; null: never."""
     convergence_threshold: float = 0.001
+    """The least improvement that counts for the patience."""
     early_stopping_metric: str = "combined_score"
+    """The metric that the patience looks at."""
     max_tasks_per_child: int | None = None
+    """Changes nothing here."""
     rookery: RookeryConfig = RookeryConfig()
 
     @field_validator("diff_pattern")

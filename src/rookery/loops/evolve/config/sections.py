@@ -52,27 +52,40 @@ class _Asking(Section):
     provider: str | None = None
     """Only `openai`: any server with its API."""
     init_client: object = None
+    """Changes nothing here."""
     system_message: str | None = None
+    """Changes nothing here: it is `prompt.system_message`."""
     temperature: float | None = Field(default=None, ge=0)
+    """The temperature of answers; null: the server's own."""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """Draw from the likeliest tokens of this total probability; null: the server's own."""
     max_tokens: int | None = Field(default=None, gt=0)
+    """The most tokens of an answer."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds for one answer."""
     retries: int | None = Field(default=None, ge=0)
+    """How often a failed request is sent again."""
     retry_delay: float | None = Field(default=None, ge=0)
     """Seconds between two tries."""
     random_seed: int | None = None
+    """The seed of the requests; null: made from the run's."""
     reasoning_effort: str | None = None
+    """Passed on to models that reason."""
     max_budget_usd: float | None = None
+    """For command-line providers, which are not there."""
     max_ai_credits: float | None = None
+    """For command-line providers, which are not there."""
     allow_all_tools: bool | None = None
+    """For command-line providers, which are not there."""
     manual_mode: bool | None = None
+    """Not there: refused if true."""
 
 
 class ModelConfig(_Asking):
     """One model of the ensemble."""
 
     name: str | None = None
+    """The name of the model."""
     weight: float = Field(default=1.0, ge=0)
     """How often it is asked, beside the weights of the others."""
 
@@ -98,19 +111,30 @@ class LlmConfig(_Asking):
     """The models, and what they share."""
 
     name: str | None = None
+    """Changes nothing here: name models in `models`."""
     weight: float = 1.0
+    """Changes nothing here: give weights in `models`."""
     temperature: float | None = Field(default=0.7, ge=0)
+    """The temperature of answers; null: the server's own."""
     max_tokens: int | None = Field(default=4096, gt=0)
+    """The most tokens of an answer."""
     timeout: float | None = Field(default=60, gt=0)
+    """Seconds that an answer may take."""
     retries: int | None = Field(default=3, ge=0)
+    """How often a failed request is sent again."""
     retry_delay: float | None = Field(default=5, ge=0)
+    """Seconds before a request is sent again."""
     manual_mode: bool | None = False
+    """Not there: refused if true."""
     models: tuple[ModelConfig, ...] = Field(default=(), strict=False)
     evaluator_models: tuple[ModelConfig, ...] = Field(default=(), strict=False)
     """Models that judge programs (`evaluator.use_llm_feedback`); empty: those of `models`."""
     primary_model: str | None = None
+    """The model that is asked most."""
     primary_model_weight: float | None = Field(default=None, ge=0)
+    """How often it is asked, beside the weight of the other."""
     secondary_model: str | None = None
+    """The model that is asked now and then."""
     secondary_model_weight: float | None = Field(default=None, ge=0)
     """0 leaves the second model out; unset is 0.2."""
 
@@ -168,9 +192,13 @@ class BudgetConfig(Config):
     max_tokens: int | None = Field(default=None, gt=0)
     """Tokens of prompts and answers together."""
     max_usd: float | None = Field(default=None, gt=0)
+    """The most money that the run spends."""
     usd_per_million_prompt_tokens: float | None = Field(default=None, ge=0)
+    """What a million prompt tokens costs."""
     usd_per_million_answer_tokens: float | None = Field(default=None, ge=0)
+    """What a million answer tokens costs."""
     max_hours: float | None = Field(default=None, gt=0)
+    """The most hours that the run takes."""
 
     @model_validator(mode="after")
     def _has_prices(self) -> Self:
@@ -196,14 +224,21 @@ class SandboxSettings(Config):
     startup_s: float = Field(default=120.0, gt=0)
     """How long the evaluator's imports may take."""
     cpu_s: float | None = Field(default=None, gt=0)
+    """Seconds of CPU that a program may use."""
     processes: int = Field(default=64, gt=0)
+    """The most processes and threads of a program."""
     scratch_mb: int = Field(default=1024, gt=0)
+    """The size of the folder that a program may write."""
     output_mb: int = Field(default=64, gt=0)
+    """The most that a program may print."""
     network: bool = False
+    """Let programs use the network."""
     devices: tuple[str, ...] = ()
+    """Devices that programs may use."""
     variables: tuple[str, ...] = ()
     """Environment variables that are passed on."""
     read_paths: tuple[str, ...] = ()
+    """Further files and folders that programs may read."""
 
 
 class TuneConfig(Config):
@@ -225,6 +260,7 @@ class RookeryConfig(Config):
     address: str | None = None
     """Of a Ray cluster; null starts one."""
     mode: Literal["steady", "deterministic"] = "steady"
+    """Whether results count as they come (`steady`) or in order (`deterministic`)."""
     lag: int | None = Field(default=None, gt=0)
     """deterministic: attempt k sees what attempts up to k - lag found; null: in_flight."""
     model_down_s: float = Field(default=6 * 3600, gt=0)
@@ -306,27 +342,43 @@ class PromptConfig(Section):
     system_message: str = "system_message"
     """The text itself, or the name of a template."""
     evaluator_system_message: str = "evaluator_system_message"
+    """The system message when a model judges a program."""
     programs_as_changes_description: bool = False
     """Show other programs by what the model says of their changes, not by their code."""
     system_message_changes_description: str | None = None
+    """The system message when programs are described by their changes."""
     initial_changes_description: str = ""
+    """How the first program is described then."""
     num_top_programs: int = Field(default=3, ge=0)
+    """Best programs that a prompt shows."""
     num_diverse_programs: int = Field(default=2, ge=0)
+    """Other programs that a prompt shows."""
     use_template_stochasticity: bool = True
+    """Vary the wording of prompts."""
     template_variations: dict[str, list[str]] = Field(default_factory=dict)
     """`{word}` of a template to the texts of which each attempt draws one."""
     use_meta_prompting: bool = False
+    """Changes nothing here."""
     meta_prompt_weight: float = 0.1
+    """Changes nothing here."""
     include_artifacts: bool = True
+    """Show what the last evaluation printed and returned."""
     max_artifact_bytes: int = Field(default=20 * 1024, ge=0)
     """Of each artifact; counted in characters, as in OpenEvolve."""
     artifact_security_filter: bool = True
+    """Hide what looks like a key in it."""
     suggest_simplification_after_chars: int | None = Field(default=500, ge=0)
+    """Ask for simpler code when a program is longer than this."""
     include_changes_under_chars: int | None = Field(default=100, ge=0)
+    """Show a change whole when it is shorter than this."""
     concise_implementation_max_lines: int | None = Field(default=10, ge=0)
+    """A program up to so many lines is called concise."""
     comprehensive_implementation_min_lines: int | None = Field(default=50, ge=0)
+    """A program from so many lines on is called comprehensive."""
     diff_summary_max_line_len: int = Field(default=100, ge=4)
+    """Cut the lines of a change after so many characters."""
     diff_summary_max_lines: int = Field(default=30, ge=1)
+    """Cut a change after so many lines."""
     code_length_threshold: int | None = None
     """The old name of suggest_simplification_after_chars, read where that is null."""
 
@@ -339,29 +391,47 @@ class DatabaseConfig(Section):
     `openevolve`: as OpenEvolve draws parents. Unset: `openevolve` if one of the keys that say how
     it searches is set, else `adaptive`."""
     db_path: str | None = None
+    """Changes nothing here: the run folder keeps everything."""
     in_memory: bool = True
+    """Changes nothing here: the run folder keeps everything."""
     log_prompts: bool = True
     """Keep prompts and answers in the checkpoints' programs."""
     population_size: int = Field(default=1000, ge=1)
+    """The most programs that are kept."""
     archive_size: int = Field(default=100, ge=1)
+    """The most programs of the archive."""
     num_islands: int = Field(default=5, ge=1)
+    """Populations that evolve apart."""
     elite_selection_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The share of the best among the programs that a prompt shows."""
     exploration_ratio: float = Field(default=0.2, ge=0, le=1)
+    """The share of parents drawn from the whole island."""
     exploitation_ratio: float = Field(default=0.7, ge=0, le=1)
+    """The share of parents drawn from the archive."""
     diversity_metric: str = "edit_distance"
+    """Changes nothing here."""
     feature_dimensions: tuple[str, ...] = Field(default=("complexity", "diversity"), strict=False)
     """`complexity`, `diversity`, `score`, or metrics of the evaluator."""
     feature_bins: int | dict[str, int] = 10
+    """Cells of the grid along each feature."""
     diversity_reference_size: int = Field(default=20, ge=1)
+    """Programs that a new one is compared with for its diversity."""
     migration_interval: int = Field(default=50, ge=1)
+    """Generations between migrations."""
     migration_rate: float = Field(default=0.1, ge=0, le=1)
+    """The share of an island that migrates."""
     random_seed: int | None = 42
+    """The seed of the run where the config's own `random_seed` is null."""
     artifacts_base_path: str | None = None
+    """Changes nothing here: the run folder keeps everything."""
     artifact_size_threshold: int = Field(default=32 * 1024, ge=0)
     """Bytes up to which a checkpoint keeps an artifact inside of the program's file."""
     cleanup_old_artifacts: bool = True
+    """Changes nothing here: the run folder keeps everything."""
     artifact_retention_days: int = 30
+    """Changes nothing here: the run folder keeps everything."""
     max_snapshot_artifacts: int | None = 100
+    """Changes nothing here."""
     novelty_llm: str | Literal[False] | None = None
     """Who says whether a program that is similar to another is new all the same: a model of `llm`;
     null: all of them by weight, as in OpenEvolve; false: nobody, what is similar is rejected."""
@@ -409,26 +479,41 @@ class EvaluatorConfig(Section):
     max_retries: int = Field(default=3, ge=0)
     """More tries of an evaluator that raises, where `cascade_evaluation` is off."""
     memory_limit_mb: int | None = Field(default=None, ge=LEAST_MEMORY_MB)
+    """The memory of a program; null: `rookery.sandbox.memory_mb`."""
     cpu_limit: float | None = Field(default=None, gt=0)
+    """Changes nothing here: it is `rookery.sandbox.cpu_s`."""
     cascade_evaluation: bool = True
+    """Use `evaluate_stage1` to `evaluate_stage3` where the evaluator has them."""
     cascade_thresholds: tuple[float, ...] = Field(default=(0.5, 0.75, 0.9), strict=False)
+    """The score that each stage must reach before the next."""
     parallel_evaluations: int = Field(default=1, ge=1)
+    """Evaluations at a time."""
     distributed: bool = False
     """The same as `rookery.executor: ray`."""
     use_llm_feedback: bool = False
+    """Have a model judge programs too."""
     llm_feedback_weight: float = 0.1
+    """How much that judgement counts."""
     enable_artifacts: bool = True
     """ENABLE_ARTIFACTS=false turns them off too."""
     max_artifact_storage: int = Field(default=100 * 1024 * 1024, ge=0)
+    """The most bytes of artifacts that a program keeps."""
 
 
 class TraceConfig(Section):
     """The log of parents and children."""
 
     enabled: bool = False
+    """Write a trace of the evolution."""
     format: Literal["jsonl", "json", "hdf5"] = "jsonl"
+    """The format of the trace."""
     include_code: bool = False
+    """Have the code of programs in the trace."""
     include_prompts: bool = True
+    """Have prompts and answers in the trace."""
     output_path: str | None = None
+    """The file of the trace; null: in the run."""
     buffer_size: int = Field(default=10, ge=1)
+    """Entries that are written together."""
     compress: bool = False
+    """Write the trace compressed."""

@@ -28,6 +28,7 @@ class CmaesStage(CmaesConfig, Config):
 
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
+    """How many generations the stage has."""
     unit: Unit = "model"
     """What has coefficients of its own: every block of the model, or the model as one."""
 

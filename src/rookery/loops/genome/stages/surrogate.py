@@ -44,6 +44,7 @@ class SurrogateStage(Config):
 
     type: Literal["surrogate"] = "surrogate"
     generations: int = Field(default=3, ge=1)
+    """How many generations the stage has."""
     population: int = Field(default=10, ge=1, le=256)
     """Sums per generation."""
     unit: Unit = "block"
