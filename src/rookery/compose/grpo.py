@@ -7,9 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
+from rookery.compose.grpo_bridge import (
+    Opened,
+    attach,
+    bridged_engine,
+    choose_bridge,
+    is_merged,
+)
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
+from rookery.compose.grpo_plan import MemoryPlan, check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import (
     MakePolicy,
     PolicyParts,
@@ -33,6 +39,7 @@ from rookery.compose.running import (
     join_digests,
 )
 from rookery.compose.sft import base_name
+from rookery.concurrency import task_group
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
@@ -93,11 +100,11 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
 
         gateway_key(config.atropos)
     files = read_files(config)
-    check_plan(config, files)
+    plan = check_plan(config, files)
     return RunPlan(
         digests=_digests(files),
         scorers=digest_scorers(files.tasksets, game=config.game),
-        opened=_open_loop(config, files, open_run, display),
+        opened=_open_loop(config, files, plan, open_run, display),
         render=render_grpo_page,
     )
 
@@ -116,19 +123,23 @@ GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
 
 @asynccontextmanager
 async def _open_loop(
-    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
+    config: GrpoConfig,
+    files: GrpoFiles,
+    plan: MemoryPlan | None,
+    open_run: OpenRun,
+    display: Display,
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     if config.full is not None and config.lora != LoraConfig():
         display.note(["lora has no effect: full trains all weights of the model."])
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
-        async with _open(config, files, show) as opened:
+        async with _open(config, files, plan, show) as opened:
             display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
             processes = await asyncio.to_thread(join_processes, opened.model.device.type)
             make_policy = await _checked_policy(config, files, opened, processes)
             if open_run.is_new and config.atropos is None:
-                await _try_drawing(config, files, opened.engine)
+                await _try_drawing(config, files, opened)
             outcomes: list[Outcome[GrpoReport]] = []
 
             async def train(run: Run) -> GrpoReport:
@@ -167,7 +178,9 @@ def _digests(files: GrpoFiles) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> AsyncIterator[Opened]:
+async def _open(
+    config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None, on_launch: OnLaunch
+) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
     folder, (device, dtype) = files.folder, trainer_place(config)
 
@@ -190,19 +203,24 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
                 bridge = await choose_bridge(config, shared)
                 yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
             return
-        share = await asyncio.to_thread(server_share, config, files)
-        used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
-        async with open_engine(used, on_launch=on_launch) as engine:
-            bridge = await choose_bridge(config, engine, folder=folder.path)
-            try:
-                if bridge.shared is None:
-                    model = await load()
-                else:
-                    assert isinstance(engine, Fleet), "servers share their memory"
-                    model = await attach(folder, engine, bridge.shared, start=files.start)
-                yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
-            finally:
-                bridge.release()
+        share = await asyncio.to_thread(server_share, config, files, plan)
+        is_beside = has_one_gpu(config)
+        merged = is_merged(config, files, is_beside=is_beside)
+        used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
+        async with task_group() as tasks:
+            # The trainer's own copy is read while servers start.
+            loading = None if config.full is not None else tasks.create_task(load())
+            async with open_engine(used, on_launch=on_launch) as engine:
+                bridge = await choose_bridge(config, engine, folder=folder.path, is_merged=merged)
+                try:
+                    if config.full is not None and bridge.shared is not None:
+                        assert isinstance(engine, Fleet), "servers share their memory"
+                        model = await attach(folder, engine, bridge.shared, start=files.start)
+                    else:
+                        model = await (loading or load())
+                    yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+                finally:
+                    bridge.release()
 
 
 def _model_place(config: GrpoConfig) -> Path:
@@ -216,7 +234,7 @@ async def _checked_policy(
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
     start = None if config.full is not None else _start(config, files, opened.model)
-    _check(config, files, opened.engine, start=start)
+    _check(config, files, opened, start=start)
     reference = await asyncio.to_thread(make_reference, config, files, opened.model)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
@@ -235,8 +253,10 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
     return start
 
 
-def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
-    tasksets, template = files.tasksets, files.template
+def _check(config: GrpoConfig, files: GrpoFiles, opened: Opened, *, start: Adapter | None) -> None:
+    tasksets, template, engine = files.tasksets, files.template, opened.engine
+    if opened.bridge.name == "merge":
+        start = None  # of any rank
     evaluator = (
         None
         if config.game is not None
@@ -247,13 +267,14 @@ def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapt
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
+async def _try_drawing(config: GrpoConfig, files: GrpoFiles, opened: Opened) -> None:
     """Draw some of the first groups with the policy that training begins with: rewards may be no
     numbers, or never differ."""
+    engine = opened.engine
     await _try_cuts(config, files, engine)
     tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
     drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
-    if files.init is not None:
+    if files.init is not None and opened.bridge.name != "merge":
         start = await engine.load(replace(files.init, name=POLICY))
         try:
             await drawer.check(start)

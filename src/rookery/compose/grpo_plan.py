@@ -36,6 +36,7 @@ from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
+from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS
 from rookery.types import Adapter
 
 __all__ = [
@@ -117,14 +118,15 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     return make_plan(loaded, read_files(loaded))
 
 
-def check_plan(config: GrpoConfig, files: GrpoFiles) -> None:
-    """Refuse a training that does not fit into memory. One that is far from it is not planned:
-    that takes seconds."""
+def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
+    """Refuse a training that does not fit into memory. None for one that is far from it: a plan
+    takes seconds."""
     if _is_small(config, files):
-        return
-    complaint = make_plan(config, files).complaint
-    if complaint:
-        raise ConfigError(complaint)
+        return None
+    plan = make_plan(config, files)
+    if plan.complaint:
+        raise ConfigError(plan.complaint)
+    return plan
 
 
 def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
@@ -133,7 +135,8 @@ def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
     weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
     lengths = _lengths(config, files)
     size = lengths.prompt_tokens + lengths.answer_tokens
-    tokens = max(size, min(config.trainer.pass_tokens, size * lengths.num_data))
+    most_tokens = config.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
+    tokens = max(size, min(most_tokens, size * lengths.num_data))
     most = MOST_COPIES * weights * (1 + tokens / MANY_TOKENS)
     return most + _drawn_row(config, lengths).num_bytes < min(_memory(device), _memory("cpu"))
 
@@ -275,15 +278,17 @@ def _kv_bytes(shape: ModelShape) -> int:
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
 
 
-def server_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+def server_share(
+    config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None = None
+) -> float | None:
     """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
-    the config says it."""
+    the config says it. `plan` is made where it is not given."""
     launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
     if launch is None or not _is_beside(launch, trainer_place(config)[0]):
         return None
     if launch.gpu_memory_utilization is not None:
         return None
-    plan = make_plan(config, files)
+    plan = plan or make_plan(config, files)
     [row] = [row for row in plan.rows if row.name == SERVER]
     return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
 
@@ -380,7 +385,7 @@ def _trainer_rows(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
         num_bytes=max(one_pass - step.weights + own, step.one_step // parts, published),
-        note=f"activations of {config.trainer.pass_tokens:,} tokens"
+        note=f"activations of {step.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"
         + ("" if checkpointed else ", or write trainer.checkpoint_layers: true"),

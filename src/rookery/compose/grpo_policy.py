@@ -10,6 +10,7 @@ from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import Outcome, quiet_libraries
 from rookery.embedded import EmbeddedEngine
 from rookery.errors import ConfigError, ModelError, TrainError
+from rookery.fleet.bridges.merge import MergeBridge
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.policy_weights import (
@@ -134,14 +135,16 @@ def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> Ma
     """An adapter. A run that goes on begins with the one in its own folder."""
     engine, model = parts.opened.engine, parts.opened.model
     trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
-    trainer.publish_to(adapter_publisher(engine, trainer, model=model))
+    publisher = adapter_publisher(engine, trainer, model=model, shared=parts.opened.bridge.shared)
+    trainer.publish_to(publisher)
+    only = publisher if isinstance(publisher, MergeBridge) else None
 
     def make(run: Run) -> PolicyWeights:
         own = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
         if reference is None and needs_reference(config):
             reference = own
-        return AdapterPolicy(trainer, start=own, engine=engine, reference=reference)
+        return AdapterPolicy(trainer, start=own, engine=engine, reference=reference, publisher=only)
 
     return make
 

@@ -25,9 +25,9 @@ from rookery.types import SamplingParams
 
 __all__ = ["BridgeName", "DrawingConfig", "GrpoConfig"]
 
-BridgeName = Literal["auto", "alias", "slot", "adapter", "copy", "reload", "restart"]
+BridgeName = Literal["auto", "alias", "merge", "slot", "adapter", "copy", "reload", "restart"]
 _FULL_BRIDGES = ("auto", "alias", "copy", "reload", "restart")
-_ADAPTER_BRIDGES = ("auto", "slot", "adapter")
+_ADAPTER_BRIDGES = ("auto", "merge", "slot", "adapter")
 
 
 class DrawingConfig(Config):
@@ -84,8 +84,9 @@ class GrpoConfig(ScheduleConfig):
     answers on a CPU, where an engine of its own packs them. false: a copy for each."""
     bridge: BridgeName = "auto"
     """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
-    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `slot`
-    (from memory) or `adapter` (a PEFT folder). auto: the first that fits, and it says why."""
+    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `merge`
+    (added to the weights of a server on the trainer's GPU), `slot` (from memory) or `adapter` (a
+    PEFT folder). auto: the first that fits, and it says why."""
     tasksets: tuple[TasksetConfig, ...] = ()
     """Trained on `search`, the checkpoint chosen on `select`, measured on `report`. Where groups
     come from an Atropos environment they may be left out: the newest checkpoint is chosen then, and

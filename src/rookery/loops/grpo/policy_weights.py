@@ -121,10 +121,14 @@ class AdapterPolicy:
         start: Adapter,
         engine: Engine,
         reference: Adapter | LoraTrainer | None,
+        publisher: Publisher | None = None,
     ) -> None:
         """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
-        REFERENCE over another; None when the loss needs none."""
+        REFERENCE over another; None when the loss needs none. `publisher` serves an adapter in
+        place of the base model, where the engine does not serve adapters beside it."""
         self.trainer = trainer
+        self._base = engine.base
+        self._publisher = publisher
         self.reference = reference if isinstance(reference, LoraTrainer) else trainer
         self._engine = engine
         trainer.add(POLICY, start)
@@ -139,7 +143,18 @@ class AdapterPolicy:
         await self.trainer.export(POLICY, folder)
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
-        await measure_adapters(self._engine, saved, evaluate)
+        if self._publisher is None:
+            await measure_adapters(self._engine, saved, evaluate)
+            return
+        for name, weights in saved.items():
+            adapter = (
+                self._unchanged() if weights is None else await asyncio.to_thread(_read, weights)
+            )
+            await evaluate({name: await self._publisher.publish(adapter)})
+
+    def _unchanged(self) -> Adapter:
+        """The base model as an adapter of it."""
+        return Adapter(name=self._base.name, base="", factors={}, version=self._base.version)
 
 
 async def measure_adapters(
