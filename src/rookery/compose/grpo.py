@@ -86,6 +86,8 @@ def run_grpo(
 
 def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
+    if config.staleness is None and config.atropos is None and has_one_gpu(config):
+        config = config.model_copy(update={"staleness": 1})
     if not is_first_process():
         return help_grpo(config)
     if config.game is not None and open_run.rescored:

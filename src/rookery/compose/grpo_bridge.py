@@ -139,6 +139,8 @@ def bridged_engine(
         if config.full is not None or is_merged:
             # No adapter can be served beside weights that change.
             changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if is_beside and engine.launch.compile is None:
+            changed["compile"] = False
         if gpu_share is not None:
             changed["gpu_memory_utilization"] = gpu_share
         update["launch"] = engine.launch.model_copy(update=changed)

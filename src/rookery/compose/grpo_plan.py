@@ -36,7 +36,7 @@ from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
-from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS
+from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS, PASS_PART
 from rookery.types import Adapter
 
 __all__ = [
@@ -58,6 +58,8 @@ MANY_TOKENS = 64
 SERVER = "vLLM"
 CUDA_PART = 0.08
 """Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
+ADAPTER_COPIES = 1.5
+"""Times the weight files: a trainer's model, and an adapter with gradients and moments."""
 LEAST_CACHE = GIB
 """For keys and values, below which a server is of no use."""
 DRAWN_TOKEN_BYTES = 300
@@ -121,7 +123,7 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
 def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
     """Refuse a training that does not fit into memory. None for one that is far from it: a plan
     takes seconds."""
-    if _is_small(config, files):
+    if _is_small(config, files) or _quick_share(config, files) is not None:
         return None
     plan = make_plan(config, files)
     if plan.complaint:
@@ -139,6 +141,21 @@ def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
     tokens = max(size, min(most_tokens, size * lengths.num_data))
     most = MOST_COPIES * weights * (1 + tokens / MANY_TOKENS)
     return most + _drawn_row(config, lengths).num_bytes < min(_memory(device), _memory("cpu"))
+
+
+def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+    """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
+    without a plan. None: it has to be planned."""
+    device, _ = trainer_place(config)
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, device) or config.full is not None:
+        return None
+    if config.trainer.pass_tokens is not None or needs_reference(config):
+        return None
+    total = _memory(device)
+    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
+    left = (1 - CUDA_PART - PASS_PART) * total - ADAPTER_COPIES * weights
+    return left / total if left > 2 * (weights + LEAST_CACHE) else None
 
 
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
@@ -210,14 +227,16 @@ def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
-    tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
-    return [len(files.template.encode(task)) for task in tasks]
+    if split not in files.prompt_tokens:
+        tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
+        files.prompt_tokens[split] = [len(files.template.encode(task)) for task in tasks]
+    return files.prompt_tokens[split]
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
     """Answers in the memory of this process; with staleness those of two steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
-    num = (1 + config.staleness) * config.max_groups * config.group_size
+    num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
     return MemoryRow(
         name="drawn answers",
         num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
@@ -288,9 +307,12 @@ def server_share(
         return None
     if launch.gpu_memory_utilization is not None:
         return None
-    plan = plan or make_plan(config, files)
-    [row] = [row for row in plan.rows if row.name == SERVER]
-    return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
+    share = None if plan is not None else _quick_share(config, files)
+    if share is None:
+        plan = plan or make_plan(config, files)
+        [row] = [row for row in plan.rows if row.name == SERVER]
+        share = row.num_bytes / plan.available_bytes
+    return math.floor(100 * share) / 100
 
 
 def has_one_gpu(config: GrpoConfig) -> bool:

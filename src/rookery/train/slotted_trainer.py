@@ -37,7 +37,7 @@ from rookery.types import (
     Weights,
 )
 
-__all__ = ["CPU_TOKENS", "MOST_TOKENS", "SlottedTrainer", "TrainerConfig"]
+__all__ = ["CPU_TOKENS", "MOST_TOKENS", "PASS_PART", "SlottedTrainer", "TrainerConfig"]
 
 Result = TypeVar("Result")
 Trained = TypeVar("Trained", bound=Trainee)
@@ -66,7 +66,7 @@ CPU_TOKENS = 1024
 """Of a pass on the CPU, unless a config says it."""
 MOST_TOKENS = 16_384
 """Of a pass on a GPU: more do not make it faster."""
-_PASS_PART = 0.4
+PASS_PART = 0.4
 """Of a GPU's memory, for the activations of one pass."""
 _LAYER_VALUES = 34
 """Numbers that a layer keeps for the backward pass, times its width, per token."""
@@ -84,7 +84,7 @@ def default_pass_tokens(model: SlottedModel) -> int:
         shape.num_layers * shape.hidden_size * _LAYER_VALUES * model.dtype.itemsize
         + shape.vocab_size * _LOGIT_BYTES
     )
-    room = _PASS_PART * torch.cuda.get_device_properties(model.device).total_memory
+    room = PASS_PART * torch.cuda.get_device_properties(model.device).total_memory
     fitting = max(CPU_TOKENS, min(MOST_TOKENS, int(room / token_bytes)))
     return 1 << (fitting.bit_length() - 1)
 

@@ -133,9 +133,10 @@ class GrpoConfig(ScheduleConfig):
     """The part of all steps in which the learning rate rises from 0."""
     optimizer: AdamWConfig = AdamWConfig()
     trainer: TrainerConfig = TrainerConfig()
-    staleness: Literal[0, 1] = 0
+    staleness: Literal[0, 1] | None = None
     """0: step k draws with the weights of step k, then trains. 1: it draws with those of step k - 1
-    while that step is trained, so that engine and trainer work at the same time."""
+    while that step is trained, so that engine and trainer work at the same time. null: 1 where a
+    server is started on the trainer's GPU, else 0."""
     publish_every: int = Field(default=1, ge=1)
     """Steps after which the engine gets the new weights."""
     save_every: int = Field(default=20, ge=1)
@@ -198,7 +199,7 @@ class GrpoConfig(ScheduleConfig):
 
         With staleness 1 and publish_every 2, steps 0 to 5 are drawn at 0, 0, 0, 2, 2, 4.
         """
-        newest = max(0, step - self.staleness)
+        newest = max(0, step - (self.staleness or 0))
         return newest - newest % self.publish_every
 
     def is_checkpoint(self, step: int) -> bool:

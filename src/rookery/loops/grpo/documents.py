@@ -147,7 +147,7 @@ def write_report(run: Run, summary: RunSummary) -> GrpoReport:
         seed=summary.config.seed,
         loss=summary.config.loss.type,
         advantages=summary.config.advantage_name,
-        staleness=summary.config.staleness,
+        staleness=summary.config.staleness or 0,
         game="" if summary.config.game is None else summary.config.game.function,
         tasksets=tuple(_describe_taskset(taskset) for taskset in summary.tasksets),
         rows=tuple(summary.rows),
