@@ -28,17 +28,17 @@ from typing import Any
 PROMPT = '{{ question }}\nThink step by step and end with "#### " and the answer.'
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STAGES = ("draw", "train", "publish")
-NUMBER = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 def right_number(text: str, answer: str) -> float:
-    """1 when the number behind the last #### is the reference's."""
-    found, wanted = NUMBER.findall(text), NUMBER.findall(answer)
-    return float(bool(found) and _value(found[-1]) == _value(wanted[-1]))
+    """1 when the last number, behind the last #### where there is one, is the reference's."""
+    return float(_last_number(text) == _last_number(answer) is not None)
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text.rpartition("####")[2])
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def reward(task: Any, completion: Any) -> float:
