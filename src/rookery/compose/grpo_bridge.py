@@ -49,7 +49,7 @@ from rookery.slots import FixedText, SlottedModel
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import write_model_folder
-from rookery.types import ModelRef, ModelWeights, TrainRequest
+from rookery.types import ModelRef, ModelWeights, TrainRequest, Weights
 
 __all__ = [
     "Bridge",
@@ -107,6 +107,11 @@ def bridged_engine(
         if config.full is not None:
             # No adapter can be served beside weights that change.
             changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if config.num_policies > engine.launch.max_loras and config.full is None:
+            # One more: a version is read while those before it answer.
+            num = config.num_policies + 1
+            most = max(engine.launch.max_cpu_loras, 3 * num)
+            changed = {"max_loras": num, "max_cpu_loras": most}
         if gpu_share is not None:
             changed["gpu_memory_utilization"] = gpu_share
         update["launch"] = engine.launch.model_copy(update=changed)
@@ -215,11 +220,21 @@ def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, model: SlottedMod
         trainer.publish_in_place()
     canary = _canary(engine, model)
     text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
+    return _ProvedAdapters(AdapterBridge(engine, canary=canary), trainer, text)
 
-    async def logprobs(_canary: Canary) -> Sequence[float]:
-        return await trainer.read_text(POLICY, text)
 
-    return AdapterBridge(engine, canary=canary, logprobs=logprobs)
+class _ProvedAdapters:
+    """A Publisher of a trainer's adapters: what each must say after a text comes from its own
+    trainee, which has its name."""
+
+    def __init__(self, bridge: AdapterBridge, trainer: LoraTrainer, text: FixedText) -> None:
+        self._bridge, self._trainer, self._text = bridge, trainer, text
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        async def logprobs(_canary: Canary) -> Sequence[float]:
+            return await self._trainer.read_text(weights.name, self._text)
+
+        return await self._bridge.publish_with(weights, logprobs)
 
 
 def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publisher:

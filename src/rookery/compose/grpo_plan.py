@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_policy import has_reference_model, needs_reference
+from rookery.compose.grpo_policy import has_reference_model, joint_config, needs_reference
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -34,7 +34,7 @@ from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
-from rookery.train import FullConfig, LoraConfig
+from rookery.train import FullConfig, LoraConfig, TrainerConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
@@ -143,7 +143,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     step = measure_step(
         files.start,
         trained=_trained(config, files),
-        trainer=config.trainer,
+        trainer=_longest_passes(config, device),
         lengths=_lengths(config, files),
         place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
@@ -171,6 +171,12 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     )
 
 
+def _longest_passes(config: GrpoConfig, device: str) -> TrainerConfig:
+    """The trainer with passes as long as its longest: those of several adapters."""
+    own = joint_config(config, device.partition(":")[0])
+    return own.model_copy(update={"pass_tokens": max(own.pass_tokens, own.joint_tokens or 0)})
+
+
 def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:
     return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
 
@@ -185,7 +191,7 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
         prompt_tokens=max(_drawn_prompts(config, files)),
         answer_tokens=_answer_tokens(config),
-        num_data=config.groups_per_step * config.group_size,
+        num_data=config.groups_per_step * config.group_size * config.num_policies,
     )
 
 
@@ -214,7 +220,7 @@ def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
     """Answers in the memory of this process; with staleness those of two steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
-    num = (1 + config.staleness) * config.max_groups * config.group_size
+    num = (1 + config.staleness) * config.max_groups * config.group_size * config.num_policies
     return MemoryRow(
         name="drawn answers",
         num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
@@ -240,7 +246,8 @@ def _engine_rows(
             remedy="write share: true, or a smaller engine.dtype",
         )
     if config.full is None:
-        yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
+        slots = 2 * config.num_policies * step.masters
+        yield MemoryRow(name="adapter slots", num_bytes=slots, note="two versions")
     yield from _cache_rows(config, engine, files, step, device)
 
 
@@ -354,11 +361,18 @@ def _trainer_rows(
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    many = config.num_policies
+    if many > 1:
+        trained, fewer = f"{many} adapters of {trained}", f"{fewer}, or train fewer adapters"
     yield MemoryRow(
-        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+        name="masters", num_bytes=many * step.masters // parts, note=trained, remedy=fewer
     )
-    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
+    yield MemoryRow(
+        name="gradients", num_bytes=many * step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(
+        name="moments", num_bytes=many * step.moments // parts, note="of AdamW", remedy=halved
+    )
     if needs_reference(config):
         yield MemoryRow(
             name="reference",
