@@ -83,8 +83,7 @@ def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -
         "group_size": options.group_size,
         "drawing": {"max_tokens": options.max_tokens},
         "learning_rate": 1e-5,
-        "trainer": {"pass_tokens": options.pass_tokens, "trunk_cache_gib": 0,
-                    **({"joint_tokens": options.joint_tokens} if options.joint_tokens else {})},
+        "trainer": {"pass_tokens": options.pass_tokens, "trunk_cache_gib": 0},
         "save_every": options.steps,
         "staleness": options.staleness,
         "max_gap": 0.5,
@@ -149,8 +148,7 @@ def measure(options: argparse.Namespace, engine: dict[str, Any], folder: Path) -
     tasks = folder / "tasks.jsonl"
     write_tasks(tasks, num=options.tasks)
     config = document(options, engine, tasks)
-    nums = (1, options.adapters)
-    return [train(config, folder / "runs", num=num) for num in nums for _ in range(1)]
+    return [train(config, folder / "runs", num=num) for num in (1, options.adapters)]
 
 
 async def measure_fleet(options: argparse.Namespace, folder: Path) -> list[Timed]:
@@ -187,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=0)
-    parser.add_argument("--pass-tokens", type=int, default=4096)
-    parser.add_argument("--joint-tokens", type=int, help="of a pass of all; else as shipped")
+    many = 16_384 if torch.cuda.is_available() else 1024
+    parser.add_argument("--pass-tokens", type=int, default=many)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--tasks", type=int, default=400)
     parser.add_argument("--runs", type=Path, help="where runs are kept; else they are removed")

@@ -322,9 +322,9 @@ async def _train_all(
         with display.bar("train", total=max(own.swept.config.steps for own in adapters)) as bar:
             shown = _SweepBar(bar, display)
             report = await train_sweep(sweep, engine=engine, run=run, observer=shown)
-        for own in adapters:
-            own_report = parse_grpo_report(own.run.read_json("report.json"))
-            await write_page(own.run, render_grpo_page, own_report)
+        for each in adapters:
+            own_report = parse_grpo_report(each.run.read_json("report.json"))
+            await write_page(each.run, render_grpo_page, own_report)
     return report
 
 

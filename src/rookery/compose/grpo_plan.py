@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_policy import has_reference_model, joint_config, needs_reference
+from rookery.compose.grpo_policy import has_reference_model, needs_reference
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -34,7 +34,7 @@ from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
-from rookery.train import FullConfig, LoraConfig, TrainerConfig
+from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
@@ -143,7 +143,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     step = measure_step(
         files.start,
         trained=_trained(config, files),
-        trainer=_longest_passes(config, device),
+        trainer=config.trainer,
         lengths=_lengths(config, files),
         place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
@@ -169,12 +169,6 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         rows=tuple(row for row in rows if row.num_bytes),
         available_bytes=_memory(device),
     )
-
-
-def _longest_passes(config: GrpoConfig, device: str) -> TrainerConfig:
-    """The trainer with passes as long as its longest: those of several adapters."""
-    own = joint_config(config, device.partition(":")[0])
-    return own.model_copy(update={"pass_tokens": max(own.pass_tokens, own.joint_tokens or 0)})
 
 
 def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:

@@ -31,7 +31,6 @@ from rookery.train import (
     FullWeights,
     LoraConfig,
     LoraTrainer,
-    TrainerConfig,
     initial_adapter,
 )
 from rookery.train.full import ShardedTrainer
@@ -48,7 +47,6 @@ __all__ = [
     "full_policy",
     "has_reference_model",
     "help_grpo",
-    "joint_config",
     "make_reference",
     "make_trainer",
     "needs_reference",
@@ -120,9 +118,6 @@ def _is_base(folder: Path, files: GrpoFiles) -> bool:
     return folder.resolve() == files.folder.path.resolve()
 
 
-JOINT_TOKENS = 16_384
-"""Of a pass of several adapters on a GPU."""
-
 MakePolicy = Callable[[Run], PolicyWeights]
 """The weights of a run, when all that can be refused has been."""
 
@@ -140,20 +135,9 @@ class PolicyParts:
 def adapter_trainer(config: GrpoConfig, parts: PolicyParts) -> LoraTrainer:
     """Of one adapter or of several; it publishes to the engine."""
     engine, model = parts.opened.engine, parts.opened.model
-    trainer = LoraTrainer(
-        model, config=joint_config(config, model.device.type), processes=parts.processes
-    )
+    trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
     trainer.publish_to(adapter_publisher(engine, trainer, model=model))
     return trainer
-
-
-def joint_config(config: GrpoConfig, device: str) -> TrainerConfig:
-    """The trainer's, where several adapters share passes: a GPU takes long ones in little more
-    time than short ones."""
-    own = config.trainer
-    if config.num_policies == 1 or own.joint_tokens is not None or device == "cpu":
-        return own
-    return own.model_copy(update={"joint_tokens": max(JOINT_TOKENS, own.pass_tokens)})
 
 
 def adapter_policy(

@@ -265,7 +265,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             for running in prepared
             if isinstance(running, RunningRequest)
         ]
-        for turns in mixed_turns(doable, pass_tokens=self._joint_tokens):
+        for turns in mixed_turns(doable, pass_tokens=self._config.pass_tokens):
             self._compute_safely(turns)
         return [
             TrainOutput(error=str(running))
@@ -315,8 +315,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         All trainees begin at one layer."""
         model = self._model
         passes = [packed for _, packed in members]
-        most = self._joint_tokens if len(members) > 1 else self._config.pass_tokens
-        room = 0 if pads_alone(model.device) else most
+        room = 0 if pads_alone(model.device) else self._config.pass_tokens
         rows = MixedRows(passes, room=room)
         stacks = Stacks(
             [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]
@@ -331,11 +330,6 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         parts = list(zip(passes, rows.own, strict=True))
         head_rows = partial(stacks.rows, layer="lm_head")
         return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)
-
-    @property
-    def _joint_tokens(self) -> int:
-        """Of a pass of several requests."""
-        return max(self._config.pass_tokens, self._config.joint_tokens or 0)
 
     def _cut(self, trainee: LoraTrainee) -> int:
         """The first layer that it trains."""

@@ -49,9 +49,6 @@ class TrainerConfig(Config):
 
     pass_tokens: int = Field(default=1024, ge=1)
     """How many tokens one pass takes: less memory when lower, the same gradients."""
-    joint_tokens: int | None = Field(default=None, ge=1)
-    """How many tokens a pass of several adapters takes, of each up to pass_tokens. none:
-    pass_tokens; a sweep on a GPU takes 16,384 or more."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0)
     """Memory for the hidden states below the first trained layer; 0 computes them each time."""
     trainees_gib: float | None = Field(default=None, ge=0.0)

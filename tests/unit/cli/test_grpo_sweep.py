@@ -1,11 +1,14 @@
 """`rookery grpo sweep`: many adapters in one run, each with the bits that it has alone."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from driving import Command, status_of, write_rows
+from forked import forked, kill_at_event, run_command
+from marks import long
 
 from rookery.loops.grpo.batch import Batch, decode_batch
 from rookery.runs import Run
@@ -71,10 +74,10 @@ def flags(folder: Path) -> list[str]:
 def test_every_adapter_has_the_bits_that_it_has_alone(
     rookery: Command, config: Path, changes: tuple[str, ...]
 ) -> None:
-    ended = rookery("grpo", "sweep", "g.yaml", *SWEEP, "--name", "s", *changes)
-    assert ended.code == 0, ended.err
+    varied = ("--vary", "loss.type=grpo,dr_grpo", "--seeds", "2")
+    assert rookery("grpo", "sweep", "g.yaml", *varied, "--name", "s", *changes).code == 0
     names = sorted(path.name for path in (config / "runs/s/adapters").iterdir())
-    assert len(names) == 8 and "learning_rate-3e-2_loss.type-dr_grpo_seed-1" in names
+    assert len(names) == 4 and names[0] == "loss.type-dr_grpo_seed-0"
     for name in names[::3]:
         own = config / "runs/s/adapters" / name
         assert rookery("grpo", "run", "g.yaml", "--name", name, *flags(own), *changes).code == 0
@@ -112,6 +115,47 @@ def test_the_report_ranks_all_by_the_select_tasks(rookery: Command, config: Path
     assert [row.step for row in rows] == [0, 1, 2]
     assert len([name for name in rows[0].values if name.startswith("reward/")]) == 9
     assert "8 adapters, ranked by the select tasks" in ended.words
+
+
+def sweep_until(number: int, errors: Path, *words: str) -> None:
+    kill_at_event(number)
+    run_command(errors, "grpo", "sweep", "g.yaml", *words)
+
+
+def num_events(folder: Path) -> int:
+    """Of a sweep, with the runs of its adapters."""
+    total = 0
+    for path in (folder, *(folder / "adapters").iterdir()):
+        with Run.view(path) as run:
+            total += sum(run.counts().values())
+    return total
+
+
+def ranking(folder: Path) -> Any:
+    """What the report says of the adapters, without the run's name and what the clock says."""
+    report = json.loads((folder / "report.json").read_text())
+    return report["rows"], report["sweep"], report["chosen_step"], report["num_tokens"]
+
+
+# In the midst; when the runs of adapters are made, when the report tasks are read.
+@pytest.mark.parametrize(
+    "part", [0.5, pytest.param(0.02, marks=long), pytest.param(0.92, marks=long)]
+)
+def test_a_sweep_that_is_killed_goes_on(rookery: Command, config: Path, part: float) -> None:
+    words = ("--vary", "learning_rate=1e-2,3e-2", "--staleness", "1")
+    assert rookery("grpo", "sweep", "g.yaml", *words, "--name", "whole").code == 0
+    number = int(part * num_events(config / "runs/whole"))
+    with forked(sweep_until, number, config / "err", *words, "--name", "killed") as process:
+        assert process.wait() == -signal.SIGKILL
+    ended = rookery("runs", "resume", "runs/killed")
+    assert ended.code == 0, ended.err
+    assert ranking(config / "runs/killed") == ranking(config / "runs/whole")
+    for own in (config / "runs/whole/adapters").iterdir():
+        again = config / "runs/killed/adapters" / own.name
+        assert what_was_learned(again) == what_was_learned(own)
+        assert status_of(again) == "finished"
+    with Run.view(config / "runs/killed") as run:
+        assert {row.step for row in run.metrics()} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

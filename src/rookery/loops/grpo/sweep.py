@@ -119,7 +119,7 @@ class _Call:
 
     method: str
     asked: Sequence[Any]
-    answer: "asyncio.Future[list[Any]]"
+    answer: asyncio.Future[list[Any]]
 
 
 class JointTrainer:
@@ -138,7 +138,7 @@ class JointTrainer:
 
     async def call(self, method: str, asked: Sequence[Any]) -> list[Any]:
         """The answers to these; the last adapter to ask computes for all."""
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Call(method, asked, answer))
         await self._answer_all()
         return await answer
