@@ -26,6 +26,7 @@ from rookery.errors import ConfigError
 
 __all__ = [
     "Config",
+    "assign",
     "check_url",
     "load_config",
     "override",
@@ -73,7 +74,7 @@ def override(
     names = []
     for dotted, text in pairs:
         keys, kinds = _resolve(model, dotted)
-        _assign(document, keys, _value(text, kinds))
+        assign(document, keys, _value(text, kinds))
         names.append(".".join(keys))
     return names
 
@@ -215,7 +216,8 @@ def _value(text: str, kinds: Sequence[Any]) -> Any:
     return text if is_text and not is_null and not isinstance(value, str) else value
 
 
-def _assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
+def assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    """Put a value into a document; sections on the way are made."""
     node: Any = document
     for depth, key in enumerate(keys):
         place, dotted = ".".join(keys[:depth]), ".".join(keys)

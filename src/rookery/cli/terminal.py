@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         GenomeReport,
         GrpoReport,
         IcmReport,
+        SweepRecord,
     )
 
 __all__ = [
@@ -126,19 +127,26 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
 
 def _print_grpo(report: "GrpoReport", path: Path) -> None:
     from rookery.ui import wording
-    from rookery.ui.grpo import grpo_sentence
+    from rookery.ui.grpo import SETTING_COLUMNS, grpo_sentence, setting_rows
     from rookery.ui.wording import GRPO_COLUMNS, report_rows
 
     console.print(grpo_sentence(report), style="bold", markup=False)
     _print_warnings(report.warnings)
     title = f"{wording.report_tasks(report.tasksets)} that the training never saw"
     print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
+    places = {"trained": path / "trained", "report": path / "report.html"}
+    drawn: GrpoReport | SweepRecord = report
+    if report.sweep is not None:
+        drawn, places = report.sweep, {**places, "adapters": path / "adapters"}
+        num = wording.plural(len(report.sweep.adapters), "adapter")
+        title = f"{num}, ranked by the select tasks"
+        print_table(title, columns=SETTING_COLUMNS, rows=setting_rows(report))
     console.print(
-        f"{wording.plural(len(report.steps), 'step')}, {report.num_rollouts:,} answers, "
-        f"{report.num_tokens:,} drawn tokens, {report.seconds or 0:.0f} s",
+        f"{wording.plural(len(report.steps), 'step')}, {drawn.num_rollouts:,} answers, "
+        f"{drawn.num_tokens:,} drawn tokens, {report.seconds or 0:.0f} s",
         highlight=False,
     )
-    _print_places({"trained": path / "trained", "report": path / "report.html"})
+    _print_places(places)
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:

@@ -53,7 +53,7 @@ from rookery.slots import FixedText, SlottedModel
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import write_model_folder
-from rookery.types import Adapter, ModelRef, ModelWeights, TrainRequest
+from rookery.types import Adapter, ModelRef, ModelWeights, TrainRequest, Weights
 
 __all__ = [
     "Bridge",
@@ -105,7 +105,8 @@ def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
     layers = config.lora.targets if files.init is None else files.init.factors
     if any(layer.endswith("lm_head") for layer in layers):
         return False  # its weights may be the embeddings too
-    return is_beside and config.atropos is None and not _has_own_layout(files.folder.path)
+    is_only = config.num_policies == 1 and config.atropos is None
+    return is_beside and is_only and not _has_own_layout(files.folder.path)
 
 
 def _has_own_layout(folder: Path) -> bool:
@@ -139,6 +140,11 @@ def bridged_engine(
         if config.full is not None or is_merged:
             # No adapter can be served beside weights that change.
             changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if config.num_policies > engine.launch.max_loras and config.full is None:
+            # One more: a version is read while those before it answer.
+            num = config.num_policies + 1
+            most = max(engine.launch.max_cpu_loras, 3 * num)
+            changed |= {"max_loras": num, "max_cpu_loras": most}
         if is_beside and engine.launch.compile is None:
             changed["compile"] = False
         if gpu_share is not None:
@@ -267,11 +273,21 @@ def adapter_publisher(
     text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
     if shared is not None:
         return _merging(engine, shared, model, canary=canary, text=text)
+    return _ProvedAdapters(AdapterBridge(engine, canary=canary), trainer, text)
 
-    async def logprobs(_canary: Canary) -> Sequence[float]:
-        return await trainer.read_text(POLICY, text)
 
-    return AdapterBridge(engine, canary=canary, logprobs=logprobs)
+class _ProvedAdapters:
+    """A Publisher of a trainer's adapters: what each must say after a text comes from its own
+    trainee, which has its name."""
+
+    def __init__(self, bridge: AdapterBridge, trainer: LoraTrainer, text: FixedText) -> None:
+        self._bridge, self._trainer, self._text = bridge, trainer, text
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        async def logprobs(_canary: Canary) -> Sequence[float]:
+            return await self._trainer.read_text(weights.name, self._text)
+
+        return await self._bridge.publish_with(weights, logprobs)
 
 
 def _merging(

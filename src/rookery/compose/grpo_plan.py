@@ -205,7 +205,7 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
         prompt_tokens=max(_drawn_prompts(config, files)),
         answer_tokens=_answer_tokens(config),
-        num_data=config.groups_per_step * config.group_size,
+        num_data=config.groups_per_step * config.group_size * config.num_policies,
     )
 
 
@@ -237,6 +237,7 @@ def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
     """Answers in the memory of this process; with staleness those of two steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
     num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
+    num *= config.num_policies
     return MemoryRow(
         name="drawn answers",
         num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
@@ -262,7 +263,8 @@ def _engine_rows(
             remedy="write share: true, or a smaller engine.dtype",
         )
     if config.full is None:
-        yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
+        slots = 2 * config.num_policies * step.masters
+        yield MemoryRow(name="adapter slots", num_bytes=slots, note="two versions")
     yield from _cache_rows(config, engine, files, step, device)
 
 
@@ -381,11 +383,18 @@ def _trainer_rows(
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    many = config.num_policies
+    if many > 1:
+        trained, fewer = f"{many} adapters of {trained}", f"{fewer}, or train fewer adapters"
     yield MemoryRow(
-        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+        name="masters", num_bytes=many * step.masters // parts, note=trained, remedy=fewer
     )
-    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
+    yield MemoryRow(
+        name="gradients", num_bytes=many * step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(
+        name="moments", num_bytes=many * step.moments // parts, note="of AdamW", remedy=halved
+    )
     if needs_reference(config):
         yield MemoryRow(
             name="reference",

@@ -10,18 +10,18 @@ from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import Outcome, quiet_libraries
 from rookery.embedded import EmbeddedEngine
 from rookery.errors import ConfigError, ModelError, TrainError
-from rookery.fleet.bridges.merge import MergeBridge
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.policy_weights import (
     POLICY,
     REFERENCE,
     AdapterPolicy,
+    AdapterTrainer,
     BaseModel,
     FullPolicy,
     PolicyWeights,
 )
-from rookery.ports import Engine
+from rookery.ports import Engine, Publisher
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -42,6 +42,7 @@ __all__ = [
     "MakePolicy",
     "PolicyParts",
     "adapter_policy",
+    "adapter_trainer",
     "end_processes",
     "full_policy",
     "has_reference_model",
@@ -131,20 +132,35 @@ class PolicyParts:
     """See `make_reference`."""
 
 
-def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> MakePolicy:
-    """An adapter. A run that goes on begins with the one in its own folder."""
+def adapter_trainer(config: GrpoConfig, parts: PolicyParts) -> LoraTrainer:
+    """Of one adapter or of several; it publishes to the engine."""
     engine, model = parts.opened.engine, parts.opened.model
     trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
-    publisher = adapter_publisher(engine, trainer, model=model, shared=parts.opened.bridge.shared)
-    trainer.publish_to(publisher)
-    only = publisher if isinstance(publisher, MergeBridge) else None
+    shared = parts.opened.bridge.shared
+    trainer.publish_to(adapter_publisher(engine, trainer, model=model, shared=shared))
+    return trainer
+
+
+def adapter_policy(
+    config: GrpoConfig,
+    start: Adapter,
+    parts: PolicyParts,
+    *,
+    trainer: AdapterTrainer,
+    publisher: Publisher | None = None,
+) -> MakePolicy:
+    """An adapter. A run that goes on begins with the one in its own folder. `publisher` is given
+    where the engine serves one adapter at a time."""
+    engine = parts.opened.engine
 
     def make(run: Run) -> PolicyWeights:
         own = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
         if reference is None and needs_reference(config):
             reference = own
-        return AdapterPolicy(trainer, start=own, engine=engine, reference=reference, publisher=only)
+        return AdapterPolicy(
+            trainer, start=own, engine=engine, reference=reference, publisher=publisher
+        )
 
     return make
 

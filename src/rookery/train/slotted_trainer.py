@@ -119,7 +119,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self._model = model
         self._config = config
         self.pass_tokens = config.pass_tokens or default_pass_tokens(model)
-        self._publisher = publisher
+        self.publisher = publisher
         self._processes = processes
         # Ends with this object; calls queue in it in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -185,14 +185,14 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     def publish_to(self, publisher: Publisher) -> None:
         """Where `publish` hands weights from now on. Call it before anything else."""
-        self._publisher = publisher
+        self.publisher = publisher
 
     async def publish(self, trainee: str) -> ModelRef:
-        if self._publisher is None:
+        if self.publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")
         state = self.trainee(trainee)
         weights = await self._in_turn(lambda: self._weights(state, trainee))
-        return await self._publisher.publish(weights)
+        return await self.publisher.publish(weights)
 
     async def export(self, trainee: str, folder: Path) -> None:
         """Write its weights as a folder that other programs load."""

@@ -1,8 +1,9 @@
 """What a grpo run is told: the config, with every default the vetted setting."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -23,7 +24,7 @@ from rookery.train.losses.variants import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
-__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig"]
+__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig", "SweepConfig"]
 
 BridgeName = Literal["auto", "alias", "merge", "slot", "adapter", "copy", "reload", "restart"]
 _FULL_BRIDGES = ("auto", "alias", "copy", "reload", "restart")
@@ -50,6 +51,47 @@ class DrawingConfig(Config):
     def params(self, *, group_size: int) -> SamplingParams:
         params = SamplingParams(n=group_size, **self.model_dump())
         return replace(params, return_kept=params.is_cut)
+
+
+FIXED = (
+    "engine", "tokenizer", "share", "bridge", "tasksets", "lora", "full", "init_from", "reference",
+    "environment", "trainer", "keep", "keep_rollouts", "track", "sweep",
+)  # fmt: skip
+"""Keys that all adapters of a sweep have in common."""
+
+
+class SweepConfig(Config):
+    """Which adapters are trained together."""
+
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Values by key, such as {learning_rate: [1e-5, 1e-4], loss.type: [grpo, dr_grpo]}: every
+    combination is trained."""
+    seeds: int = Field(default=1, ge=1)
+    """Adapters of each combination, with the seeds `seed`, `seed` + 1, ..."""
+
+    @property
+    def num_adapters(self) -> int:
+        return self.seeds * math.prod(map(len, self.vary.values()))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, values in self.vary.items():
+            first = key.partition(".")[0]
+            if first in FIXED:
+                raise ValueError(
+                    f"vary has {key}, and adapters of one sweep have {first} in common: give each "
+                    "value a run of its own. Learning rate, loss, drawing, optimizer and the like "
+                    "can be varied"
+                )
+            texts = [str(value) for value in values]
+            if not values or len(set(texts)) < len(texts):
+                raise ValueError(
+                    f"vary has {key} with the values {', '.join(texts) or 'none'}: give one or "
+                    "more, each once"
+                )
+        if "seed" in self.vary and self.seeds > 1:
+            raise ValueError("vary has seed, and seeds is given too: leave one of them out")
+        return self
 
 
 def _section(value: object) -> object:
@@ -151,6 +193,13 @@ class GrpoConfig(ScheduleConfig):
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
+    sweep: SweepConfig | None = None
+    """Train many adapters in one: all combinations of some values, each with several seeds."""
+
+    @property
+    def num_policies(self) -> int:
+        """Adapters that are trained together."""
+        return 1 if self.sweep is None else self.sweep.num_adapters
 
     @property
     def advantage_name(self) -> AdvantageName:
@@ -234,6 +283,9 @@ class GrpoConfig(ScheduleConfig):
         self._check_reference()
         self._check_bridge()
         self._check_tasks()
+        if self.sweep is not None and (self.full is not None or self.atropos is not None):
+            what = "full trains one model" if self.full is not None else "environment feeds one"
+            raise ValueError(f"sweep trains many adapters, and {what}: leave one of them out")
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
         if self.game is not None and scored:
             raise ValueError(

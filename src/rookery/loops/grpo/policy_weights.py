@@ -32,6 +32,7 @@ __all__ = [
     "POLICY",
     "REFERENCE",
     "AdapterPolicy",
+    "AdapterTrainer",
     "BaseModel",
     "Evaluate",
     "FullPolicy",
@@ -108,6 +109,16 @@ class PolicyWeights(Protocol):
 # A LoRA adapter as the policy: served beside the base model, versions next to one another.
 
 
+class AdapterTrainer(Trainer, Protocol):
+    """A trainer in this process, whose trainees are adapters."""
+
+    def add(self, trainee: str, start: Adapter) -> None: ...
+
+    def adapter(self, trainee: str) -> Adapter: ...
+
+    async def export(self, trainee: str, folder: Path) -> None: ...
+
+
 class AdapterPolicy:
     """The PolicyWeights of an adapter."""
 
@@ -116,7 +127,7 @@ class AdapterPolicy:
 
     def __init__(
         self,
-        trainer: LoraTrainer,
+        trainer: AdapterTrainer,
         *,
         start: Adapter,
         engine: Engine,
@@ -126,10 +137,10 @@ class AdapterPolicy:
         """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
         REFERENCE over another; None when the loss needs none. `publisher` serves an adapter in
         place of the base model, where the engine does not serve adapters beside it."""
-        self.trainer = trainer
+        self.trainer: AdapterTrainer = trainer
         self._base = engine.base
         self._publisher = publisher
-        self.reference = reference if isinstance(reference, LoraTrainer) else trainer
+        self.reference: Trainer = reference if isinstance(reference, LoraTrainer) else trainer
         self._engine = engine
         trainer.add(POLICY, start)
         if isinstance(reference, Adapter):

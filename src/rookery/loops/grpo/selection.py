@@ -116,9 +116,21 @@ class Selection:
     ) -> list[ReportRow]:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
+        rewards = await self.rewards(saved)
+        return await asyncio.to_thread(self.compare, rewards, seed=seed) if rewards else []
+
+    def compare(self, rewards: Mapping[str, Mapping[str, float]], *, seed: int) -> list[ReportRow]:
+        """The rows of what `rewards` found."""
+        weights = {taskset.name: taskset.weight for taskset in self._tasksets}
+        return compare(rewards, self._split("report"), weights=weights, seed=seed)
+
+    async def rewards(
+        self, saved: Mapping[str, SavedWeights | None]
+    ) -> dict[str, Mapping[str, float]]:
+        """What each earned on the report tasks, by task; empty without such tasks."""
         tasks = self._split("report")
         if not tasks:
-            return []
+            return {}
         rewards: dict[str, Mapping[str, float]] = {}
 
         async def evaluate(refs: Mapping[str, ModelRef]) -> None:
@@ -127,8 +139,7 @@ class Selection:
                 rewards[name] = evaluation.rewards
 
         await self._weights.measure(saved, evaluate)
-        weights = {taskset.name: taskset.weight for taskset in self._tasksets}
-        return await asyncio.to_thread(compare, rewards, tasks, weights=weights, seed=seed)
+        return rewards
 
     def _split(self, name: SplitName) -> list[Task]:
         return [task for taskset in self._tasksets for task in taskset.split(name)]
