@@ -22,6 +22,7 @@ def evaluate(
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     split: Literal["all", "search", "select", "report"] = "all",
     limit: int | None = None,
+    samples: int | None = None,
     name: str = "",
     runs_dir: Path = Path("runs"),
     json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -50,6 +51,9 @@ def evaluate(
         Which part of the taskset to ask.
     limit
         Ask at most this many tasks of the split.
+    samples
+        Also draw so many answers to each task, at the temperature of the taskset or at 1: the
+        report then has pass@1, pass@k and the majority's answer.
     name
         The run's name; by default the kind and the time.
     runs_dir
@@ -66,7 +70,10 @@ def evaluate(
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    values = {"split": split, "limit": limit, "device": device, "dtype": dtype}
+    values: dict[str, object] = {
+        "split": split, "limit": limit, "device": device, "dtype": dtype,
+        "report": {"samples": samples},
+    }  # fmt: skip
     outcome = measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
         progress=not json_out, **values,

@@ -314,12 +314,16 @@ async def _measure(
     ranking, and the rows of each adapter beside the baselines."""
     first, parts = ranked[0]
     selection = Selection(
-        inputs.evaluator, tasksets=parts.tasksets, weights=first.inputs.weights, run=run
+        inputs.evaluator,
+        tasksets=parts.tasksets,
+        weights=first.inputs.weights,
+        run=run,
+        samples=parts.config.samples,
     )
     saved: dict[str, SavedWeights | None] = {first.swept.name: parts.trained, **parts.baselines}
     saved |= {own.swept.name: other.trained for own, other in ranked[1:]}
-    rewards = await selection.rewards(saved)
     seed = first.swept.config.seed
+    rewards = await selection.rewards(saved, seed=seed)
     by_name = {row.name: row for row in selection.compare(rewards, seed=seed)}
     baselines = [by_name[name].model_copy(update={"lead": None}) for name in parts.baselines]
     rows = {first.swept.name: [by_name[name] for name in (first.swept.name, *parts.baselines)]}
