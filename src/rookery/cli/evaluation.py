@@ -52,8 +52,7 @@ def evaluate(
     limit
         Ask at most this many tasks of the split.
     samples
-        Also draw so many answers to each task, at the temperature of the taskset or at 1: the
-        report then has pass@1, pass@k and the majority's answer.
+        Also draw so many answers to each task, for pass@1, pass@k and the majority's answer.
     name
         The run's name; by default the kind and the time.
     runs_dir
@@ -70,13 +69,10 @@ def evaluate(
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    values: dict[str, object] = {
-        "split": split, "limit": limit, "device": device, "dtype": dtype,
-        "report": {"samples": samples},
-    }  # fmt: skip
+    values = {"split": split, "limit": limit, "device": device, "dtype": dtype}
     outcome = measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
-        progress=not json_out, **values,
+        progress=not json_out, report={"samples": samples}, **values,
     )  # fmt: skip
     return print_outcome(outcome, as_json=json_out)
 
