@@ -86,9 +86,10 @@ def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -
 
 def train(config: dict[str, Any], runs: Path, *, num: int) -> Timed:
     """One adapter, or a sweep of several."""
-    sweep = {} if num == 1 else {"sweep": {"seeds": num}}
+    if num > 1:
+        config = {**config, "sweep": {"seeds": num}}
     began = time.perf_counter()
-    outcome = rookery.run_grpo(config, runs_dir=runs, name=f"{num}-adapters", **sweep)
+    outcome = rookery.run_grpo(config, runs_dir=runs, name=f"{num}-adapters")
     whole_s = time.perf_counter() - began
     folders = [outcome.path] if num == 1 else sorted((outcome.path / "adapters").iterdir())
     return _timed(folders, whole_s)
