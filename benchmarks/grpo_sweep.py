@@ -5,17 +5,16 @@
 
 FOLDER is a model, `smollm2`, or `tiny` for one that is made here. `--engine embedded` draws in this
 process, `fleet` with a vLLM server that shares the GPU with the trainer (`--python` names an
-interpreter that has vLLM); the server serves both trainings, one after the other. Tasks are
-additions of two numbers in words of the prompt; the reward is the share of even tokens, so that
-groups differ for any model. Seconds per step are those between the first and the last step that was
-recorded, the select tasks left out (one checkpoint, at the end), and the ratio is sweep / alone.
+interpreter that has vLLM); each training starts one, with the same settings. Tasks are additions of
+two numbers; the reward is the share of even tokens, so that groups differ for any model. Seconds
+per step are those between the first and the last step that was recorded, the select tasks left out
+(one checkpoint, at the end), and the ratio is sweep / alone.
 
 The whole training is timed too, with the start and the report, which reads 16 adapters in place of
 one.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
@@ -29,14 +28,10 @@ import torch
 
 import rookery
 from rookery.embedded import resolve_model
-from rookery.fleet import LaunchConfig
-from rookery.fleet.servers.launch import open_servers
 from rookery.runs import Run
 from rookery.types import Completion, Task
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GPU_SHARE = 0.45
-"""Of the GPU's memory for the server; the trainer has the rest."""
 STAGES = ("draw", "train", "publish")
 
 
@@ -71,7 +66,6 @@ def write_tasks(path: Path, *, num: int) -> None:
 def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -> dict[str, Any]:
     return {
         "engine": engine,
-        "tokenizer": str(options.model),
         "tasksets": [
             {"type": "jsonl", "path": str(tasks), "sampling": {"max_tokens": 8},
              "splits": {"search": 0.9, "select": 0.05, "report": 0.05},
@@ -92,9 +86,10 @@ def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -
 
 def train(config: dict[str, Any], runs: Path, *, num: int) -> Timed:
     """One adapter, or a sweep of several."""
-    sweep = {} if num == 1 else {"sweep": {"seeds": num}}
+    if num > 1:
+        config = {**config, "sweep": {"seeds": num}}
     began = time.perf_counter()
-    outcome = rookery.run_grpo(config, runs_dir=runs, name=f"{num}-adapters", **sweep)
+    outcome = rookery.run_grpo(config, runs_dir=runs, name=f"{num}-adapters")
     whole_s = time.perf_counter() - began
     folders = [outcome.path] if num == 1 else sorted((outcome.path / "adapters").iterdir())
     return _timed(folders, whole_s)
@@ -123,25 +118,22 @@ def _timed(folders: Sequence[Path], whole_s: float) -> Timed:
     )
 
 
-def launch(options: argparse.Namespace) -> LaunchConfig:
+def launch(options: argparse.Namespace) -> dict[str, Any]:
+    """A server as both trainings start it; a sweep has it hold as many adapters as it needs."""
     is_gpu = torch.cuda.is_available()
-    num = options.adapters + 1
-    return LaunchConfig(
-        model=str(options.model),
-        python=options.python,
-        replicas=1,
-        max_model_len=options.max_tokens + 256,
-        max_num_seqs=options.max_num_seqs if is_gpu else None,
-        gpu_memory_utilization=GPU_SHARE,
-        max_loras=num,
-        max_cpu_loras=3 * num,
-        max_lora_rank=max(8, options.rank),
-        lora_targets=TARGETS,
-        cuda_graphs="full" if is_gpu else "auto",
-        enforce_eager=not is_gpu,
-        cpu_cache_gib=1,
-        env={"HF_HUB_OFFLINE": "1"},
-    )
+    return {
+        "model": str(options.model),
+        "python": options.python,
+        "replicas": 1,
+        "max_model_len": options.max_tokens + 256,
+        "max_num_seqs": options.max_num_seqs if is_gpu else None,
+        "max_lora_rank": max(8, options.rank),
+        "lora_targets": list(TARGETS),
+        "cuda_graphs": "full" if is_gpu else "auto",
+        "enforce_eager": not is_gpu,
+        "cpu_cache_gib": 1,
+        "env": {"HF_HUB_OFFLINE": "1"},
+    }
 
 
 def measure(options: argparse.Namespace, engine: dict[str, Any], folder: Path) -> list[Timed]:
@@ -149,12 +141,6 @@ def measure(options: argparse.Namespace, engine: dict[str, Any], folder: Path) -
     write_tasks(tasks, num=options.tasks)
     config = document(options, engine, tasks)
     return [train(config, folder / "runs", num=num) for num in (1, options.adapters)]
-
-
-async def measure_fleet(options: argparse.Namespace, folder: Path) -> list[Timed]:
-    async with open_servers(launch(options)) as [server]:
-        engine = {"type": "fleet", "urls": [server.url], "name": options.model.name}
-        return await asyncio.to_thread(measure, options, engine, folder)
 
 
 def show(options: argparse.Namespace, alone: Timed, sweep: Timed) -> None:
@@ -195,11 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.runs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         options.model = resolve_model(options.model).path
+        engine: dict[str, Any] = {"model": str(options.model), "cache_gib": 1}
         if options.engine == "fleet":
-            alone, sweep = asyncio.run(measure_fleet(options, folder))
-        else:
-            engine = {"model": str(options.model), "cache_gib": 1}
-            alone, sweep = measure(options, engine, folder)
+            engine = {"type": "fleet", "launch": launch(options)}
+        alone, sweep = measure(options, engine, folder)
     show(options, alone, sweep)
 
 

@@ -154,7 +154,7 @@ def sweep(
     All are adapters of one engine and one trainer: their answers are drawn in one batch, their
     gradients computed in one pass. The best is chosen on the select tasks; the report tasks are
     read once, with an interval for each. Every adapter has a run of its own in RUN/adapters, with
-    its checkpoints and curves; `rookery ui RUN/adapters` shows them over one another.
+    checkpoints and a report; the report of the whole run has the curves of all.
 
         rookery grpo sweep mine.yaml --vary learning_rate=1e-5,3e-5,1e-4 --seeds 3
         rookery grpo sweep mine.yaml --vary loss.type=grpo,dr_grpo --vary drawing.temperature=0.7,1

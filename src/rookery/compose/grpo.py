@@ -345,6 +345,8 @@ async def _train_all(
             shown = _SweepBar(bar, display)
             report = await train_sweep(sweep, engine=engine, run=run, observer=shown)
         for each in adapters:
+            if not (each.run.path / "report.json").is_file():
+                continue  # it failed
             own_report = parse_grpo_report(each.run.read_json("report.json"))
             await write_page(each.run, render_grpo_page, own_report)
     return report

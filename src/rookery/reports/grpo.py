@@ -68,6 +68,8 @@ class SweptAdapter(Record):
     row: ReportRow | None = None
     rewards: tuple[Measured, ...] = ()
     """Of the drawn answers, by step."""
+    error: Text = ""
+    """Why it could not be trained to its end; such a one is neither chosen nor measured."""
 
 
 class SettingRow(ReportRow):

@@ -158,6 +158,22 @@ def test_a_sweep_that_is_killed_goes_on(rookery: Command, config: Path, part: fl
         assert {row.step for row in run.metrics()} == {0, 1, 2}
 
 
+def test_an_adapter_that_cannot_be_trained_ends_alone(rookery: Command, config: Path) -> None:
+    words = ("--vary", "max_gap=0.2,1e-30", "--name", "s")
+    ended = rookery("grpo", "sweep", "g.yaml", *words)
+    assert ended.code == 0 and "1 of 2 adapters could not be trained" in ended.words
+    good, bad = json.loads((config / "runs/s/report.json").read_text())["sweep"]["adapters"]
+    assert good["is_chosen"] and "row" not in bad and "error" in bad
+    assert status_of(config / "runs/s/adapters" / bad["name"]) == "failed"
+    own = config / "runs/s/adapters" / good["name"]
+    assert rookery("grpo", "run", "g.yaml", "--name", "alone").code == 0
+    assert what_was_learned(own) == what_was_learned(config / "runs/alone")
+    before = ranking(config / "runs/s")
+    assert rookery("runs", "resume", "runs/s").code == 0 and ranking(config / "runs/s") == before
+    all_bad = rookery("grpo", "sweep", "g.yaml", "--max_gap", "1e-30", "--seeds", "2")
+    assert all_bad.code == 2 and "more than max_gap" in all_bad.words
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

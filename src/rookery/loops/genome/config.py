@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
+from rookery.loops.comparison import ReportConfig
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig, SurrogateStage
@@ -85,6 +86,9 @@ class GenomeConfig(Config):
     layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
     2 GB there beside them. The last bits of a child depend on it."""
     finals: FinalConfig = FinalConfig()
+    report: ReportConfig = ReportConfig()
+    """`{samples: 8}` draws answers to each report task besides, for pass@k: at the temperature of
+    the taskset's `sampling`, or at 1 where that is greedy."""
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0

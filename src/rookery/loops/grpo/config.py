@@ -13,6 +13,7 @@ from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
+from rookery.loops.comparison import ReportConfig, Samples
 from rookery.loops.grpo.batch import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -55,7 +56,7 @@ class DrawingConfig(Config):
 
 FIXED = (
     "engine", "tokenizer", "share", "bridge", "tasksets", "lora", "full", "init_from", "reference",
-    "environment", "trainer", "keep", "keep_rollouts", "track", "sweep",
+    "environment", "trainer", "keep", "keep_rollouts", "track", "report", "sweep",
 )  # fmt: skip
 """Keys that all adapters of a sweep have in common."""
 
@@ -190,6 +191,8 @@ class GrpoConfig(ScheduleConfig):
     max_gap: float = Field(default=0.2, gt=0.0)
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats. In bfloat16 rounding alone reaches 0.05."""
+    report: ReportConfig = ReportConfig()
+    """`{samples: 8}` draws answers to each report task besides, as `drawing` says, for pass@k."""
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
@@ -205,6 +208,14 @@ class GrpoConfig(ScheduleConfig):
     def advantage_name(self) -> AdvantageName:
         """The advantages in use."""
         return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
+
+    @property
+    def samples(self) -> Samples | None:
+        """Answers that are drawn to each report task."""
+        if self.report.samples is None:
+            return None
+        params = self.drawing.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        return Samples(self.report.samples, params)
 
     @property
     def max_drawn_tokens(self) -> int:
@@ -286,6 +297,11 @@ class GrpoConfig(ScheduleConfig):
         if self.sweep is not None and (self.full is not None or self.atropos is not None):
             what = "full trains one model" if self.full is not None else "environment feeds one"
             raise ValueError(f"sweep trains many adapters, and {what}: leave one of them out")
+        if self.game is not None and self.report.samples is not None:
+            raise ValueError(
+                "report.samples is for answers to prompts, and environment plays games: leave one "
+                "of them out"
+            )
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
         if self.game is not None and scored:
             raise ValueError(

@@ -227,11 +227,20 @@ def _warn_of_scorers(run: Run) -> list[str]:
 
 
 def _warn_of_sweep(sweep: SweepRecord | None) -> list[str]:
-    if sweep is None or len(sweep.settings) < 2 or sweep.settings[0].num_seeds > 1:
+    if sweep is None:
         return []
+    errors = [adapter.error for adapter in sweep.adapters if adapter.error]
+    failed = [
+        f"{len(errors)} of {len(sweep.adapters)} adapters could not be trained to their end and "
+        f"are not ranked. The first error: {error}"
+        for error in errors[:1]
+    ]
+    if len(sweep.settings) < 2 or sweep.settings[0].num_seeds > 1:
+        return failed
     return [
+        *failed,
         f"Each of {len(sweep.settings)} settings was trained with one seed: what the best has over "
-        "the others may be luck. Write --seeds 3, for example."
+        "the others may be luck. Write --seeds 3, for example.",
     ]
 
 

@@ -145,7 +145,9 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
         source=_source(inputs, engine, run),
         trainer=PolicyTrainer(weights, engine=engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
-        selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
+        selection=Selection(
+            inputs.evaluator, tasksets=tasksets, weights=weights, run=run, samples=config.samples
+        ),
         log=StepLog(run, observer=observer),
     )
 

@@ -20,7 +20,7 @@ alone on the CPU: neither the engine nor the trainer lets a row depend on the ro
 import asyncio
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.config import Config, assign, parse_config
+from rookery.errors import RookeryError, TaskError, TrainError
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import STEP, Step, write_report
 from rookery.loops.grpo.loop import GrpoInputs, Parts, assemble, train
@@ -54,6 +55,8 @@ ADAPTERS = "adapters"
 """The folder of a run with a run of each adapter."""
 ADAPTER = "adapter"
 """The event that tells of one."""
+FAILED = "adapter_failed"
+"""The event that tells that one cannot be trained on."""
 
 # Which adapters a sweep has: every combination of values, each with several seeds.
 
@@ -156,7 +159,12 @@ class JointTrainer:
             same = [call for call in calls if call.method == method]
             if not same:
                 continue
-            answers = iter(await compute([one for call in same for one in call.asked]))
+            try:
+                answers = iter(await compute([one for call in same for one in call.asked]))
+            except Exception as error:  # noqa: BLE001 (whatever it was, it is everybody's answer)
+                for call in same:
+                    call.answer.set_exception(error)
+                continue
             for call in same:
                 call.answer.set_result([next(answers) for _ in call.asked])
 
@@ -249,17 +257,14 @@ async def train_sweep(
         for own in inputs.adapters
     ]
     await run.append_many([_adapter_event(own.swept) for own in inputs.adapters])
-
-    async def train_one(parts: Parts) -> None:
-        await train(parts)
-        await inputs.joint.leave()
-
-    async with task_group() as tasks:
-        for parts in all_parts:
-            tasks.create_task(train_one(parts))
+    trained = list(zip(inputs.adapters, all_parts, strict=True))
+    failures = await _train_together(trained, inputs.joint, progress, run)
     observer.on_phase("report")
-    ranked = _rank(list(zip(inputs.adapters, all_parts, strict=True)))
+    ranked = _rank(trained, failures)
     record, rows = await _measure(inputs, ranked, run)
+    failed = tuple(_describe_failed(own, failures) for own in inputs.adapters)
+    adapters = (*record.adapters, *(one for one in failed if one.error))
+    record = record.model_copy(update={"adapters": adapters})
     for own, parts in ranked:
         summary = parts.summary(base, engine=engine, rows=rows[own.swept.name])
         await asyncio.to_thread(write_report, own.run, summary)
@@ -276,17 +281,53 @@ def _adapter_event(swept: Swept) -> NewEvent:
 Trained = tuple[AdapterInputs, Parts]
 
 
-def _rank(trained: Sequence[Trained]) -> list[Trained]:
-    """The best first, by the select tasks alone: settings by the mean of their adapters, then
-    adapters of one setting."""
-    settings = _settings(trained)
+async def _train_together(
+    trained: Sequence[Trained], joint: JointTrainer, progress: "_Progress", run: Run
+) -> dict[str, str]:
+    """All to their ends. One that cannot be trained on, as one whose loss is NaN, ends alone: why,
+    by name, also of former processes. When none is left, the first error ends the run."""
+    failures = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
+    errors: list[RookeryError] = []
 
-    def merit(one: Trained) -> tuple[float, float]:
-        own, parts = one
-        setting, alone = _select_mean(settings[own.swept.setting]), _select(parts)
-        return tuple(float("-inf") if x is None else x for x in (setting, alone))  # type: ignore[return-value]
+    async def train_one(own: AdapterInputs, parts: Parts) -> None:
+        name = own.swept.name
+        try:
+            if name not in failures:
+                await train(parts)
+        except (TaskError, TrainError) as error:
+            errors.append(error)
+            if len(errors) == len(trained):
+                raise errors[0] from None
+            await run.append(FAILED, {"error": str(error)}, key=name)
+            failures[name] = str(error)
+        if name in failures:
+            progress.drop(name)
+            await asyncio.to_thread(own.run.finish, "failed", message=failures[name])
+        await joint.leave()
 
-    return sorted(trained, key=merit, reverse=True)
+    async with task_group() as tasks:
+        for own, parts in trained:
+            tasks.create_task(train_one(own, parts))
+    return failures
+
+
+def _rank(trained: Sequence[Trained], failures: Collection[str]) -> list[Trained]:
+    """Those that did not fail, the best first, by the select tasks alone: settings by the mean of
+    their adapters, those with a failed one last; then adapters of one setting."""
+    broken = {own.swept.setting for own, _ in trained if own.swept.name in failures}
+    whole = [one for one in trained if one[0].swept.name not in failures]
+    settings = _settings(whole)
+
+    def merit(one: Trained) -> tuple[bool, float, float]:
+        setting, alone = _select_mean(settings[one[0].swept.setting]), _select(one[1])
+        low = float("-inf")
+        return (
+            one[0].swept.setting not in broken,
+            low if setting is None else setting,
+            low if alone is None else alone,
+        )
+
+    return sorted(whole, key=merit, reverse=True)
 
 
 def _settings(trained: Sequence[Trained]) -> dict[str, list[Trained]]:
@@ -314,12 +355,16 @@ async def _measure(
     ranking, and the rows of each adapter beside the baselines."""
     first, parts = ranked[0]
     selection = Selection(
-        inputs.evaluator, tasksets=parts.tasksets, weights=first.inputs.weights, run=run
+        inputs.evaluator,
+        tasksets=parts.tasksets,
+        weights=first.inputs.weights,
+        run=run,
+        samples=parts.config.samples,
     )
     saved: dict[str, SavedWeights | None] = {first.swept.name: parts.trained, **parts.baselines}
     saved |= {own.swept.name: other.trained for own, other in ranked[1:]}
-    rewards = await selection.rewards(saved)
     seed = first.swept.config.seed
+    rewards = await selection.rewards(saved, seed=seed)
     by_name = {row.name: row for row in selection.compare(rewards, seed=seed)}
     baselines = [by_name[name].model_copy(update={"lead": None}) for name in parts.baselines]
     rows = {first.swept.name: [by_name[name] for name in (first.swept.name, *parts.baselines)]}
@@ -385,6 +430,18 @@ def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -
     )
 
 
+def _describe_failed(own: AdapterInputs, failures: Mapping[str, str]) -> SweptAdapter:
+    swept, error = own.swept, failures.get(own.swept.name, "")
+    rewards = tuple(event.payload["metrics"].get("reward/mean") for event in own.run.events(STEP))
+    return SweptAdapter(
+        name=swept.name,
+        setting=swept.setting,
+        seed=swept.config.seed,
+        rewards=rewards if error else (),
+        error=error,
+    )
+
+
 def _total(trained: Sequence[Trained], name: str) -> int:
     return int(
         sum(step.metrics.get(name) or 0 for _, parts in trained for step in parts.log.read())
@@ -414,7 +471,11 @@ class _Progress:
         taken = self._taken.setdefault(step, {})
         keys = ("reward/mean", "grpo/num_drawn_tokens")
         taken[name] = {key: metrics[key] for key in keys if key in metrics}
-        return len(taken) == sum(num > step for num in self._num_steps.values())
+        return all(other in taken for other, num in self._num_steps.items() if num > step)
+
+    def drop(self, name: str) -> None:
+        """It takes no further steps."""
+        self._num_steps[name] = 0
 
     def take(self, name: str, step: Step) -> None:
         if not self._note(name, step.step, step.metrics):
