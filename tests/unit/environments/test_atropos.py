@@ -6,7 +6,6 @@ import math
 import random
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,6 @@ from service.tenants import WordCodec
 
 from rookery.environments.atropos import engine_side
 from rookery.environments.atropos import feed as feed_module
-from rookery.environments.atropos import programs as programs_module
 from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
@@ -121,15 +119,6 @@ def test_batches_are_whole_packs_in_the_order_they_came() -> None:
     assert pick_batch([(0, 4), (0, 2), (0, 2), (0, 4)], num_sequences=8) == [0, 1, 2]
     assert pick_batch([(0, 4), (0, 2)], num_sequences=8) == []
     assert pick_batch([], num_sequences=8) == []
-
-
-@pytest.mark.parametrize("minimums", [None, {0: 0.4, 1: 0.4}])
-def test_batches_of_many_groups_are_dealt_at_once(minimums: dict[int, float] | None) -> None:
-    """The gateway answers nobody meanwhile, and looks again after every group."""
-    queue = [(place % 3, 8) for place in range(20_000)]
-    began_s = time.monotonic()
-    assert len(pick_batch(queue, num_sequences=8 * 15_000, minimums=minimums)) == 15_000
-    assert time.monotonic() - began_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -338,17 +327,6 @@ def test_equal_tokens_that_were_drawn_in_several_ways_are_told_apart() -> None:
     assert only_last is not None and list(only_last.kept) == [(9,)]
 
 
-def test_equal_tokens_are_remembered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8 * 4)
-    samples, kept = SampleIndex(), KeptTokens.of([(7,)])
-    for step in range(100):
-        drawn = Drawn(step=step, temperature=1.0, is_cut=True, kept=kept)
-        samples.note((1, 7), drawn, (-float(step),))
-        samples.note((1, 7), drawn, (-float(step),))
-    found = samples.find((1, 7), drawn=(1,), logprobs=(0.0,))
-    assert found is not None and found.step == 92 and found.kept == kept
-
-
 def test_answers_of_a_sequence_have_one_temperature() -> None:
     samples = SampleIndex()
     samples.note((1, 7), Drawn(step=0, temperature=0.5, is_cut=False))
@@ -472,16 +450,6 @@ async def test_a_batch_that_arrived_is_not_given_again_by_the_next_process(tmp_p
         assert number == 2 and [queued.seq for queued in again] == [3, 4]
 
 
-async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) -> None:
-    with new_run(tmp_path) as run:
-        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        waiting = asyncio.create_task(gateway.queue.take(4))
-        await gateway.accept(make_group())
-        assert not waiting.done()
-        await gateway.accept(make_group())
-        assert [queued.seq for queued in await waiting] == [1, 2]
-
-
 async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Path) -> None:
     """No group comes meanwhile: the others have sent as many as they send ahead."""
     with new_run(tmp_path) as run:
@@ -496,17 +464,6 @@ async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Pat
         await gateway.disconnect_env(0)
         async with asyncio.timeout(10):
             assert [queued.seq for queued in await waiting] == [1, 2]
-
-
-async def test_a_program_that_fails_often_is_started_again_within_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(programs_module, "PAUSE_S", 1e-6)
-    command = EnvironmentCommand(command=("/nowhere",), folder=tmp_path, restarts=2000)
-    programs = Programs([command], words={}, logs=tmp_path / "nowhere")
-    async with asyncio.timeout(30):
-        await programs.keep(0)
-        assert "cannot be started" in await programs.ended()
 
 
 async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> None:
@@ -631,18 +588,6 @@ async def test_what_a_trainer_lost_is_given_to_the_next_one(tmp_path: Path) -> N
         assert await delivery.next(None) == (number, first)
         following = await delivery.next(None)
         assert following[0] == number + 1 and following[1] != first
-
-
-async def test_a_number_that_was_never_given_acknowledges_nothing(tmp_path: Path) -> None:
-    """A trainer that goes on from another gateway's batches."""
-    with new_run(tmp_path / "run") as run:
-        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        delivery = Delivery(gateway)
-        for _ in range(4):
-            await gateway.accept(make_group())
-        first = await delivery.next(50)
-        assert await delivery.next(50) == first, "the answer was lost on its way"
-        assert (await delivery.next(first[0]))[0] == first[0] + 1
 
 
 @pytest.fixture

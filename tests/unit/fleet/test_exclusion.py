@@ -50,25 +50,6 @@ async def test_calls_of_one_kind_run_together() -> None:
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_a_waiting_kind_is_not_overtaken() -> None:
-    exclusion = CallExclusion()
-    order: list[str] = []
-    gate = asyncio.Event()
-
-    async def call(name: str, kind: str) -> None:
-        async with exclusion.take(kind):
-            order.append(name)
-            await gate.wait()
-
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        for name, kind in (("first", "a"), ("second", "b"), ("late", "a")):
-            group.create_task(call(name, kind))
-            await asyncio.sleep(0)
-        assert order == ["first"]
-        gate.set()
-    assert order == ["first", "second", "late"]
-
-
 async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
     exclusion = CallExclusion()
     order: list[str] = []

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -49,16 +48,6 @@ def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
         SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
         for i in range(num)
     ]
-
-
-def served_names(stubs: Sequence[Stub], name: str) -> Counter[int]:
-    """How many prompts of a model each stub was sent."""
-    return Counter(
-        {
-            i: sum(len(b["prompt"]) for b in stub.bodies if b["model"] == name)
-            for i, stub in enumerate(stubs)
-        }
-    )
 
 
 async def test_it_is_the_ports_and_answers_in_request_order() -> None:
@@ -143,65 +132,6 @@ async def test_32_adapters_on_8_slots_load_once_each_and_none_starves(model: str
     assert stub.most_adapters <= 8
 
 
-async def test_an_adapter_stays_on_one_server_while_others_have_work() -> None:
-    stubs = [Stub(latency_s=0.005, capacity=4) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(16)]
-        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
-        loads = Counter[str]()
-        for stub in stubs:
-            loads.update(stub.loads)
-        assert len(loads) == 16 and loads.total() <= 18
-        assert max(len(s.loads) for s in stubs) <= 6, "adapters are spread over the servers"
-        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
-        after = Counter[str]()
-        for stub in stubs:
-            after.update(stub.loads)
-        assert after.total() <= loads.total() + 2, "a second round finds them where they were"
-
-
-async def test_requests_that_share_a_long_prefix_go_to_one_server() -> None:
-    stubs = [Stub(max_model_len=None) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        prefixes = [tuple((i + 7 * k) % 50 for i in range(640)) for k in range(4)]
-        for turn in range(6):
-            await asyncio.gather(
-                *[
-                    fleet.score(
-                        [ScoreRequest(model=fleet.base, tokens=(*p, turn), start=641, labels=(3,))]
-                    )
-                    for p in prefixes
-                ]
-            )
-    for prefix in prefixes:
-        seen = [sum(tuple(b["prompt"][0][:640]) == prefix for b in stub.bodies) for stub in stubs]
-        assert sorted(seen)[-2:] == [0, 6], "one server sees all of a prefix"
-
-
-async def test_without_prefixes_the_load_is_even() -> None:
-    stubs = [Stub(latency_s=0.05, capacity=4) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        for stub in stubs:
-            stub.bodies.clear()
-        await fleet.sample(requests(fleet.base, 200))
-    counts = served_names(stubs, "tiny")
-    assert max(counts.values()) <= 1.3 * min(counts.values())
-
-
-async def test_work_is_spread_by_speed() -> None:
-    """One of eight servers is five times slower, and is given less to do."""
-    stubs = [Stub(capacity=2) for _ in range(8)]
-    async with pool(*stubs, max_in_flight=4) as fleet:
-        for stub in stubs:
-            stub.bodies.clear()
-            stub.latency_s = 0.2
-        stubs[0].latency_s = 1.0
-        await fleet.sample(requests(fleet.base, 128))
-    assert all(r.load.num_sequences == 0 for r in fleet.pool.replicas)
-    slow, *others = served_names(stubs, "tiny").values()
-    assert slow <= min(others) / 2
-
-
 async def test_a_killed_server_costs_its_calls_one_retry_and_none_is_answered_twice() -> None:
     stubs = [Stub(latency_s=0.02, capacity=8), Stub(latency_s=0.02, capacity=8)]
     async with pool(*stubs, max_in_flight=32) as fleet:
@@ -239,15 +169,6 @@ async def test_a_call_that_dies_twice_is_an_error_that_names_the_server() -> Non
         for stub in stubs:
             stub.failures = []
         assert len(await fleet.sample(requests(fleet.base, 5))) == 5
-
-
-async def test_with_every_server_gone_requests_fail_in_time() -> None:
-    stub = Stub()
-    async with pool(stub, all_down_timeout_s=0.2) as fleet:
-        await stub.stop()
-        with pytest.raises(FleetError, match=r"No server has been up for 0.2 s.*can't be reached"):
-            await fleet.sample(requests(fleet.base, 3))
-        await stub.start()
 
 
 async def test_a_slow_server_s_last_calls_are_taken_over_and_the_duplicate_dropped() -> None:

@@ -179,17 +179,6 @@ async def test_one_server_that_does_not_come_back_is_waited_for_in_vain() -> Non
         stub.has_crashed = False
 
 
-async def test_a_server_that_was_given_up_is_not_waited_for() -> None:
-    stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
-        await stub.stop()
-        fleet.pool.replicas[0].is_given_up = True
-        async with asyncio.timeout(TOLD_S):
-            with pytest.raises(FleetError, match="No server is left"):
-                await fleet.sample(requests(fleet.base, 3))
-        await stub.start()
-
-
 async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() -> None:
     stubs = [Stub(latency_s=0.01, capacity=4), Stub(latency_s=0.01, capacity=4)]
     async with serve(*stubs):

@@ -72,19 +72,6 @@ async def test_restarts_that_fail_are_counted_and_spaced(tmp_path: Path) -> None
         assert time.monotonic() - began_s > 0.1 + 0.2
 
 
-async def test_a_server_is_given_up_when_its_restarts_are_used_up(
-    tmp_path: Path, state: Path
-) -> None:
-    async with open_servers(CONFIG) as [server]:
-        fail_next(server, tmp_path, times=3)
-        await kill(server)
-        with pytest.raises(FleetError, match="Given up after 3 restarts") as failed:
-            await server.restart()
-        assert "Tried to allocate 2.00 GiB" in str(failed.value)
-        assert not server.is_alive
-    assert find_registries(state) == []
-
-
 async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, state: Path) -> None:
     pair: list[LocalServer] = []
     is_ready = asyncio.Event()

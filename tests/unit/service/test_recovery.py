@@ -173,18 +173,6 @@ async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_pa
         assert served.service.context.state.models[model].is_live is False
 
 
-async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) -> None:
-    """Kills one after another must not let it grow beyond what a snapshot is taken at."""
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await ada.outputs(await ada.train(train_body(model, 1)))
-        written = served.service.context.wal.num_bytes
-        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
-    async with serve(killed) as served:
-        assert served.service.context.wal.num_bytes == written > 0
-
-
 def hold_answers(wal: Wal) -> tuple[asyncio.Event, asyncio.Event]:
     """Answers are stored, which sets the first event, and told of when the second one is set."""
     append, stored, may_tell = wal.append, asyncio.Event(), asyncio.Event()
