@@ -211,7 +211,7 @@ class GameEvaluator:
     async def _model(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, list[Rollout]]:
         """The games of each task, by its id."""
         played = await together(self._task(model, task) for task in tasks)
-        return {task.id: own for task, own in zip(tasks, played, strict=True)}
+        return {task.id: rollouts for task, rollouts in zip(tasks, played, strict=True)}
 
     async def _task(self, model: ModelRef, task: Task) -> list[Rollout]:
         num = self._params[task.source].n

@@ -32,9 +32,9 @@ from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
-from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
+from rookery.service.trainer_calls import PassRecord
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
 from rookery.service.wire.body import as_json
@@ -178,7 +178,7 @@ class Service:
         elif self._is_open:
             self.samples.add(command, self._group)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Do what was accepted before a restart, now that it is known what is done."""
         self._is_open = True
         for model in self._ended:

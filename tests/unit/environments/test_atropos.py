@@ -16,13 +16,10 @@ from fleet.stub import until
 from pydantic import ValidationError
 from service.tenants import WordCodec
 
-from rookery.environments.atropos import engine_side
 from rookery.environments.atropos import feed as feed_module
-from rookery.environments.atropos.client import GatewayClient
-from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
-from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
-from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.feed import ClientFeed, GatewayClient, GatewayFeed
+from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.environments.atropos.programs import Programs, check_commands, running
 from rookery.environments.atropos.registry import (
     SILENT_S,
@@ -102,12 +99,6 @@ def test_what_was_not_drawn_like_this_is_refused(changes: dict[str, Any], said: 
         check_group(group, vocab_size=97, max_tokens=8)
 
 
-def test_a_sequence_that_is_too_long_is_refused() -> None:
-    check_group(make_group(), vocab_size=97, max_tokens=4)
-    with pytest.raises(TaskError, match="has 4 tokens and the trainer takes 3 at most"):
-        check_group(make_group(), vocab_size=97, max_tokens=3)
-
-
 def test_drawn_tokens_are_those_without_a_mask() -> None:
     [first, _] = drawn_sequences(make_group())
     assert first.tokens == (5, 6, 7, 10)
@@ -133,12 +124,6 @@ def test_batches_are_whole_packs_in_the_order_they_came() -> None:
 def test_sizes_that_make_no_packs_hold_up_no_batch(sizes: list[int], expected: list[int]) -> None:
     places = pick_batch([(None, size) for size in sizes], num_sequences=16)
     assert sorted(places) == sorted(expected)
-
-
-def test_sizes_that_make_no_packs_do_not_take_the_room_of_a_minimum() -> None:
-    """The group of 5 is older than those of 8 that make the batch with the other's part."""
-    queue = [(0, 5), (0, 8), (1, 8)]
-    assert pick_batch(queue, num_sequences=16, minimums={0: 0.25, 1: 0.5}) == [1, 2]
 
 
 def test_an_environment_gets_at_least_its_part() -> None:
@@ -337,21 +322,6 @@ def test_answers_of_a_sequence_have_one_temperature() -> None:
         samples.find((1, 7, 2, 5), drawn=(1, 3))
 
 
-def test_what_tokens_were_drawn_from_is_forgotten_before_memory_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_side, "MAX_KEPT_BYTES", 8)
-    samples = SampleIndex()
-    for token in (5, 6, 7):
-        kept = KeptTokens.of([(token,)])
-        samples.note((1, token), Drawn(step=0, temperature=1.0, is_cut=True, kept=kept))
-    found = [samples.find((1, token), drawn=(1,)) for token in (5, 6, 7)]
-    assert [len(own.kept) for own in found if own is not None] == [0, 1, 1]
-    assert all(own is not None and own.is_cut for own in found), (
-        "it is refused, not trained wrongly"
-    )
-
-
 async def test_what_tokens_were_drawn_from_survives_with_their_group(tmp_path: Path) -> None:
     kept = KeptTokens.of([(7, 9), (10, 11)])
     with new_run(tmp_path) as run:
@@ -519,17 +489,6 @@ async def test_a_run_that_waits_says_how_far_its_batch_is(
         late = GatewayFeed(gateway, side, programs=programs, limit_s=0.01)
         with pytest.raises(TaskError, match=r"0 of 4 sequences have come in 0 s, of 0 answers"):
             await late.take(1, after=1)
-
-
-@pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
-async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
-    with new_run(tmp_path) as run:
-        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        messages = [[{"role": "user", "content": words}]] * 2
-        await gateway.accept(make_group(messages=messages))
-        assert gateway.queue.groups[0].messages == messages
-        with pytest.raises(TaskError, match="is NaN or infinite"):
-            await gateway.accept(make_group(group_overrides={"x": NAN}))
 
 
 async def test_a_program_that_cannot_be_started_any_more_is_told(tmp_path: Path) -> None:

@@ -88,18 +88,6 @@ async def test_a_weight_that_is_no_alias_is_named() -> None:
             await trainer.step()
 
 
-async def test_one_of_two_servers_that_was_passed_over_is_named() -> None:
-    stubs = [SharingStub(), SharingStub()]
-    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
-        await trainer.step()
-        stubs[1].tensors = {name: tensor.clone() for name, tensor in stubs[1].tensors.items()}
-        with pytest.raises(
-            FleetError, match=rf"1 of 2 servers .* the others go on.*{stubs[1].url}"
-        ):
-            await trainer.step()
-        assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
-
-
 async def test_a_publication_that_is_cancelled_twice_leaves_no_server_paused() -> None:
     """As by a second Ctrl-C, while the server is told to go on."""
     stub = SharingStub()

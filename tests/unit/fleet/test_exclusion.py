@@ -41,15 +41,6 @@ def test_kinds_never_meet_and_all_get_their_turn(calls: list[tuple[str, int, boo
     assert asyncio.run(run()) >= num_left
 
 
-async def test_calls_of_one_kind_run_together() -> None:
-    exclusion = CallExclusion()
-    async with exclusion.take("a"), exclusion.take("a"), exclusion.take(""):
-        waiting = asyncio.create_task(exclusion.take("b").__aenter__())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    await asyncio.wait_for(waiting, 1)
-
-
 async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
     exclusion = CallExclusion()
     order: list[str] = []

@@ -284,13 +284,6 @@ async def test_garbage_is_an_error_of_one_request(answer: object, said: str) -> 
         assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
 
 
-async def test_token_limits_hold_without_a_tokenizer() -> None:
-    async with connect(Api(), tokens_per_minute=50) as model:
-        await model.reply(TextRequest(messages=CHAT, max_tokens=20))
-        with pytest.raises(FleetError, match=r"can never fit tokens_per_minute 50"):
-            await model.reply(TextRequest(messages=CHAT, max_tokens=60))
-
-
 async def test_settings_that_texts_do_not_have_are_refused() -> None:
     for options in ({"route": "completions"}, {"logprobs": True}):
         with pytest.raises(ConfigError, match="needs route: chat and logprobs: false"):
@@ -343,12 +336,6 @@ async def test_an_api_without_a_list_of_models_or_that_is_away_is_left_for_later
     config = ExternalConfig(url="http://127.0.0.1:9/v1", model="big", api_key_env="")
     async with open_text_model(config) as model:
         await model.check()
-
-
-async def test_the_url_is_all_before_chat_completions() -> None:
-    api = Api()
-    async with connect(api, root="/v1beta/openai") as model:
-        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
 
 
 async def test_reasoning_models_get_what_they_know() -> None:

@@ -78,17 +78,6 @@ async def test_it_is_the_ports_and_answers_in_request_order() -> None:
         assert await fleet.sample([]) == [] and await fleet.score([]) == []
 
 
-async def test_several_draws_and_greedy_copies() -> None:
-    async with pool(Stub()) as fleet:
-        drawn = SamplingParams(max_tokens=2, n=3, seed=5, temperature=1.0)
-        same = SamplingParams(max_tokens=2, n=3, temperature=0)
-        [three, copies] = await fleet.sample(
-            [SampleRequest(model=fleet.base, prompt=(1,), params=p) for p in (drawn, same)]
-        )
-        assert len(three) == 3 and len(copies) == 3 and len(set(copies)) == 1
-        assert len({c.tokens for c in three}) > 1
-
-
 async def test_equal_requests_share_calls_and_different_seeds_do_not() -> None:
     stub = Stub()
     async with pool(stub, batch=8) as fleet:
@@ -311,42 +300,6 @@ async def test_one_fleet_has_one_model_and_needs_a_server() -> None:
     with pytest.raises(FleetError, match=r"can't be reached at http://127.0.0.1:9"):
         async with open_fleet(FleetConfig(urls=("http://127.0.0.1:9",))):
             pass
-
-
-async def test_a_refused_request_is_an_error_and_the_server_stays() -> None:
-    stub = Stub()
-    async with pool(stub) as fleet:
-        stub.failures = [400]
-        with pytest.raises(FleetError, match=r"refused .400."):
-            await fleet.sample(requests(fleet.base, 1))
-        assert fleet.pool.replicas[0].load.is_open and fleet.pool.num_resent == 0
-
-
-async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
-    """One connection breaks and the server is ill: the others do not wait for their time limit."""
-    stubs = [Stub(), Stub()]
-    async with pool(*stubs, max_in_flight=8) as fleet:
-        stubs[0].hang = True
-        async with asyncio.TaskGroup() as group:
-            call = group.create_task(fleet.sample(requests(fleet.base, 12)))
-            await stubs[0].wait_in_flight(2)
-            stubs[0].healthy = False
-            ill = fleet.pool.replicas[0]
-            fleet.pool.suspect(ill, "a connection broke")
-        assert len(call.result()) == 12
-        assert not ill.load.in_flight and not ill.load.is_open
-
-
-@pytest.mark.parametrize(
-    "answer", [[1], {"choices": "x"}, {"choices": [{"index": 0}]}, {"choices": [5]}]
-)
-async def test_garbage_is_an_error_of_that_request_alone(answer: object) -> None:
-    stub = Stub()
-    async with pool(stub) as fleet:
-        stub.garbage = [answer]
-        with pytest.raises(FleetError):
-            await fleet.sample(requests(fleet.base, 1))
-        assert len(await fleet.sample(requests(fleet.base, 3))) == 3
 
 
 def joined(deltas: Sequence[CompletionDelta], sample: int) -> tuple[object, ...]:

@@ -129,24 +129,6 @@ async def test_adapter_calls_do_not_wait_on_a_server_that_takes_none() -> None:
             await able.start()
 
 
-async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> None:
-    able, base_only = Stub(), Stub(routes=("/v1/completions",))
-    async with (
-        serve(able, base_only),
-        open_fleet(FleetConfig(urls=(able.url, base_only.url))) as fleet,
-    ):
-        ref = await fleet.load(make_small("a"))
-        able.hang = True
-        caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
-        await able.wait_in_flight(3)
-        await able.stop()
-        await until(lambda: not fleet.pool.replicas[0].load.is_open)
-        able.hang = False
-        await able.start()
-        async with asyncio.timeout(10):
-            assert len(await caller) == 3
-
-
 async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
     """vLLM answers 500 to everything until its process is gone; then there is nothing, then a new
     one."""
@@ -164,19 +146,6 @@ async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
         async with asyncio.timeout(10):
             assert len(await caller) == 32
         assert fleet.pool.num_resent == 32
-
-
-async def test_one_server_that_does_not_come_back_is_waited_for_in_vain() -> None:
-    stub = Stub()
-    async with (
-        serve(stub),
-        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=0.5)) as fleet,
-    ):
-        stub.crash()
-        async with asyncio.timeout(5):
-            with pytest.raises(FleetError, match=r"No server has been up for 0.5 s.*500"):
-                await fleet.sample(requests(fleet.base, 4))
-        stub.has_crashed = False
 
 
 async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() -> None:

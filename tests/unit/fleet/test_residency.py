@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -78,18 +76,6 @@ async def test_closing_unregisters_everything(memory: Path) -> None:
                 await use(fleet, make_small("a"))
                 raise RuntimeError("as planned")
         assert not stub.adapters
-
-
-async def test_fleets_that_load_the_same_adapter_do_not_meet(memory: Path) -> None:
-    stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as one:
-        ref = await use(one, make_small("a"))
-        async with open_fleet(FleetConfig(urls=(stub.url,))) as two:
-            assert await use(two, make_small("a")) == ref
-            assert sorted(stub.adapters) == sorted([one.wire_name(ref), two.wire_name(ref)])
-        assert list(stub.adapters) == [one.wire_name(ref)], "a living fleet's is left alone"
-        assert staged(memory) == {one.wire_name(ref)}
-        await one.sample(ask(ref))
 
 
 async def test_what_a_killed_process_left_is_unregistered_by_the_next(tmp_path: Path) -> None:
@@ -214,21 +200,6 @@ def test_a_folder_that_cannot_be_made_gets_a_sentence(tmp_path: Path) -> None:
     file.write_text("x")
     with pytest.raises(FleetError, match=f"No folder can be made in {file}"), claim_folder(file):
         pass
-
-
-def test_the_record_of_an_owner_is_removed_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rmtree, seen = shutil.rmtree, []
-    with claim_folder(tmp_path) as owner:
-        (owner.folder / "adapter").mkdir()
-
-        def watch(path: Path, **options: Any) -> None:
-            rmtree(path, **options)
-            seen.append(os.listdir(owner.folder) if owner.folder.exists() else [])
-
-        monkeypatch.setattr("shutil.rmtree", watch)
-    assert seen == [[".owner"]] and os.listdir(tmp_path) == []
 
 
 async def test_a_folder_stays_when_its_queue_was_never_seen_empty(

@@ -13,11 +13,9 @@ import pytest
 from rookery.errors import FleetError
 from rookery.fleet.admin import up
 from rookery.fleet.servers import launch as launching
-from rookery.fleet.servers import upkeep
-from rookery.fleet.servers.launch import LocalServer, open_servers
+from rookery.fleet.servers.launch import LocalServer, keep_alive, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
-from rookery.fleet.servers.upkeep import keep_alive
 from rookery.runtime.guard import group_members
 
 FAKE = Path(__file__).parent / "fake"
@@ -167,10 +165,10 @@ async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPa
         has_restarted.set()
 
     def hang_after(limit_s: float) -> None:
-        monkeypatch.setattr(upkeep, "HANG_S", limit_s)
+        monkeypatch.setattr(launching, "HANG_S", limit_s)
 
     monkeypatch.setattr(LocalServer, "restart", noted)
-    monkeypatch.setattr(upkeep, "HEALTH_S", 0.05)
+    monkeypatch.setattr(launching, "HEALTH_S", 0.05)
     monkeypatch.setattr(launching, "HEALTH_LIMIT_S", 0.5)
     monkeypatch.setattr(launching, "STOP_S", 0.3)
     hang_after(600.0)  # a server that answers late, since the machine is busy, does not hang

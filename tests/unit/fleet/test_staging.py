@@ -88,20 +88,6 @@ def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
     assert len(writes) == 20
 
 
-def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
-    with open_staging(tmp_path) as staging:
-        for seed in range(5):
-            ref = replace(REF, version=str(seed))
-            adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
-            folder = staging.buffer_folder(ref, adapter, dtype="float32")
-            manifest = json.loads((folder / MANIFEST).read_text())
-            memory = open_buffer(folder, manifest, ()).on(torch.device("cpu"))
-            name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
-            assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
-        names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
-        assert names == {".owner"}, "nothing is left beside the folders"
-
-
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
     other = replace(REF, version="3fa9.float32.buffers")
     with open_staging(tmp_path) as staging:

@@ -4,13 +4,11 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from executors.jobs import until
 from pydantic import BaseModel
 from service.tenants import (
     Client,
@@ -25,7 +23,7 @@ from rookery.errors import RunError
 from rookery.runs import journal
 from rookery.service import drawing
 from rookery.service.config import Limits, ServiceConfig
-from rookery.types import SampleRequest, TokenIds
+from rookery.types import TokenIds
 
 
 async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
@@ -295,37 +293,6 @@ async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> N
         ada = served.client()
         assert [await ada.result(reply) for reply in late] == failed
         assert not len(served.service.context.pending)
-
-
-async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
-    """Its client is gone, and would never fetch them."""
-    backend, may_draw = fake_backend(), asyncio.Event()
-    sample = backend.engine.sample
-
-    async def wait_and_sample(requests: Sequence[SampleRequest]) -> Any:
-        await may_draw.wait()
-        return await sample(requests)
-
-    backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
-    async with serve(tmp_path / "run", backend=backend) as served:
-        ada, context = served.client(), served.service.context
-        session = await ada.session()
-        model = await ada.model(session)
-        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-        name = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
-        drawing = {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
-            "sampling_session_id": name,
-            "sampling_params": {"max_tokens": 1},
-        }
-        for seq in range(3):
-            await ada.post("asample", {**drawing, "seq_id": seq})
-        await ada.step(model, 2)  # number 1 never comes
-        await ada.post(f"sessions/{session}/finish", {}, status=204)
-        may_draw.set()
-        await until(lambda: not len(context.pending) and not served.service.samples.tasks)
-        context.futures.drop_old(fetched_s=0, unfetched_s=60)
-        assert not len(context.futures)
 
 
 async def test_an_adapter_without_its_checkpoint_leaves_no_run(tmp_path: Path) -> None:

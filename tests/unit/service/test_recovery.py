@@ -84,18 +84,6 @@ async def test_a_snapshot_stands_for_what_was_before_it(tmp_path: Path) -> None:
         assert (await ada.result(early))["metrics"]["value:mean"] == 9.0
 
 
-async def test_a_closed_service_replays_nothing(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await ada.outputs(await ada.train(train_body(model, 1)))
-    async with serve(tmp_path / "run") as served:
-        passes = served.service.context.metrics.text(has_tenants=False).decode()
-        assert 'rookery_passes_total{call="forward_backward"}' not in passes
-        ada = served.client()
-        assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 3.0
-
-
 async def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()

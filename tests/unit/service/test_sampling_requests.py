@@ -14,7 +14,6 @@ from service.tenants import Client, crashed_copy, fake_backend, serve, train_bod
 
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.openai.routes import CompletionRequest
 from rookery.service.wire.body import LARGE_BYTES
 from rookery.types import SampleRequest
 
@@ -98,24 +97,6 @@ async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> No
         of_another_start = {"target": target, "prev_cursor": 7}
         again = await ada.post("retrieve_futures", of_another_start)
         assert again == answer, "cursors do not outlive a restart, what they point to does"
-
-
-async def test_a_cancelled_sample_says_so(tmp_path: Path) -> None:
-    backend = fake_backend()
-    begun = asyncio.Event()
-
-    async def never(requests: list[SampleRequest]) -> Any:
-        begun.set()
-        await asyncio.Event().wait()
-
-    backend.engine.sample = never  # type: ignore[method-assign, assignment]
-    async with serve(tmp_path / "run", backend=backend) as served:
-        ada = served.client()
-        body = {"prompt": PROMPT, "sampling_session_id": await base_sampler(ada), "seq_id": 0}
-        reply = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
-        await begun.wait()
-        await ada.post("cancel_future", {"request_id": reply["request_id"]}, status=204)
-        assert "cancelled" in (await ada.result(reply))["error"]
 
 
 async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
@@ -365,12 +346,6 @@ async def test_openai_options_that_ask_for_nothing_are_taken(tmp_path: Path) -> 
         plain = await ada.send("POST", "/v1/completions", json=body)
         same = await ada.send("POST", "/v1/completions", json={**body, **nothing})
         assert same.json()["choices"] == plain.json()["choices"]
-
-
-def test_openai_options_of_vllm_reach_the_engine() -> None:
-    body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
-    params = body.params(max_tokens=4, seed=0, top_logprobs=0)
-    assert (params.ignore_eos, params.stop_tokens) == (True, (7,))
 
 
 @pytest.mark.parametrize(
