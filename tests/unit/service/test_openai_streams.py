@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from service.tenants import Client, FakeEngine, FakeFolders, Served, fake_backend, serve
 from tiny import write_tiny_model
@@ -351,6 +351,7 @@ async def test_calls_of_tools_are_read_from_the_answer(
     assert bool(engine.asked[0].json_schema) == ("tool_choice" in more and bool(calls))
 
 
+@settings(max_examples=40)
 @given(
     parts=st.lists(st.sampled_from([CALL, " ", "\n", "ab", "<", "<tool_call>", "{"]), max_size=6),
     size=st.integers(1, 40),
