@@ -141,3 +141,13 @@ async def test_contents_are_forgotten_before_memory_is_full(
             await gateway.accept(group, is_gone=gone)
         await gateway.accept_all(groups)
         assert len(gateway.queue.groups) == 4, "the oldest counts as new"
+
+
+async def test_of_a_list_each_group_counts(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await open_gateway(run)
+        await gateway.accept_all([make_group(), make_group()], is_gone=gone)
+        await gateway.accept_all([make_group(), make_group(), make_group()])
+        assert len(gateway.queue.groups) == 3
+        await gateway.accept_all([make_group()])
+        assert len(gateway.queue.groups) == 4

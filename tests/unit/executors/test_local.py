@@ -236,3 +236,15 @@ async def test_payloads_and_outputs_travel_whole_up_to_a_limit() -> None:
 def test_a_task_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="no task 'shell'"):
         WorkerSpec(task="shell")
+
+
+async def test_a_cancelled_caller_cancels_its_job(tmp_path: Path) -> None:
+    async with open_local(FAKE, num_workers=1) as executor:
+        running = asyncio.create_task(executor.submit(job(1, wait=str(tmp_path / "a"))))
+        await until((tmp_path / "a").exists)
+        pids = read_ids(tmp_path / "a")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until_dead(*pids, limit_s=5)
+        assert output(await executor.submit(job(1, epoch=1, echo="x"))) == "x"

@@ -245,3 +245,15 @@ async def test_a_bug_in_starting_ends_the_block_loudly() -> None:
     with pytest.raises(LookupError, match="a bug"):
         async with opened(script):
             pass
+
+
+async def test_one_of_two_callers_may_leave() -> None:
+    script = Script()
+    async with opened(script) as pool:
+        stays, leaves = (asyncio.create_task(pool.submit(job(7, echo=1))) for _ in range(2))
+        await turns()
+        leaves.cancel()
+        await turns()
+        assert script.workers[0].num_kills == 0
+        script.workers[0].answer(b"out")
+        assert isinstance(await stays, JobDone)

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rookery.fleet.servers.trainer_lock import WeightsMark
-from rookery.types import Json
+from rookery.types import Json, ModelRef, SampleRequest, SamplingParams
 
 VOCABULARY = 97
 FIELDS = (
@@ -474,6 +474,14 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
+    wanted = {"max_tokens": 1, "temperature": 1.0} | params
+    return [
+        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
+        for i in range(num)
+    ]
 
 
 def _is_folder(path: str) -> bool:

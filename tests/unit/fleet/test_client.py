@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fleet.stub import VOCABULARY, Stub, logprobs_after, serve
 
-from rookery.errors import FleetError
+from rookery.errors import AdapterError, FleetError
 from rookery.fleet.http.capabilities import Capabilities
 from rookery.fleet.http.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
 from rookery.fleet.http.probe import probe
@@ -275,3 +275,17 @@ def test_a_retry_prints_no_bare_word() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> None:
+    stub = Stub()
+    async with connect(stub) as client:
+        await client.load_adapter("a@1", path="/a")
+        await client.load_adapter("a@1", path="/a")
+        assert stub.loads == {"a@1": 1}
+        await client.unload_adapter("a@1")
+        await client.unload_adapter("a@1")
+        assert stub.unloads == ["a@1"]
+        stub.refuse_load = "rank 99 is greater than 16"
+        with pytest.raises(AdapterError, match=r"b@1 cannot be loaded.*rank 99"):
+            await client.load_adapter("b@1", path="/b")

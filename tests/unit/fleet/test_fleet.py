@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fleet.adapters import K, Q, make_small, write_model
-from fleet.stub import Stub, greedy, logprobs_after, serve, until
+from fleet.stub import Stub, greedy, logprobs_after, requests, serve, until
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
@@ -40,14 +40,6 @@ async def pool(*stubs: Stub, **options: object) -> AsyncIterator[Fleet]:
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(write_model(tmp_path / "tiny"))
-
-
-def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
-    wanted = {"max_tokens": 1, "temperature": 1.0} | params
-    return [
-        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
-        for i in range(num)
-    ]
 
 
 async def test_it_is_the_ports_and_answers_in_request_order() -> None:

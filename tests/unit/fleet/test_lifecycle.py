@@ -6,24 +6,16 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fleet.adapters import make_small
-from fleet.stub import Stub, serve, until
+from fleet.stub import Stub, requests, serve, until
 
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.adapters.residency import ServedAdapters
 from rookery.fleet.routing.load import Call
-from rookery.types import ModelRef, SampleRequest, SamplingParams
+from rookery.types import SampleRequest, SamplingParams
 
 TOLD_S = 2.0
 """Far below every time limit of the fleet: what comes within it was not waited for."""
-
-
-def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
-    wanted = {"max_tokens": 1, "temperature": 1.0} | params
-    return [
-        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
-        for i in range(num)
-    ]
 
 
 async def test_closing_tells_callers_in_flight_and_waiting() -> None:
@@ -198,3 +190,21 @@ async def test_a_fleet_that_is_cancelled_twice_leaves_no_adapters_on_servers() -
         with pytest.raises(asyncio.CancelledError):
             await using
         assert len(stub.unloads) == 5 and not stub.adapters
+
+
+async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> None:
+    able, base_only = Stub(), Stub(routes=("/v1/completions",))
+    async with (
+        serve(able, base_only),
+        open_fleet(FleetConfig(urls=(able.url, base_only.url))) as fleet,
+    ):
+        ref = await fleet.load(make_small("a"))
+        able.hang = True
+        caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
+        await able.wait_in_flight(3)
+        await able.stop()
+        await until(lambda: not fleet.pool.replicas[0].load.is_open)
+        able.hang = False
+        await able.start()
+        async with asyncio.timeout(10):
+            assert len(await caller) == 3

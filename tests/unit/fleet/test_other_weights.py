@@ -19,7 +19,7 @@ from rookery.fleet.bridges.reload import update_weights
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.servers.registry import process_start
 from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
-from rookery.types import SampleRequest, SamplingParams
+from rookery.types import CompletionDelta, SampleRequest, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
 ROUTES = (*Stub().routes, "/collective_rpc", VERSION)
@@ -310,3 +310,20 @@ async def test_weights_are_given_back_before_a_next_training() -> None:
         await reading
         assert (stub.weights, stub.weight_version) == ("", "default")
         assert not is_trained(stub.url)
+
+
+async def test_a_stream_of_another_server_behind_the_address_does_not_count() -> None:
+    async with serve(Stub(system="a")) as [stub]:
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
+        async with open_fleet(config) as fleet:
+            deltas: list[CompletionDelta] = []
+            request = SampleRequest(
+                model=fleet.base, prompt=(1, 2), params=GREEDY, on_delta=deltas.append
+            )
+            right = await fleet.sample([request])
+            stub.started_s, stub.system, stub.weights = 2.0, "b", "other"
+            with pytest.raises(FleetError, match="with other weights"):
+                await fleet.sample([request])
+            stub.weights = ""
+            await until(lambda: fleet.pool.replicas[0].load.is_open)
+            assert await fleet.sample([request]) == right

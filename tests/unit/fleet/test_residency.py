@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -319,7 +321,7 @@ async def test_a_publisher_retires_what_it_published_before(memory: Path) -> Non
         names = {fleet.wire_name(one) for one in fleet.loaded}
         assert set(stub.adapters) == names
         assert staged(memory) == names
-        stub.latency_s = 0.05
+        stub.latency_s = 0.5
         last = asyncio.create_task(fleet.sample(ask(ref)))
         await until(lambda: stub.in_flight[fleet.wire_name(ref)])
         newest = await fleet.publish(make_small("policy", 40))
@@ -329,3 +331,18 @@ async def test_a_publisher_retires_what_it_published_before(memory: Path) -> Non
         await fleet.unload(newest)
         assert fleet.loaded == (kept, other)
         await fleet.publish(make_small("policy", 41))
+
+
+def test_the_record_of_an_owner_is_removed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree, seen = shutil.rmtree, []
+    with claim_folder(tmp_path) as owner:
+        (owner.folder / "adapter").mkdir()
+
+        def watch(path: Path, **options: Any) -> None:
+            rmtree(path, **options)
+            seen.append(os.listdir(owner.folder) if owner.folder.exists() else [])
+
+        monkeypatch.setattr("shutil.rmtree", watch)
+    assert seen == [[".owner"]] and os.listdir(tmp_path) == []

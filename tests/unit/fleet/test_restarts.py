@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fleet.stub import until
 
 from rookery.errors import FleetError
 from rookery.fleet.admin import up
@@ -41,12 +42,6 @@ def fail_next(server: LocalServer, tmp_path: Path, *, times: int) -> None:
 async def kill(server: LocalServer) -> None:
     os.kill(server.pid, signal.SIGKILL)
     await server.wait_ended()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():  # noqa: ASYNC110  other processes tell no event
-            await asyncio.sleep(0.02)
 
 
 async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
@@ -85,7 +80,7 @@ async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, st
     for server in pair:
         fail_next(server, tmp_path, times=9)
     await kill(bad)
-    await until(lambda: "OutOfMemoryError" in bad.log.read_text())
+    await until(lambda: "OutOfMemoryError" in bad.log.read_text(), LIMIT_S)
     await bad.wait_ended()
     assert good.is_alive and not serving.done()
     await kill(good)
@@ -117,7 +112,7 @@ async def test_what_a_dead_server_leaves_running_is_ended_without_its_owner(
     async with open_servers(CONFIG) as [server]:
         [child] = set(group_members(server.pid)) - {server.pid}
         await kill(server)
-        await until(lambda: process_start(child) == "")
+        await until(lambda: process_start(child) == "", LIMIT_S)
 
 
 async def test_another_program_on_the_port_is_not_taken_for_the_server() -> None:
@@ -177,7 +172,7 @@ async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPa
         first = server.pid
         stop_group(first)
         hang_after(0.0)
-        await until(lambda: server.pid != first)
+        await until(lambda: server.pid != first, LIMIT_S)
         hang_after(600.0)
         async with asyncio.timeout(LIMIT_S):
             await has_restarted.wait()

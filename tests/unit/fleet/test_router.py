@@ -389,3 +389,34 @@ def test_the_requests_of_an_affinity_share_calls() -> None:
     assert num_prompts(8, 8, ["x"] * 40) == [32, 8]
     assert len(num_prompts(8, 3, ["x"] * 32)) >= 3, "three such chains keep eight servers busy"
     assert num_prompts(8, 8, [None] * 32) == [1] * 32
+
+
+def test_a_slow_home_keeps_less() -> None:
+    slow, quick = (ReplicaLoad(name=name, window=100, max_loras=1) for name in ("slow", "quick"))
+    router = Router([slow, quick])
+    router.add(affine_call("x"))
+    [(call, home)] = router.dispatch(0.0)
+    other = quick if home is slow else slow
+    router.end(call, home, 9.0, is_done=True)
+    measured = affine_call(None)
+    other.begin(measured, 0.0)
+    router.end(measured, other, 1.0, is_done=True)
+    for _ in range(20):
+        router.add(affine_call("x", at=10.0))
+    names = places(router.dispatch(10.0))["x"]
+    assert names[home.name] == 2 and names[other.name] == 18
+
+
+def test_calls_wait_by_age_whatever_their_model() -> None:
+    replica = ReplicaLoad(name="s", window=1, max_loras=4)
+    router = Router([replica])
+    refs = [adapter(0), BASE, adapter(1), adapter(0), BASE, adapter(2), adapter(1)]
+    calls = [make_call(ref, at=0.1 * i) for i, ref in enumerate(refs)]
+    for call in calls:
+        router.add(call)
+    served = []
+    for tick in range(len(calls)):
+        [(call, _)] = router.dispatch(1.0 + tick)
+        served.append(call)
+        router.end(call, replica, 1.5 + tick, is_done=True)
+    assert served == calls

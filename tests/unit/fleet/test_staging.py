@@ -1,6 +1,7 @@
 """Adapters on their way to the servers: folders, buffers, names, and what fits."""
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 from rookery.errors import AdapterError
 from rookery.fleet.adapters.fit import Fit, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import Staging, open_staging
+from rookery.fleet.adapters.staging import BufferFile, Staging, _layout, open_staging
 from rookery.fleet.vllm_plugin.buffer import MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
@@ -211,3 +212,62 @@ def test_layers_that_the_servers_do_not_adapt_are_refused() -> None:
     check_fit(adapter, fit)
     with pytest.raises(AdapterError, match=r"adapt only q_proj: add its kind"):
         check_fit(adapter, replace(fit, targets=("q_proj",)))
+
+
+def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
+    with open_staging(tmp_path) as staging:
+        for seed in range(5):
+            ref = replace(REF, version=str(seed))
+            adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
+            folder = staging.buffer_folder(ref, adapter, dtype="float32")
+            manifest = json.loads((folder / MANIFEST).read_text())
+            memory = open_buffer(folder, manifest, ()).on(torch.device("cpu"))
+            name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
+            assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
+        names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
+        assert names == {".owner"}, "nothing is left beside the folders"
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [3, 64], ids=["padded", "without padding"])
+@pytest.mark.parametrize("scales", [(1.7, 1.7), (1.7, 0.3)], ids=["one scale", "two"])
+def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
+    own: torch.dtype, rank: int, scales: tuple[float, float]
+) -> None:
+    made = make_small("a", seed=3, rank=rank)
+    adapter = replace(
+        made,
+        factors={
+            name: LoraFactors(a=lora.a.to(own), b=lora.b.to(own), scale=scale)
+            for (name, lora), scale in zip(made.factors.items(), scales, strict=True)
+        },
+    )
+    on_gpu = _layout(adapter, "bfloat16", is_on_host=False)
+    memory = torch.zeros(on_gpu.num_bytes, dtype=torch.uint8)
+    on_gpu.fill_scaled(memory)
+    numbers = memory.view(torch.bfloat16)
+    for name, own_rank, size_in, size_out, at_a, at_b in on_gpu.layers:
+        lora = adapter.factors[name]
+        a = factor_view(numbers, at_a, (own_rank, size_in))
+        b = factor_view(numbers, at_b, (size_out, own_rank))
+        assert torch.equal(a, lora.a.to(torch.bfloat16))
+        assert torch.equal(b, (lora.b * lora.scale).to(torch.bfloat16))
+
+
+def test_files_without_unnamed_ones_get_a_name_and_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError("not here")
+        return opened(path, flags, mode)
+
+    opened = os.open
+    monkeypatch.setattr("rookery.fleet.adapters.staging.os.open", refuse)
+    file = BufferFile(tmp_path, 4096)
+    file.memory.fill_(7)
+    file.name(tmp_path / "a.bin")
+    other = BufferFile(tmp_path, 4096)
+    assert len(list(tmp_path.iterdir())) == 2
+    del file, other
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]

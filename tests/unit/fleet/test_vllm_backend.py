@@ -321,3 +321,13 @@ def test_what_needs_torch_says_so(
         backend.register_lora_adapter("poet", folder)
     with pytest.raises(ImportError, match="vLLM is not available"):
         backend.init_communicator()
+
+
+def test_shutting_down_wakes_a_thread_that_connects(server: Server) -> None:
+    server.stub.hang = True
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(backend.initialize_vllm_client)
+        server.call("wait_in_flight", 1)
+        backend.shutdown_vllm_client()
+        with pytest.raises(FleetError, match="shut down before it was connected"):
+            connecting.result(10)

@@ -39,10 +39,7 @@ async def belongings(ada: Client) -> dict[str, str]:
     """One of everything, by the letter that the attacks name it with."""
     session = await ada.session()
     model = await ada.model(session)
-    save = {"model_id": model, "seq_id": 1, "path": "ck"}
-    path = (await ada.result(await ada.post("save_weights", save)))["path"]
-    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-    sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+    path, sampler_id = await ada.save(model, 1, "ck"), await ada.sampler(session)
     body = {"prompt": PROMPT, "sampling_session_id": sampler_id, "seq_id": 0}
     request = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
     adapter = await ada.post("adapters", UPLOAD, status=201)

@@ -4,11 +4,13 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from executors.jobs import until
 from pydantic import BaseModel
 from service.tenants import (
     Client,
@@ -23,17 +25,14 @@ from rookery.errors import RunError
 from rookery.runs import journal
 from rookery.service import drawing
 from rookery.service.config import Limits, ServiceConfig
-from rookery.types import TokenIds
+from rookery.types import SampleRequest, TokenIds
 
 
 async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         model = await ada.model(await ada.session())
-        paths = []
-        for seq, name in enumerate(("a", "b"), start=1):
-            save = {"model_id": model, "seq_id": seq, "path": name}
-            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        paths = [await ada.save(model, seq, name) for seq, name in ((1, "a"), (2, "b"))]
         first = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
         assert (await ada.send("POST", f"{first}/publish")).status_code == 204
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
@@ -111,12 +110,7 @@ async def test_an_answer_too_large_for_the_journal_is_a_failure_of_its_own(
     monkeypatch.setattr(drawing, "ANSWER_MIB", 2000 / 2**20)
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = {
-            "session_id": await ada.session(),
-            "sampling_session_seq_id": 0,
-            "base_model": "fake",
-        }
-        sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+        sampler_id = await ada.sampler()
         sample = {
             "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
             "sampling_session_id": sampler_id,
@@ -231,8 +225,7 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
         session = await ada.session()
         model = await ada.model(session)
         for seq in range(1, 3):
-            save = {"model_id": model, "seq_id": seq, "path": f"c{seq}", "ttl_seconds": 1}
-            await ada.result(await ada.post("save_weights", save))
+            await ada.save(model, seq, f"c{seq}", ttl_seconds=1)
         for seq in range(3, 14):
             save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
             await ada.result(await ada.post("save_weights_for_sampler", save))
@@ -317,8 +310,7 @@ async def test_models_that_ended_and_saved_nothing_do_not_stay(
         ada = served.client()
         session = await ada.session()
         models = [await ada.model(session, seq) for seq in range(5)]
-        save = {"model_id": models[0], "seq_id": 1, "path": "ck"}
-        await ada.result(await ada.post("save_weights", save))
+        await ada.save(models[0], 1, "ck")
         for model in models[:4]:
             await ada.result(await ada.post("unload_model", {"model_id": model}))
         await served.service.clean_up()
@@ -335,3 +327,86 @@ async def test_models_that_ended_and_saved_nothing_do_not_stay(
 async def _runs(client: Client) -> set[str]:
     runs = (await client.send("GET", "/api/v1/training_runs")).json()["training_runs"]
     return {run["training_run_id"] for run in runs}
+
+
+async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
+    """Its client is gone, and would never fetch them."""
+    backend, may_draw = fake_backend(), asyncio.Event()
+    sample = backend.engine.sample
+
+    async def wait_and_sample(requests: Sequence[SampleRequest]) -> Any:
+        await may_draw.wait()
+        return await sample(requests)
+
+    backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada, context = served.client(), served.service.context
+        session = await ada.session()
+        model = await ada.model(session)
+        name = await ada.sampler(session)
+        drawing = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "sampling_session_id": name,
+            "sampling_params": {"max_tokens": 1},
+        }
+        for seq in range(3):
+            await ada.post("asample", {**drawing, "seq_id": seq})
+        await ada.step(model, 2)  # number 1 never comes
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        may_draw.set()
+        await until(lambda: not len(context.pending) and not served.service.samples.tasks)
+        context.futures.drop_old(fetched_s=0, unfetched_s=60)
+        assert not len(context.futures)
+
+
+async def test_a_copy_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        path = await ada.save(model, 1, "a")
+        copy = {"source_path": path, "session_id": session, "model_seq_id": 7}
+        first = await ada.post("copy_weights", copy)
+        assert await ada.post("copy_weights", copy) == first
+
+
+async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
+    """It was accepted, and never made: the service was killed, and started with other models."""
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(await ada.session())
+        service.context.state.models[model].base_model = "gone"
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
+
+
+class HeldCodec(WordCodec):
+    """Tokenizes when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def encode(self, text: str) -> TokenIds:
+        self.go.wait(timeout=60)
+        return super().encode(text)
+
+
+async def test_long_texts_of_one_tenant_leave_threads_to_others(tmp_path: Path) -> None:
+    codec = HeldCodec()
+    backend = replace(fake_backend(), codec=codec)
+    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "k") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        async with asyncio.TaskGroup() as group:
+            for _ in range(64):
+                group.create_task(ada.send("POST", "/tokenize", json={"prompt": "5"}))
+            sample = {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+                "sampling_session_id": await bob.sampler(),
+                "sampling_params": {"max_tokens": 1},
+            }
+            try:
+                async with asyncio.timeout(10):
+                    await bob.samples(await bob.post("asample", sample))
+            finally:
+                codec.go.set()

@@ -13,12 +13,7 @@ PROMPT = (5, 6, 7)
 
 
 async def drawn_sequence(client: Client) -> tuple[str, Any]:
-    body = {
-        "session_id": await client.session(),
-        "sampling_session_seq_id": 0,
-        "base_model": "fake",
-    }
-    sampler = (await client.post("create_sampling_session", body))["sampling_session_id"]
+    sampler = await client.sampler()
     sample = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(PROMPT)}]},
         "num_samples": 2,

@@ -10,29 +10,21 @@ from typing import Any
 import numpy as np
 import pyrage
 import pytest
-from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
+from service.tenants import crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
+from rookery.service.openai.routes import CompletionRequest
 from rookery.service.wire.body import LARGE_BYTES
 from rookery.types import SampleRequest
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-async def base_sampler(client: Client) -> str:
-    body = {
-        "session_id": await client.session(),
-        "sampling_session_seq_id": 0,
-        "base_model": "fake",
-    }
-    return str((await client.post("create_sampling_session", body))["sampling_session_id"])
-
-
 async def test_samples_with_all_that_can_be_asked_of_the_prompt(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = await base_sampler(ada)
+        sampler = await ada.sampler()
         body: dict[str, Any] = {
             "prompt": PROMPT,
             "num_samples": 2,
@@ -86,7 +78,7 @@ async def test_a_sampler_keeps_its_version(tmp_path: Path) -> None:
 async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = await base_sampler(ada)
+        sampler = await ada.sampler()
         target = {"type": "sampling_session", "sampling_session_id": sampler}
         waiting = asyncio.create_task(ada.post("retrieve_futures", {"target": target}))
         await asyncio.sleep(0)
@@ -288,10 +280,7 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
         ada = served.client()
         session = await ada.session()
         model = await ada.model(session)
-        paths = []
-        for seq in range(1, 4):
-            save = {"model_id": model, "seq_id": seq, "path": f"ck{seq}"}
-            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        paths = [await ada.save(model, seq, f"ck{seq}") for seq in range(1, 4)]
         body = {"session_id": session, "sampling_session_seq_id": 0}
         await ada.post("create_sampling_session", {**body, "model_path": paths[0]}, status=404)
         made = await ada.post("create_sampling_session", {**body, "model_path": paths[2]})
@@ -388,3 +377,9 @@ async def test_nothing_is_drawn_for_a_client_that_has_gone(
     async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
         await make_app(served.service, keys=None)(scope, receive, send)
         assert ended.is_set()
+
+
+def test_openai_options_of_vllm_reach_the_engine() -> None:
+    body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
+    params = body.params(max_tokens=4, seed=0, top_logprobs=0)
+    assert (params.ignore_eos, params.stop_tokens) == (True, (7,))

@@ -1,8 +1,9 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import zstandard
 from executors.jobs import until
 from service.tenants import PROTO, Client, HeldTrainer, fake_backend, serve, train_body
 
+from rookery.service.commands import MAX_SEQUENCES, apply
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.keys import Keys, add_key, list_keys, remove_key
+from rookery.service.records import StoredSequence
+from rookery.service.state import State
 from rookery.service.wire.schema import ForwardBackwardRequest
+from rookery.service.work import Command
 
 LOSS = {
     "session_id": "S",
@@ -59,8 +64,7 @@ async def test_a_published_checkpoint_is_read_by_others_and_theirs_alone_to_chan
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
         ada, bob = served.client("ada"), served.client("bob")
         model = await ada.model(await ada.session())
-        save = {"model_id": model, "seq_id": 1, "path": "ck"}
-        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        path = await ada.save(model, 1, "ck")
         item = f"/api/v1/training_runs/{model}/checkpoints/weights/ck"
         for listed in ("checkpoints", "training_runs"):
             assert (await bob.send("GET", f"/api/v1/{listed}")).json()[listed] == []
@@ -271,3 +275,31 @@ async def test_whoever_sends_the_most_there_may_be_holds_up_nobody_else(tmp_path
             sending.cancel()
             await asyncio.wait([sending])
         assert set(statuses) == {200, 429}
+
+
+class _Untouched(dict[str, StoredSequence]):
+    """What another tenant has stored."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a tenant's turn looks at those of another")
+
+    def values(self) -> Any:
+        return iter(self)
+
+
+def test_a_stored_turn_costs_the_same_beside_other_tenants() -> None:
+    """The oldest of a tenant's own gives way."""
+    state = State()
+    state.sequences["bob"] = _Untouched()
+    for number in range(MAX_SEQUENCES + 2):
+        turn = {"id": f"seq-{number}", "model": "m", "prompt": [1], "tokens": [], "logprobs": []}
+        command = Command(
+            kind="store_sequence",
+            id=f"change-{number}",
+            tenant="ada",
+            time=float(number),
+            body=json.dumps(turn).encode(),
+        )
+        apply(state, command)
+    assert len(state.sequences["ada"]) == MAX_SEQUENCES
+    assert next(iter(state.sequences["ada"])) == "seq-2"
