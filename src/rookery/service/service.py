@@ -364,20 +364,15 @@ def _reply(command: Command) -> dict[str, Any]:
 
 def _new_model(command: Command) -> Model:
     request = CreateModel.model_validate_json(command.body)
-    shape = request.lora_config
-    seed = shape.seed if shape.seed is not None else int(command.digest[:12], 16)
+    shape = request.lora_config.model_dump()
+    if shape["seed"] is None:
+        shape["seed"] = int(command.digest[:12], 16)
     return Model(
         id=command.owner,
         session_id=request.session_id,
         tenant=command.tenant,
         base_model=request.base_model,
-        lora=LoraShape(
-            rank=shape.rank,
-            seed=seed,
-            train_attn=shape.train_attn,
-            train_mlp=shape.train_mlp,
-            train_unembed=shape.train_unembed,
-        ),
+        lora=LoraShape(**shape),
         created=command.time,
         last_request=command.time,
         metadata=request.user_metadata,

@@ -476,6 +476,20 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
+@asynccontextmanager
+async def serve_routes(*routes: web.RouteDef) -> AsyncIterator[str]:
+    """Another server on the loopback; its address."""
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
     wanted = {"max_tokens": 1, "temperature": 1.0} | params
     return [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fleet.stub import serve_routes
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError
@@ -95,23 +96,12 @@ class Api:
 async def connect(
     api: Api, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> AsyncIterator[ExternalSampler]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", api.answer)
-    app.router.add_post("/v1/completions", api.answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    _, port = runner.addresses[0]
     monkeypatch.setenv("SOME_KEY", "secret")
-    config = ExternalConfig(
-        url=f"http://127.0.0.1:{port}/v1", model="big", api_key_env="SOME_KEY", **options
-    )
-    try:
+    paths = ("/v1/chat/completions", "/v1/completions")
+    async with serve_routes(*(web.post(path, api.answer) for path in paths)) as url:
+        config = ExternalConfig(url=f"{url}/v1", model="big", api_key_env="SOME_KEY", **options)
         async with open_external(config, codec=CODEC) as sampler:
             yield sampler
-    finally:
-        await runner.cleanup()
 
 
 def ask(ref: ModelRef, n: int = 1, max_tokens: int = 4, **options: Any) -> SampleRequest:

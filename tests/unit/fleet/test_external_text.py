@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fleet.stub import serve_routes
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
@@ -49,23 +50,13 @@ class Api:
 
 @asynccontextmanager
 async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
-    app = web.Application()
     key = options.pop("key", None)
-    root = options.pop("root", "/v1")
-    app.router.add_post(f"{root}/chat/completions", api.answer)
-    app.router.add_get(f"{root}/models", api.list_models)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    _, port = runner.addresses[0]
-    given = {"api_key_env": "", "requests_per_minute": None, **options}
-    config = ExternalConfig(url=f"http://127.0.0.1:{port}{root}", model="big", **given)
-    try:
+    settings = {"api_key_env": "", "requests_per_minute": None, **options}
+    routes = web.post("/v1/chat/completions", api.answer), web.get("/v1/models", api.list_models)
+    async with serve_routes(*routes) as url:
+        config = ExternalConfig(url=f"{url}/v1", model="big", **settings)
         async with open_text_model(config, api_key=key) as model:
             yield model
-    finally:
-        await runner.cleanup()
 
 
 def status(code: int, **headers: str) -> web.Response:
