@@ -27,8 +27,7 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
-from rookery.service.wire.schema import SampleResponse
-from rookery.service.wire.tensors import Array
+from rookery.service.wire.schema import Array, SampleResponse
 from rookery.service.wire.training import (
     DatumArrays,
     TargetSpan,

@@ -8,8 +8,7 @@ import pytest
 from rookery.service.records import CustomLoss
 from rookery.service.wire.losses import output_arrays, output_metrics, train_request
 from rookery.service.wire.samples import PromptScores, encode_samples, samples_as_json
-from rookery.service.wire.schema import ForwardBackwardRequest
-from rookery.service.wire.tensors import json_tensor, proto_tensor
+from rookery.service.wire.schema import ForwardBackwardRequest, json_tensor, proto_tensor
 from rookery.service.wire.training import (
     DatumArrays,
     TrainCall,
