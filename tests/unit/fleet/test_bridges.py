@@ -43,12 +43,12 @@ async def test_all_servers_compute_with_the_memory_of_the_trainer() -> None:
         assert all(stub.num_pauses == 5 for stub in stubs)
 
 
-async def test_two_hundred_clean_publishes_raise_no_alarm() -> None:
+async def test_clean_publishes_raise_no_alarm() -> None:
     stub = SharingStub()
     async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
-        for _ in range(200):
+        for _ in range(30):
             await trainer.step()
-        assert stub.num_pauses == 200
+        assert stub.num_pauses == 30
 
 
 async def test_what_is_in_flight_is_kept_while_weights_change() -> None:
@@ -87,37 +87,6 @@ async def test_a_weight_that_is_no_alias_is_named() -> None:
         stub.tensors["lm_head.weight"] = stub.tensors["lm_head.weight"].clone()
         with pytest.raises(FleetError, match=r"first weight that differs is lm_head\.weight"):
             await trainer.step()
-
-
-async def test_one_of_two_servers_that_was_passed_over_is_named() -> None:
-    stubs = [SharingStub(), SharingStub()]
-    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
-        await trainer.step()
-        stubs[1].tensors = {name: tensor.clone() for name, tensor in stubs[1].tensors.items()}
-        with pytest.raises(
-            FleetError, match=rf"1 of 2 servers .* the others go on.*{stubs[1].url}"
-        ):
-            await trainer.step()
-        assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
-
-
-async def test_a_publication_that_is_cancelled_leaves_no_server_paused() -> None:
-    """Before the servers were told to go on."""
-    stub = SharingStub()
-    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
-        await trainer.step()
-
-        async def publish() -> None:
-            async with trainer.bridge.changing_base() as rename:
-                rename(ModelRef(name="policy", version="other"))
-                own = asyncio.current_task()
-                assert own is not None
-                own.cancel()
-
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.create_task(publish())
-        assert not stub.is_paused
-        assert await ask(fleet, await trainer.step())
 
 
 async def test_a_publication_that_is_cancelled_twice_leaves_no_server_paused() -> None:

@@ -23,11 +23,6 @@ EXACT = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=1e-3)
 HALF = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=0.1)
 
 
-def test_the_gap_is_the_largest_difference() -> None:
-    assert HALF.gap((-1.0, -2.0, -31.0), PLAIN) == 1.0
-    assert EXACT.gap(PLAIN, PLAIN) == 0.0
-
-
 @pytest.mark.parametrize(
     ("canary", "found", "is_far"),
     [

@@ -293,17 +293,6 @@ def test_other_flags_and_float32_without_adapters_are_fine() -> None:
     LaunchConfig(model="m", dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize(("given", "exported"), [("", "theirs"), ("own", "theirs"), ("", "")])
-async def test_the_key_of_a_server_is_known_to_whoever_asks_it(
-    given: str, exported: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", exported)
-    async with open_servers(CONFIG.model_copy(update={"api_key": given})) as [server]:
-        told = await ask(server.url)
-        assert server.config.api_key == (given or exported)
-        assert told["env"].get("VLLM_API_KEY", "") == server.config.api_key
-
-
 def test_gpus_are_left_to_a_trainer_and_counted_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,8")
     config = LaunchConfig(model="m", tensor_parallel=2, pipeline_parallel=2, spare_gpus=1)

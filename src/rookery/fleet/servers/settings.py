@@ -381,8 +381,8 @@ def _closed_flag(word: str) -> str:
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
     size = gpus_each(config)
-    own = _own_gpus(config)[index * size : (index + 1) * size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+    gpus = _own_gpus(config)[index * size : (index + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
@@ -391,7 +391,7 @@ def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
     if num_servers > 1 and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         size = len(cores) // num_servers
-        own = cores[index * size : (index + 1) * size]
-        bind = ",".join(str(core) for core in own) if own else "nobind"
+        bound = cores[index * size : (index + 1) * size]
+        bind = ",".join(str(core) for core in bound) if bound else "nobind"
         env["VLLM_CPU_OMP_THREADS_BIND"] = bind
     return env
