@@ -33,6 +33,7 @@ __all__ = [
     "parse_config",
     "parse_overrides",
     "read_document",
+    "without_removed",
 ]
 
 Model = TypeVar("Model", bound="Config")
@@ -53,6 +54,17 @@ class Config(BaseModel):
     def from_folder(self, folder: Path) -> Self:  # noqa: ARG002
         """The same with its relative paths taken from `folder`, where its file is."""
         return self
+
+
+def without_removed(document: object, removed: Mapping[str, tuple[object, str]]) -> object:
+    """A document without keys of earlier versions; ValueError where one is set to anything but the
+    value it has in the configs of old runs. By key: that value, and what to write instead."""
+    if not isinstance(document, Mapping):
+        return document
+    for key, (neutral, instead) in removed.items():
+        if key in document and document[key] != neutral:
+            raise ValueError(f"{key} is no key any more: {instead}.")
+    return {key: value for key, value in document.items() if key not in removed}
 
 
 def load_config(

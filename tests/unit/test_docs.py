@@ -78,7 +78,7 @@ def test_config_keys_have_type_default_and_sentence(reference: ModuleType) -> No
 
 def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
     page = reference.on_page_markdown("<!-- generated: parts -->")
-    for name in ("grpo", "numeric", "dare_ties", "svd"):
+    for name in ("grpo", "numeric", "dare_ties", "gaussian"):
         assert f"\n| `{name}` | " in page
 
 
