@@ -28,8 +28,6 @@ BOUNDS |= {"min_length": "at least", "max_length": "at most"}
 MERGES = {
     "linear": "A weighted sum.",
     "layerwise": "Every block takes one parent, or a mixture of its own.",
-    "slerp": "Along the arc between two parents, layer by layer.",
-    "extrapolate": "Past the first parent, away from the others.",
     "dare": "Drop random entries of each parent, scale up the rest, add.",
     "ties": "Keep the largest entries of each parent, elect a sign for each, average those of it.",
     "dare_ties": "Drop random entries as dare does, then elect signs as ties does.",
@@ -56,7 +54,9 @@ ROUTES = {
     "/api/v1/save_weights_external": "Saves weights for download; with `merged` the whole model.",
     "/api/v1/load_weights": "Loads a checkpoint into a model.",
     "/api/v1/copy_weights": "Copies a checkpoint.",
-    "/api/v1/create_sampling_session": "Begins a sampling session on a base model or saved weights.",
+    "/api/v1/create_sampling_session": (
+        "Begins a sampling session on a base model or saved weights."
+    ),
     "/api/v1/join_sampling_session": "Uses a sampling session of another program of the same key.",
     "/api/v1/samplers/{sampler_id}": "Shows a sampling session.",
     "/api/v1/asample": "Draws samples; the result is fetched later.",
@@ -66,9 +66,15 @@ ROUTES = {
     "/api/v1/training_runs/{run_id}/checkpoints": "Lists the checkpoints of one model.",
     "/api/v1/checkpoints": "Lists all your checkpoints.",
     "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}": "Deletes a checkpoint.",
-    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": "Publishes a checkpoint to all tenants, or takes that back.",
-    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": "Sets how long a checkpoint is kept.",
-    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": "Gives links to the files of a checkpoint.",
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": (
+        "Publishes a checkpoint to all tenants, or takes that back."
+    ),
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": (
+        "Sets how long a checkpoint is kept."
+    ),
+    "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": (
+        "Gives links to the files of a checkpoint."
+    ),
     "/api/v1/download/{token}/archive.tar": "Downloads a checkpoint as a tar file.",
     "/api/v1/download/{token}": "Downloads a checkpoint by its link.",
     "/api/v1/download/{token}/{file:path}": "Downloads one file of a checkpoint.",
@@ -307,12 +313,12 @@ def routes() -> str:
     from unittest.mock import MagicMock
 
     from rookery.service import app
-    from rookery.service.atropos import engine, groups
+    from rookery.service.atropos.app import make_atropos_app
 
     stub = MagicMock()
     served = [module.make_router(stub) for module in app.ROUTES]
-    gateway = [groups.make_router(stub, stub), engine.make_router(stub)]
-    applications = {"rookery serve": served, "The Atropos gateway": gateway}
+    gateway = make_atropos_app(stub, delivery=stub, side=stub, key="", limit_bytes=1)
+    applications = {"rookery serve": served, "The Atropos gateway": [gateway.router]}
     lines = []
     for title, routers in applications.items():
         lines += [f"## {title}", "", "| route | keys of the body | |", "|---|---|---|"]
@@ -330,10 +336,10 @@ def _routes(router: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The routes of a router and of those that it includes, with their whole paths."""
     for route in router.routes:
         inner = getattr(route, "original_router", None)
-        if inner is None:
-            yield prefix + route.path, route
-        else:
+        if inner is not None:
             yield from _routes(inner, prefix + router.prefix)
+        elif hasattr(route, "endpoint") and route.endpoint.__module__.startswith("rookery"):
+            yield prefix + route.path, route
 
 
 def _body(route: Any) -> str:

@@ -26,6 +26,7 @@ from rookery.weights import write_adapter
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs/reference").glob("*.md"))
 BLOCK = re.compile(r"^(<!-- example: runs -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CONFIGS: dict[str, type[Config]] = {
