@@ -172,7 +172,7 @@ def check_url(url: str, *, named: str) -> SplitResult:
         _ = parts.port
     except ValueError:
         raise ValueError(
-            f"{named} {url!r}, whose port is no number: write http://host:8000."
+            f"{named} {url!r}, whose port is not a number: write http://host:8000."
         ) from None
     return parts
 

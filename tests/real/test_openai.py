@@ -77,7 +77,7 @@ def check_streams(found: Any) -> None:
     for name in ("openai", "langchain"):
         whole, streamed = found[name]["usage"]
         assert streamed == whole
-    assert "logit_bias is not there" in found["refusal"]
+    assert "logit_bias is not supported" in found["refusal"]
 
 
 async def test_clients_stream(tmp_path: Path) -> None:

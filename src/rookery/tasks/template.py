@@ -70,7 +70,7 @@ def render_prompt_template(
     except jinja2.UndefinedError as error:
         found = ", ".join(map(str, fields)) or "none"
         raise TaskError(
-            f"{where}: the prompt template asks for something that is not there: {error}. "
+            f"{where}: the prompt template asks for a field that the row lacks: {error}. "
             f"Fields found: {found}."
         ) from error
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:

@@ -300,7 +300,7 @@ class EngineSide:
             return await self._asked_of_newest(ask)
         except TimeoutError:
             raise FleetDownError(
-                f"New weights were not there after {PUBLISH_S:g} s: look at the run's log, and ask "
+                f"No new weights arrived within {PUBLISH_S:g} s: look at the run's log, and ask "
                 "again."
             ) from None
 

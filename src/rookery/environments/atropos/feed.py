@@ -102,7 +102,7 @@ class GatewayClient:
         try:
             groups = await asyncio.to_thread(_GROUPS.validate_python, answer["batch"])
         except ValidationError as error:
-            raise TaskError(f"{self._url} gave a batch that is none: {error}") from error
+            raise TaskError(f"Could not parse the batch from {self._url}: {error}") from error
         return int(answer.get("batch_id", after + 1)), groups
 
     async def _next(self, after: int) -> dict[str, Any]:

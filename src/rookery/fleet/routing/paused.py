@@ -124,7 +124,7 @@ async def wait_until_running(client: Client) -> None:
         if time.monotonic() >= end_s:
             raise FleetError(
                 f"{client.url} has been paused for {CHANGE_S:g} s, and answers no requests: wait "
-                f"for who changes its weights, or resume it (`curl -X POST {client.url}/resume`)."
+                f"until its weights are changed, or resume it (`curl -X POST {client.url}/resume`)."
             )
         await asyncio.sleep(LOOK_S)
 

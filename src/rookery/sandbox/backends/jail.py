@@ -107,7 +107,10 @@ def readable_paths(config: SandboxConfig) -> list[Path]:
     """What the config shows besides; each must be there."""
     for path in (*config.readable, *config.devices):
         if not path.exists():
-            raise SandboxError(f"`readable` or `devices` of the sandbox names {path}: not there.")
+            raise SandboxError(
+                f"The sandbox's `readable` or `devices` name {path}, which does not exist: "
+                "create it, or leave it out."
+            )
     return [path.absolute() for path in config.readable]
 
 

@@ -226,7 +226,7 @@ def _prompt_logprobs(prompt: TokenIds, score: Score) -> list[dict[str, float] | 
 def _refuse(option: str, *, is_given: bool) -> None:
     """What `rookery serve` has and environments have no use for."""
     if is_given:
-        raise bad(f"{option} is not there: leave it out.")
+        raise bad(f"{option} is not supported: leave it out.")
 
 
 def _seed(options: TokenOptions) -> int:

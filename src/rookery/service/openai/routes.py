@@ -100,7 +100,7 @@ class _Options(TokenOptions):
         if isinstance(body, dict):
             for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & body.keys()):
                 if body[name] not in (None, False, [], {}, *UNSERVED[name]):
-                    raise ValueError(f"{name} is not there: leave it out")
+                    raise ValueError(f"{name} is not supported: leave it out")
         return body
 
     @property

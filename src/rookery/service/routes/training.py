@@ -53,7 +53,7 @@ def _add_models(router: APIRouter, api: RequestContext) -> None:
         shape = body.lora_config
         if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
             kind = body.optimizer_config.type
-            raise bad(f"The optimizer {kind!r:.60} is not there: this service has adamw.")
+            raise bad(f"The optimizer {kind!r:.60} is not supported: write adamw.")
         if not (shape.train_attn or shape.train_mlp or shape.train_unembed):
             raise bad("Nothing is to be trained: set train_attn, train_mlp or train_unembed.")
         model_id = f"{session.id}:train:{body.model_seq_id}"
@@ -153,7 +153,7 @@ def _add_gradients(router: APIRouter, api: RequestContext) -> None:
     async def optim_step(body: OptimStepRequest, tenant: Tenant) -> dict[str, Any]:
         if body.adam_params is None and body.optimizer_params is not None:
             kind = body.optimizer_params.get("type")
-            raise bad(f"The optimizer {kind!r:.60} is not there: send adam_params.")
+            raise bad(f"The optimizer {kind!r:.60} is not supported: send adam_params.")
         return await _accept(api, "optim_step", tenant, body)
 
 

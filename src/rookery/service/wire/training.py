@@ -102,7 +102,7 @@ def read_train_json(document: Any) -> TrainCall | RecordCall:
     data, options = inner.get("data"), inner.get("loss_fn_config") or {}
     seq_id = document.get("seq_id")
     if not isinstance(data, list) or not isinstance(options, dict):
-        raise bad(f"{key} has no list `data`, or a loss_fn_config that is no mapping.")
+        raise bad(f"{key} needs a list `data`, and its loss_fn_config must be a mapping.")
     if seq_id is not None and not isinstance(seq_id, int):
         raise bad(f"seq_id is {seq_id!r:.40}; it is a whole number.")
     return TrainCall(
