@@ -292,15 +292,15 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": [[5]] * 9}, "asks for 9 samples; at most 8"),
     ("/v1/completions", {"prompt": [[5], [6]], "n": 5}, "asks for 10 samples"),
-    ("/v1/completions", {"prompt": [5], "echo": True}, "echo is not there"),
-    ("/v1/completions", {"prompt": [5], "best_of": 3}, "best_of is not there"),
-    ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not there"),
+    ("/v1/completions", {"prompt": [5], "echo": True}, "echo is not supported"),
+    ("/v1/completions", {"prompt": [5], "best_of": 3}, "best_of is not supported"),
+    ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not supported"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "5"}], "functions": [{"name": "add"}]},
-        "functions is not there",
+        "functions is not supported",
     ),
-    ("/v1/completions", {"prompt": [5], "tools": [{"type": "function"}]}, "tools is not there"),
+    ("/v1/completions", {"prompt": [5], "tools": [{"type": "function"}]}, "tools is not supported"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "5"}], "tool_choice": "required"},
