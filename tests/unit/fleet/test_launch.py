@@ -319,6 +319,9 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     assert "--compilation-config" not in command_line(config, port=1)
     full = command_line(LaunchConfig(model="m", cuda_graphs="full"), port=1)
     assert '{"cudagraph_mode": "FULL"}' in full
+    soon = command_line(LaunchConfig(model="m", compile=False), port=1)
+    [chosen] = [json.loads(word) for word in soon if word.startswith("{")]
+    assert (chosen["mode"], chosen["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
     assert "rookery_vllm_plugin.whole_graphs.WorkerExtension" in full
     cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
