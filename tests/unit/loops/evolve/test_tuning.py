@@ -61,13 +61,13 @@ def test_a_program_without_blocks_is_tuned_as_a_whole() -> None:
 
 def test_the_search_finds_better_numbers() -> None:
     constants = lift_constants("a = 3.0\nb = -2.0\n")
-    search, best = NumberSearch(constants, seed=1), -100.0
+    search, best = NumberSearch(constants, seed=1, score=None), -100.0
     for _ in range(20):
         scores = [-((a - 4.1) ** 2) - (b - 1.3) ** 2 for a, b in search.ask()]
         best = max(best, *scores)
         search.tell([None, *scores[1:]])
     assert best > -0.01
-    alone = NumberSearch(lift_constants("a = 3.0\n"), seed=1)
+    alone = NumberSearch(lift_constants("a = 3.0\n"), seed=1, score=None)
     assert all(len(values) == 1 for values in alone.ask())
 
 
