@@ -64,6 +64,33 @@ function reward(colours) {
   };
 }
 
+// The same of every adapter of a sweep, over one another.
+function sweep(colours) {
+  const base = frame(colours);
+  const adapters = [...report.sweep.adapters].reverse();
+  return {
+    ...base,
+    grid: { left: 56, right: 24, top: 20, bottom: 52 },
+    tooltip: {
+      ...base.tooltip,
+      trigger: "item",
+      formatter: ({ seriesName, value }) =>
+        tip(`Step ${value[0]}`, [[seriesName, score(value[1])]]),
+    },
+    xAxis: stepAxis(colours),
+    yAxis: upright(colours, "Reward", { scale: true }),
+    series: adapters.map((one) => {
+      const color = one.is_chosen ? colours.accent : colours.faint;
+      return line(colours, one.name, {
+        data: one.rewards.map((value, step) => [step, value]),
+        lineStyle: { color, width: one.is_chosen ? 2.25 : 1 },
+        itemStyle: { color },
+        z: one.is_chosen ? 3 : 2,
+      });
+    }),
+  };
+}
+
 function panel(colours, { name }) {
   const base = frame(colours);
   return {
@@ -123,6 +150,11 @@ function stages(colours) {
 const numSteps = () => report.steps.length;
 const kinds = {
   reward: { draw: reward, size: () => ({ height: 340 }), marks: () => numSteps() * 2 },
+  sweep: {
+    draw: sweep,
+    size: () => ({ height: 340 }),
+    marks: () => numSteps() * report.sweep.adapters.length,
+  },
   stages: { draw: stages, size: () => ({ height: 260 }), marks: () => numSteps() * 3 },
 };
 for (const box of document.querySelectorAll("[data-metric]")) {

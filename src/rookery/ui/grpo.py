@@ -6,9 +6,10 @@ path.write_text(render_grpo_page(report), encoding="utf-8")
 from collections.abc import Sequence
 
 from rookery.reports import GrpoReport, TrainStepRecord
+from rookery.ui import wording
 from rookery.ui.page import render_template
 
-__all__ = ["grpo_sentence", "render_grpo_page"]
+__all__ = ["SETTING_COLUMNS", "grpo_sentence", "render_grpo_page", "setting_rows"]
 
 PANELS = {
     "train/loss": "Loss",
@@ -56,6 +57,8 @@ def render_grpo_page(report: GrpoReport) -> str:
         panels={n: label for n, label in PANELS.items() if n in measured and n not in constants},
         constants={PANELS[name]: f"{value:.4g}" for name, value in constants.items()},
         stages=stages,
+        setting_columns=SETTING_COLUMNS,
+        setting_rows=setting_rows(report),
         examples=[(s.step, e) for s in report.steps[::-every] for e in s.examples],
         document=report.model_dump(mode="json", exclude={"steps": {"__all__": {"examples"}}})
         | {"stages": stages},
@@ -72,6 +75,24 @@ def grpo_sentence(report: GrpoReport) -> str:
         "unmeasured": "No gain over the start was measured.",
         "unfinished": "No result yet. The report tasks are read once, when the training is over.",
     }[_verdict(report)]
+
+
+SETTING_COLUMNS = ("setting", "seeds", "select", "report", "95 % interval", "gain over the start")
+
+
+def setting_rows(report: GrpoReport) -> list[tuple[str, ...]]:
+    """The settings of a sweep as strings under SETTING_COLUMNS; none without a sweep."""
+    return [
+        (
+            row.name,
+            wording.count(row.num_seeds),
+            wording.score(row.select),
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+        )
+        for row in (() if report.sweep is None else report.sweep.settings)
+    ]
 
 
 def _how_measured(report: GrpoReport) -> str:
