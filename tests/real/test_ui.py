@@ -1,6 +1,5 @@
 """`rookery ui` in a real browser: the table, links, live updates, hostile texts, large runs."""
 
-import os
 import shutil
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ui.browser import CHROMIUM, Visit, open_browser
 from ui.made_runs import (
     HOSTILE,
     append_generation,
@@ -23,10 +23,6 @@ from rookery.runs import NewEvent, Run
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MAKERS: Sequence[Callable[..., Path]] = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
 NAMES = ("demo", "train", "labels", "programs", "scores")
 FRAMES = """() => new Promise((done) => {
@@ -50,44 +46,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-class Visit:
-    """A page that remembers what went wrong and what it asked for."""
-
-    def __init__(self, browser: Any, url: str, place: str = "", **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", self._dialog)
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.origin = url.partition("?")[0]
-        self.begun = time.monotonic()
-        self.page.goto(url + place)
-
-    def _dialog(self, dialog: Any) -> None:
-        self.complaints.append(f"dialog: {dialog.message}")
-        dialog.dismiss()
-
-    def see(self, selector: str, *, text: str = "") -> Any:
-        found = self.page.locator(selector).filter(has_text=text).first
-        found.wait_for(state="visible", timeout=20_000)
-        return found
-
-    def close(self) -> None:
-        root = "document.documentElement"
-        assert not self.page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"), "too wide"
-        assert self.page.locator("img").count() == 0
-        self.context.close()
-        assert self.complaints == []
-        assert all(url.startswith(self.origin) for url in self.requests if url[:5] != "data:")
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +119,6 @@ def test_two_runs_are_compared(browser: Any, served: tuple[LivePage, Path]) -> N
         visit.page.get_by_label(f"Select {name}").check()
     visit.see("a.button", text="Compare 2 runs").click()
     visit.see(".diff-table th", text="max_iterations")
-    visit.close()
-
-
-def test_the_report_is_shown_in_a_frame(browser: Any, served: tuple[LivePage, Path]) -> None:
-    visit = Visit(browser, served[0].url, "#/run/demo?tab=report")
-    inner = visit.page.frame_locator("iframe.report").get_by_text("The report page")
-    inner.wait_for(state="visible", timeout=10_000)
     visit.close()
 
 

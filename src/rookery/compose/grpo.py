@@ -55,7 +55,6 @@ from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
-from rookery.ui.grpo import render_grpo_page
 
 __all__ = ["GRPO", "run_grpo"]
 
@@ -98,7 +97,6 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
         digests=_digests(files),
         scorers=digest_scorers(files.tasksets, game=config.game),
         opened=_open_loop(config, files, open_run, display),
-        render=render_grpo_page,
     )
 
 

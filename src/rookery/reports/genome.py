@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Estimate, Measured, Record, Text, parse_record
+from rookery.reports.record import Estimate, Measured, Record, Report, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -106,7 +106,7 @@ class LineageRecord(Record):
     """Whether the winner descends from it."""
 
 
-class GenomeReport(Record):
+class GenomeReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["genome"] = "genome"
@@ -131,7 +131,6 @@ class GenomeReport(Record):
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
-    warnings: tuple[Text, ...] = ()
 
     @property
     def winner(self) -> ReportRow | None:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.reports.genome import ReportRow, TasksetRecord
-from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.reports.record import Measured, Record, Report, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -51,7 +51,7 @@ class TrainStepRecord(Record):
     examples: tuple[ExampleRecord, ...] = ()
 
 
-class GrpoReport(Record):
+class GrpoReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["grpo"] = "grpo"
@@ -71,7 +71,6 @@ class GrpoReport(Record):
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
-    warnings: tuple[Text, ...] = ()
 
     @property
     def trained(self) -> ReportRow | None:

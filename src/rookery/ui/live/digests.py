@@ -162,8 +162,9 @@ class IcmDigest(Digest):
     def take(self, event: Event) -> None:
         chain, _, iteration = event.key.rpartition("/")
         labels = str(event.payload.get("labels", ""))
-        keys = ("utility", "num_frustrated", "is_accepted", "item")
+        keys = ("utility", "num_frustrated", "is_accepted", "item", "temperature")
         values = {
+            "seq": event.seq,
             "chain": chain,
             "iteration": int(iteration) if iteration.isdecimal() else 0,
             "num_labelled": len(labels) - labels.count("-"),

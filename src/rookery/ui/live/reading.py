@@ -12,20 +12,31 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import RunError
+from rookery.reports import GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
 from rookery.ui.live.curves import Curves
 from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
 from rookery.ui.live.folder import RunsFolder, describe_run
+from rookery.ui.summary import parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
 MOST_OPEN = 8
 MOST_EVENTS = 500
 LISTED_LABELS = 20_000
+ELSEWHERE: dict[str, set[str]] = {
+    "genome": {"lineage", "generations", "population"},
+    "grpo": {"steps"},
+    "icm": {"items"},
+    "evolve": set(),
+    "eval": set(),
+}
+"""Parts of each loop's report that the page has from events, curves and labels."""
 
 
 class OpenRuns:
@@ -59,7 +70,12 @@ class OpenRun:
         self._view: RunView = Run.view(path)
         self._mutex = threading.Lock()
         self._curves = Curves(path / "metrics.jsonl")
+        self._report: tuple[int, dict[str, Any]] | None = None
         self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
+
+    @property
+    def kind(self) -> str:
+        return self._view.kind
 
     def is_replaced(self) -> bool:
         """Another run has its place: it was deleted, and made again."""
@@ -85,23 +101,26 @@ class OpenRun:
             "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
             "config": self._view.config,
             "counts": self._view.counts(),
-            "has_page": (self.path / "report.html").is_file(),
             "pulse": self.pulse(),
         }
 
-    def report(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """report.json; empty before there is one."""
         if not (self.path / "report.json").is_file():
             return {}
         document = self._view.read_json("report.json")
         return document if isinstance(document, dict) else {}
 
-    def page(self) -> bytes:
-        """report.html, as it is."""
-        try:
-            return (self.path / "report.html").read_bytes()
-        except OSError:
-            raise RunError(f"The run {self.name!r} has no report page yet.") from None
+    def report(self) -> dict[str, Any]:
+        """What its report says beside what the view, the curves and the labels hold."""
+        if self.kind not in ELSEWHERE:
+            return {}
+        path = self.path / "report.json"
+        written = path.stat().st_mtime_ns if path.is_file() else 0
+        with self._mutex:
+            if self._report is None or self._report[0] != written:
+                self._report = (written, _report_answer(self.kind, self.document()))
+            return self._report[1]
 
     def curves(
         self, *, points: int, first: int, last: int | None, names: list[str]
@@ -115,9 +134,9 @@ class OpenRun:
         total, rows = self._view.page(kind, text=text, offset=offset, limit=min(limit, MOST_EVENTS))
         return {"total": total, "rows": rows}
 
-    def all_events(self) -> Iterator[Event]:
+    def all_events(self, kind: str = "") -> Iterator[Event]:
         """Whole, in their order, read in pages."""
-        return self._view.events()
+        return self._view.events(kind or None)
 
     def event(self, seq: int) -> dict[str, Any]:
         event = next(self._view.events(after=seq - 1), None)
@@ -197,6 +216,23 @@ class OpenRun:
                     rows.append(json.loads(line))
         keys = ("id", "label", "margin", "score", "text", "batch", "chain", "iteration")
         return {"labels": [{key: row.get(key) for key in keys} for row in rows]}
+
+
+def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
+    """A report without its largest parts; what only these hold is added in a smaller form."""
+    report = parse_report(kind, document)
+    answer = report.model_dump(mode="json", exclude=ELSEWHERE[kind])
+    answer |= {"summary": asdict(summarize(report)), "is_written": bool(document)}
+    if isinstance(report, GenomeReport):
+        answer["sources"] = report.sources
+        answer["weights"] = {row.id: row.weights for row in report.lineage if row.weights}
+    if isinstance(report, GrpoReport):
+        examples = [example for step in report.steps for example in step.examples]
+        answer["prompts"] = {one.task: [one.prompt, one.reference] for one in examples}
+    if isinstance(report, IcmReport):
+        for chain in answer["chains"]:
+            del chain["steps"]
+    return answer
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:

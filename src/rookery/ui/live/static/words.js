@@ -18,6 +18,11 @@ export function number(value, digits = 3) {
   return shown.replace("-", MINUS);
 }
 
+// As reports have it: three decimals, never a negative zero.
+export const score = (value) => (isNumber(value) ? (Math.round(value * 1000) / 1000 + 0).toFixed(3).replace("-", MINUS) : "–");
+export const six = (value) => (isNumber(value) ? String(Number(value.toPrecision(6))).replace("-", MINUS) : "–");
+export const minus = (text) => text.replace(/-(?=\d)/g, MINUS);
+
 export const signed = (value) => (isNumber(value) && value >= 0 ? "+" : "") + number(value);
 
 export function count(value, noun) {
@@ -37,6 +42,16 @@ export function duration(seconds) {
   const hours = Math.floor(minutes / 60);
   if (hours < 48) return `${hours} h ${minutes % 60} min`;
   return `${Math.round(hours / 24)} days`;
+}
+
+// As reports have it: tenths below a minute, then the two largest units.
+export function seconds(value) {
+  if (!isNumber(value)) return "–";
+  if (Math.round(value * 10) < 600) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.round(value / 60);
+  return `${count(Math.floor(minutes / 60))} h ${minutes % 60} min`;
 }
 
 export function ago(unix, now = Date.now() / 1000) {
