@@ -193,8 +193,8 @@ def test_the_winning_line_opens_to_its_diffs(browser: Any, tmp_path: Path) -> No
     steps.nth(1).locator("summary").click()
     diff = steps.nth(1).locator("pre.diff")
     diff.wait_for(state="visible", timeout=5000)
-    assert diff.locator(".removed").last.inner_text() == "-x = 1 #"
-    assert diff.locator(".added").last.inner_text() == "+x = 2 #"
+    assert diff.locator(".removed").last.inner_text() == "-x = 1 # "
+    assert diff.locator(".added").last.inner_text() == "+x = 2 # "
     assert "speed −2.5" in " ".join(steps.nth(1).inner_text().split())
     report.see("section", text="Failures")
     report.close()

@@ -47,9 +47,9 @@ def icm_contexts(report: IcmReport) -> list[str]:
     said = []
     if support is not None and support.gain is not None and support.random_gain is not None:
         said.append(
-            f"The labels raise one another's log-odds by {support.gain:.1f} standard deviations of "
+            f"The labels raise one another's log-odds by {round(support.gain, 1) + 0.0:.1f} standard deviations of "
             f"what random labels do; the best labels of a random model reach "
-            f"{support.random_gain:.1f}."
+            f"{round(support.random_gain, 1) + 0.0:.1f}."
         )
     unknown = all(row.accuracy is None for row in report.rows)
     missing = " No true labels were given to compare with." if unknown else ""

@@ -1,5 +1,6 @@
 """`rookery ui` without a browser: who may ask, what is refused, what the answers hold."""
 
+import gzip
 import json
 import math
 import re
@@ -111,7 +112,7 @@ def test_nobody_is_let_in_without_the_token(page: LivePage) -> None:
 def test_pages_only_read_and_run_no_script_but_their_own(visitor: Visitor) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert visitor.ask("/api/runs", method=method)[0].status == 405
-    for path in ("/", "/api/runs", "/static/app.js"):
+    for path in ("/", "/api/runs", "/static/page.js"):
         policy = visitor.ask(path)[0].headers["Content-Security-Policy"]
         assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
         assert "unsafe" not in policy
@@ -135,11 +136,15 @@ def test_every_module_of_the_page_is_served_and_exported(visitor: Visitor) -> No
     static = Path(str(rookery.__file__)).parent / "ui" / "live" / "static"
     assert sorted(MODULES) == sorted(path.stem for path in static.glob("*.js"))
     index = visitor.ask("/")[1].decode()
-    for name in MODULES:
-        assert f"/static/{name}.js" in index
-        response, body = visitor.ask(f"/static/{name}.js")
-        assert response.status == 200
-        assert "innerHTML" not in body.decode(), "texts of runs never become markup"
+    files = re.findall(r"/static/[\w.?=]+", index)
+    assert [file.partition("?")[0] for file in files] == [
+        "/static/page.css", "/static/live.css", "/static/page.js",
+    ]  # fmt: skip
+    for file in [*files, "/static/echarts.js"]:
+        response, _ = visitor.ask(file)
+        assert response.status == 200 and "immutable" in response.headers["Cache-Control"]
+    script = gzip.decompress(visitor.ask(files[2])[1]).decode()
+    assert script == join_modules() and "innerHTML" not in script, "no text becomes markup"
 
 
 def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:

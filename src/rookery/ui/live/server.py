@@ -10,6 +10,7 @@ never become paths.
 """
 
 import asyncio
+import gzip
 import hashlib
 import hmac
 import ipaddress
@@ -19,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +34,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
 from rookery.errors import ConfigError, RookeryError, RunError
-from rookery.ui.live.export import MODULES, read_file
+from rookery.ui.live.export import join_modules, read_file
 from rookery.ui.live.folder import RunsFolder
 from rookery.ui.live.reading import OpenRun, OpenRuns
 
@@ -48,10 +50,13 @@ FIRST_S = 0.15
 """How long the first answer may read runs; the others follow."""
 START_S = 20.0
 KEY_CHARACTERS = 16
-TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
-FILES = {
-    "echarts.js": "vendor/echarts.min.js",
-    **{name: name for name in ("page.css", "live.css", *(f"{name}.js" for name in MODULES))},
+YEAR_S = 31_536_000
+TYPES = {"css": "text/css", "js": "text/javascript"}
+FILES: dict[str, Callable[[], str]] = {
+    "echarts.js": lambda: read_file("vendor/echarts.min.js"),
+    "live.css": lambda: read_file("live.css"),
+    "page.css": lambda: read_file("page.css"),
+    "page.js": join_modules,
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -196,16 +201,29 @@ async def _refuse(_: Request, error: Exception) -> Response:
 def _add_pages(app: FastAPI) -> None:
     @app.get("/")
     def index() -> Response:
-        return HTMLResponse(read_file("index.html"))
+        return HTMLResponse(_index())
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
         if name not in FILES:
             return JSONResponse({"error": "There is no such file."}, status_code=404)
+        headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+        headers["Cache-Control"] = f"max-age={YEAR_S}, immutable"  # its address has the version
         kind = TYPES[name.rpartition(".")[2]]
-        return Response(
-            read_file(FILES[name]), media_type=kind, headers={"Cache-Control": "no-cache"}
-        )
+        return Response(_packed(name), media_type=kind, headers=headers)
+
+
+@cache
+def _packed(name: str) -> bytes:
+    """A file of the page, compressed once: that takes longer than sending it."""
+    return gzip.compress(FILES[name]().encode(), 6, mtime=0)
+
+
+@cache
+def _index() -> str:
+    """The page, which names its files with the version of what they hold."""
+    version = hashlib.sha256(b"".join(map(_packed, FILES))).hexdigest()[:12]
+    return read_file("index.html").replace("VERSION", version)
 
 
 def _add_runs(app: FastAPI, folder: RunsFolder) -> None:

@@ -1,17 +1,17 @@
 // What all charts share: the library, colours, axes, tooltips, drawing when they are seen.
 
 import { h } from "./dom.js";
-import { number } from "./words.js";
+import { compact, number } from "./words.js";
 
 const HUES = ["--accent", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#009e73", "#56b4e9", "#7a6a5a"];
 
 let loading = null;
 
-// The chart library is large: it is loaded with the first chart.
-function library() {
+// The chart library is large: it is loaded with the first run that is looked at.
+export function library() {
   if (globalThis.echarts) return Promise.resolve(globalThis.echarts);
   loading ??= new Promise((done, failed) => {
-    const script = h("script", { src: "/static/echarts.js" });
+    const script = h("script", { src: `/static/echarts.js?v=${document.documentElement.dataset.version}`, async: true });
     script.onload = () => done(globalThis.echarts);
     script.onerror = () => failed(new Error("The chart library could not be loaded."));
     document.head.append(script);
@@ -243,10 +243,9 @@ export function barChart({ label, height = 250, x, y = "", isLying = false, bars
     const byName = isLying
       ? axis(colours, { type: "category", inverse: true, data: names, axisLabel: { color: colours.ink, fontSize: 12, interval: 0, width: Math.min(150, width * 0.36), overflow: "truncate" } })
       : axis(colours, { type: "category", name: x, nameGap: 28, data: names, axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } } });
-    const compactly = (value) => Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 2 }).format(value);
     const byValue = isLying
-      ? axis(colours, { type: "value", name: x, nameGap: 26, min: most ? 0 : undefined, max: most, interval: most && most / 4, axisLabel: { color: colours.muted, fontSize: 12, formatter: compactly, hideOverlap: true }, splitLine: { show: true, lineStyle: { color: colours.line } } })
-      : upright(colours, y, { scale: false, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, formatter: compactly } });
+      ? axis(colours, { type: "value", name: x, nameGap: 26, min: most ? 0 : undefined, max: most, interval: most && most / 4, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact, hideOverlap: true }, splitLine: { show: true, lineStyle: { color: colours.line } } })
+      : upright(colours, y, { scale: false, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact } });
     return {
       ...base,
       grid: { left: isLying ? Math.min(158, width * 0.4) : 52, right: isLying ? 56 : 14, top: isLying ? 10 : series.length > 1 ? 44 : 32, bottom: 46 },
@@ -257,7 +256,7 @@ export function barChart({ label, height = 250, x, y = "", isLying = false, bars
       series: series.map((one, k) => ({
         type: "bar", name: one.name, stack: "all", barMaxWidth: isLying ? 18 : 44, barCategoryGap: "20%", emphasis: { disabled: true }, itemStyle: { color: colour(k, -2) },
         data: one.values.map((value, place) => ({ value, itemStyle: { color: colour(k, place), borderRadius: 2 } })),
-        label: { show: isLying, position: "right", fontSize: 12, color: colours.muted, formatter: ({ value }) => (most ? number(value) : compactly(value)) },
+        label: { show: isLying, position: "right", fontSize: 12, color: colours.muted, formatter: ({ value }) => (most ? number(value) : compact(value)) },
       })),
     };
   };

@@ -8,23 +8,28 @@ const LOOK_MS = 2000;
 // A page that asks again every two seconds while it is seen, and keeps what it has when that fails.
 class Watched {
   constructor(source, main, { here, title, said, path, draw, after }) {
-    Object.assign(this, { source, path, draw, body: h("div"), trouble: h("div") });
+    Object.assign(this, { source, path, draw, body: h("div", null, emptyNote("Asking …")), trouble: h("div") });
     main.replaceChildren(h("header", { class: "masthead" }, brandLine(here), h("h1", null, title), lead(said)), this.trouble, this.body, after ?? "");
     document.title = `${title} · Rookery`;
   }
 
-  async start() {
-    await this.look();
+  start() {
+    this.look();
     this.timer = setInterval(() => document.hidden || this.look(), LOOK_MS);
   }
 
   async look() {
+    if (this.isAsking) return; // servers that are down answer late
+    this.isAsking = true;
     try {
       const found = await this.source.get(this.path);
       this.body.replaceChildren(...this.draw(found));
       this.trouble.replaceChildren();
     } catch (error) {
+      this.body.querySelector(".empty")?.remove();
       this.trouble.replaceChildren(errorNote(error));
+    } finally {
+      this.isAsking = false;
     }
   }
 
@@ -53,7 +58,7 @@ function drawServers({ servers }) {
 
 export async function showFleet(source, main) {
   const view = new Watched(source, main, { here: "fleet", title: "Fleet", said: "Servers with their load, caches and adapters, read every two seconds.", path: "fleet", draw: drawServers });
-  await view.start();
+  view.start();
   return view;
 }
 
@@ -109,6 +114,6 @@ function sampleBox(source) {
 
 export async function showService(source, main) {
   const view = new Watched(source, main, { here: "service", title: "Service", said: "Tenants, queues and throughput, read every two seconds.", path: "service", draw: drawService, after: sampleBox(source) });
-  await view.start();
+  view.start();
   return view;
 }

@@ -60,7 +60,7 @@ export class GenomeView {
     this.drawLineage();
     if (this.picked) this.showPicked();
     const duelists = `${this.picked}/${this.facts.winner}/${this.candidates.size > 1}`;
-    if (this.duelists !== duelists) this.loadDuel(); // the answers are many: not with every one
+    if (this.duelists !== duelists) setTimeout(() => this.loadDuel(), 0); // the answers are many: not with every one, and after the first drawing
     this.duelists = duelists;
   }
 

@@ -1,6 +1,6 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
-import { lineChart } from "./charts.js";
+import { library, lineChart } from "./charts.js";
 import { emptyNote, errorNote, facts, h, later, place, runLink } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
@@ -85,6 +85,9 @@ class RunPage {
   }
 
   async start() {
+    library().catch(() => {}); // on its way while the run is read
+    if (this.tab === "overview") this.asked = ["view", "report"].map((part) => this.source.get(`${this.path}/${part}`));
+    this.asked?.forEach((answer) => answer.catch(() => {})); // whoever awaits them is told
     this.overview = await this.source.get(this.path);
     this.build();
     await this.open();
@@ -141,7 +144,7 @@ class RunPage {
   async openLoop(kind) {
     const Loop = LOOP_VIEWS[kind];
     if (!Loop) return new CurvesView(this.source, this.path);
-    const [view, report] = await Promise.all([this.source.get(`${this.path}/view`), this.source.get(`${this.path}/report`)]);
+    const [view, report] = await Promise.all(this.asked);
     this.view = mergeView(null, view);
     this.report = report;
     this.top = h("div");
