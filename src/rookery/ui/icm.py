@@ -46,10 +46,10 @@ def icm_contexts(report: IcmReport) -> list[str]:
     support = report.support
     said = []
     if support is not None and support.gain is not None and support.random_gain is not None:
+        own, random = (round(gain, 1) + 0.0 for gain in (support.gain, support.random_gain))
         said.append(
-            f"The labels raise one another's log-odds by {round(support.gain, 1) + 0.0:.1f} standard deviations of "
-            f"what random labels do; the best labels of a random model reach "
-            f"{round(support.random_gain, 1) + 0.0:.1f}."
+            f"The labels raise one another's log-odds by {own:.1f} standard deviations of what "
+            f"random labels do; the best labels of a random model reach {random:.1f}."
         )
     unknown = all(row.accuracy is None for row in report.rows)
     missing = " No true labels were given to compare with." if unknown else ""

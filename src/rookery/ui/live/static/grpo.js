@@ -29,8 +29,6 @@ const SAME = 1e-6; // values that differ by less, relative to the largest, are r
 const MOST_GROUPS = 200;
 const EXCHANGE = /^(?:system|user): [^]*\nassistant: /; // a game of several turns
 
-// A sweep writes `ADAPTER:train/loss`: the same metric of several adapters is one panel.
-const parts = (name) => (name.includes(":") ? [name.slice(0, name.lastIndexOf(":")), name.slice(name.lastIndexOf(":") + 1)] : ["", name]);
 const short = (metric) => metric.split("/").slice(1).join("/") || metric;
 
 function isConstant(points) {
@@ -72,8 +70,9 @@ export class GrpoView {
     }
   }
 
-  drawReport({ rows, summary }) {
-    this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")));
+  drawReport({ rows, summary, sweep }) {
+    const settings = sweep ? [section("Settings of the sweep", lead("Ranked by the select tasks; measured once on the report tasks, on average over their seeds."), comparison({ rows: sweep.settings, name: "Setting", what: "Reward", gain: "Gain over the start" }), folded(count(sweep.adapters.length, "adapter"), table(["Adapter", "Setting", ["Seed"], ["Select tasks"], ["Step"]], sweep.adapters.map((one) => ({ class: one.is_chosen ? "winner" : null, cells: [h("span", { class: "name" }, one.name), one.setting, String(one.seed), score(one.select), count(one.chosen_step)] })))))] : [];
+    this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), ...settings);
     const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
     const isOpen = this.selects.querySelector("details")?.open;
     const best = this.checkpoints.filter((row) => row.is_best).at(-1);
@@ -84,25 +83,20 @@ export class GrpoView {
   }
 
   drawCurves(curves) {
-    const named = [...curves].map(([name, points]) => ({ name, points, adapter: parts(name)[0], metric: parts(name)[1] }));
-    for (const one of [...named].filter(({ metric }) => metric === "grpo/num_drawn_tokens")) {
-      const answers = new Map(curves.get(one.name.replace("num_drawn_tokens", "num_rollouts")) ?? []);
-      named.push({ ...one, name: `${one.adapter}length`, metric: "length", points: one.points.filter(([x]) => answers.get(x)).map(([x, y]) => [x, y / answers.get(x)]) });
-    }
+    const named = new Map(curves);
+    const answers = new Map(curves.get("grpo/num_rollouts") ?? []);
+    const lengths = (curves.get("grpo/num_drawn_tokens") ?? []).filter(([x]) => answers.get(x)).map(([x, y]) => [x, y / answers.get(x)]);
+    if (lengths.length) named.set("length", lengths);
     this.drawReward(named);
     const constants = [];
     for (const [title, wanted] of PANELS) {
-      const own = named.filter(({ metric }) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
-      const isStacked = title === "Seconds by stage" && new Set(own.map((one) => one.adapter)).size < 2;
+      const own = [...named].filter(([metric]) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
+      const isStacked = title === "Seconds by stage";
       if (!own.length) continue;
-      if (!isStacked && own.every(({ points }) => isConstant(points))) {
-        constants.push(...own.map((one) => `${own.length > 1 ? `${title}, ${one.adapter || short(one.metric)}` : title}: ${number(one.points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
-        continue;
-      }
-      const series = own.map((one) => ({ name: [one.adapter, own.some((o) => o.metric !== one.metric) && short(one.metric)].filter(Boolean).join(" ") || short(one.metric), points: one.points, isStacked }));
-      this.panel(title, series, this.panels);
+      if (isStacked || own.some(([, points]) => !isConstant(points))) this.panel(title, own.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
+      else constants.push(...own.map(([metric, points]) => `${own.length > 1 ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
     }
-    if (!named.length) this.panels.replaceChildren(emptyNote("No step is taken yet."));
+    if (!named.size) this.panels.replaceChildren(emptyNote("No step is taken yet."));
     this.constants.replaceChildren(costsLine(constants, "In every step"));
   }
 
@@ -116,13 +110,14 @@ export class GrpoView {
     return chart;
   }
 
+  // The mean with its spread, every adapter of a sweep over one another, and the checkpoints.
   drawReward(named) {
-    const band = (mean) => {
-      const deviation = new Map(named.find((one) => one.adapter === mean.adapter && one.metric === "reward/std")?.points ?? []);
-      return mean.points.filter(([x, y]) => isNumber(y) && isNumber(deviation.get(x))).map(([x, y]) => [x, y - deviation.get(x), y + deviation.get(x)]);
-    };
-    const means = named.filter(({ metric }) => metric === "reward/mean");
-    const series = means.map((one) => ({ name: one.adapter || "drawn answers", points: one.points, band: means.length < 4 ? band(one) : [] }));
+    const deviation = new Map(named.get("reward/std") ?? []);
+    const mean = named.get("reward/mean") ?? [];
+    const band = mean.filter(([x, y]) => isNumber(y) && isNumber(deviation.get(x))).map(([x, y]) => [x, y - deviation.get(x), y + deviation.get(x)]);
+    const adapters = [...named].filter(([metric]) => metric.startsWith("reward/") && !["reward/mean", "reward/std"].includes(metric));
+    const series = adapters.map(([metric, points]) => ({ name: short(metric), points }));
+    if (mean.length) series.unshift({ name: adapters.length ? "mean of all adapters" : "drawn answers", points: mean, band });
     const points = this.checkpoints.filter((row) => isNumber(row.mean)).map((row) => [Number(row.id), row.mean]);
     if (points.length) series.push({ name: "select tasks", points, isMarked: true });
     if (series.length) this.panel("Reward", series, this.reward, { height: 320 });
