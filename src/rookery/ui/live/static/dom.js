@@ -36,7 +36,12 @@ export function table(heads, rows, kind) {
 
 export const section = (title, ...children) => h("section", null, h("h2", null, title), children);
 export const lead = (sentence) => h("p", { class: "lead" }, sentence);
-export const folded = (summary, ...children) => h("details", null, h("summary", null, summary), children);
+// What is folded away is made when it is first opened: `make` gives its nodes.
+export function folded(summary, make) {
+  const details = h("details", null, h("summary", null, summary));
+  details.addEventListener("toggle", () => details.open && details.childElementCount === 1 && details.append(...[make()].flat(3).filter(Boolean)));
+  return details;
+}
 export const figure = (title, chart) => h("figure", null, h("figcaption", null, title), chart.box ?? chart);
 export const facts = (pairs) => h("dl", { class: "facts" }, pairs.map(([term, detail]) => h("div", null, h("dt", null, term), h("dd", null, detail))));
 export const choice = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));

@@ -36,7 +36,7 @@ export class EvolveView {
     this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.scored) });
     this.tree = new Chart({ label: "Programs by generation, joined to their parents", height: 320, option: (c) => this.treeOption(c), ready: (drawn) => pickPoint(drawn, () => this.nodes) });
     this.staleness = barChart({ label: "Iterations by how many were decided meanwhile", x: "Iterations decided between plan and decision", y: "Iterations", bars: () => this.stalenessBars() });
-    [this.results, this.islands, this.failures, this.grids, this.line_, this.models, this.costs] = Array.from({ length: 7 }, () => h("div"));
+    [this.results, this.islands, this.failures, this.grids, this.winningLine, this.models, this.costs] = Array.from({ length: 7 }, () => h("div"));
     this.state = h("span", { class: "note" });
     this.table = new LongTable({ columns: PROGRAM_COLUMNS, kind: "programs", label: "Programs", row: (i) => this.cells(i) });
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a program to read its code and how it came about."));
@@ -46,7 +46,7 @@ export class EvolveView {
       this.results,
       section("Programs", h("div", { class: "bar" }, this.onlySelect, this.state), h("div", { class: "split" }, this.table.element, this.detail)),
       section("The tree", lead("A column for each generation, higher is better. The line of the chosen program, or of the best, is in colour."), this.tree.box),
-      this.line_, this.grids, this.islands, this.failures, this.models, this.costs);
+      this.winningLine, this.grids, this.islands, this.failures, this.models, this.costs);
     this.gridCharts = [];
     this.update(view, report);
     if (this.picked) this.pick(this.picked);
@@ -87,12 +87,8 @@ export class EvolveView {
   }
 
   drawWinningLine({ winning_line: line }) {
-    const step = (row) => {
-      const details = folded([`Iteration ${count(row.iteration)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""]);
-      details.addEventListener("toggle", () => details.open && this.fillStep(details, row));
-      return details;
-    };
-    this.line_.replaceChildren(section("The winning line", line.length ? [lead("From the first program to the best, each the parent of the next, with what was changed."), line.map(step)] : emptyNote("There is no best program yet.")));
+    const step = (row) => folded([`Iteration ${count(row.iteration)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""], () => this.stepNode(row));
+    this.winningLine.replaceChildren(section("The winning line", line.length ? [lead("From the first program to the best, each the parent of the next, with what was changed."), line.map(step)] : emptyNote("There is no best program yet.")));
   }
 
   stalenessBars() {
@@ -211,7 +207,7 @@ export class EvolveView {
     this.grids.replaceChildren(section("The grid", cells.length
       ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}, ${count(report.num_programs, "program")} kept. Click a cell to read its program.`),
           h("div", { class: "panels" }, this.gridCharts.map((chart, k) => figure(`Island ${islands[k]}`, chart))),
-          folded("Numbers", table(["Island", "Cell", "Program", ["Score"]], cells.slice(0, LISTED_CELLS).map(row)), cells.length > LISTED_CELLS && emptyNote(`The first ${LISTED_CELLS} of ${count(cells.length)} cells; report.json has them all.`))]
+          folded("Numbers", () => [table(["Island", "Cell", "Program", ["Score"]], cells.slice(0, LISTED_CELLS).map(row)), cells.length > LISTED_CELLS && emptyNote(`The first ${LISTED_CELLS} of ${count(cells.length)} cells; report.json has them all.`)])]
       : emptyNote(report.is_written ? "The grid is empty." : "The grid of kept programs comes with the report.")));
   }
 
@@ -257,7 +253,7 @@ export class EvolveView {
   drawProgram(p, { code, diff, changes }) {
     const metrics = Object.entries(p.metrics ?? {}).map(([k, v]) => [k, isNumber(v) ? six(v) : clip(v, 120)]);
     const steps = this.line(p.id).slice(1);
-    const step = (one) => h("details", { ontoggle: (e) => e.target.open && this.fillStep(e.target, one) }, h("summary", null, `${one.id}: ${six(one.score)}`));
+    const step = (one) => folded(`${one.id}: ${six(one.score)}`, () => this.stepNode(one));
     this.detail.replaceChildren(
       h("h3", null, p.id, p.parent && h("span", { class: "note" }, ` from ${p.parent}`)),
       p.failure ? h("p", { class: "trouble" }, `${p.failure[0]}: ${p.failure[1]}`) : "",
@@ -269,17 +265,15 @@ export class EvolveView {
       ...steps.map(step));
   }
 
-  async fillStep(details, one) {
-    if (details.childElementCount > 1) return;
+  // A program of a line: its metrics, and what it changed.
+  stepNode(one) {
     const shown = h("div");
-    details.append(shown);
-    try {
-      const found = await this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`);
+    const draw = ({ diff, code }) => {
       const metrics = Object.entries(one.metrics ?? {}).map(([k, v]) => [k, isNumber(v) ? six(v) : clip(v, 120)]);
-      shown.replaceChildren(facts(metrics), one.parent && found.diff.length ? diffNode(found.diff) : h("pre", { class: "code" }, found.code || "Its code is not known."));
-    } catch (error) {
-      shown.replaceChildren(errorNote(error));
-    }
+      shown.replaceChildren(facts(metrics), one.parent && diff.length ? diffNode(diff) : h("pre", { class: "code" }, code || "Its code is not known."));
+    };
+    this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`).then(draw, (error) => shown.replaceChildren(errorNote(error)));
+    return shown;
   }
 
   close() {

@@ -73,7 +73,7 @@ export class GenomeView {
     this.results.replaceChildren(section("The winner beside its baselines", rows.length
       ? [lead(["Accuracy on the report tasks, with 95 % intervals.", h("span", { class: "plot-only" }, " The dashed line is the best founder.")]),
           comparison({ rows, name: "Method", what: "Accuracy", gain: "Gain over best founder", reference }),
-          rows.some((row) => row.num_candidates) && folded("Cost of each method", table(["Method", ["Candidates tried"], ["Tokens"], ["Time"]], costs))]
+          rows.some((row) => row.num_candidates) && folded("Cost of each method", () => table(["Method", ["Candidates tried"], ["Tokens"], ["Time"]], costs))]
       : emptyNote("Nothing is measured on the report tasks yet.")));
     this.bars.forEach((chart) => chart.close());
     this.bars = sources.map((source) => this.sourceChart(source, rows));
@@ -83,7 +83,7 @@ export class GenomeView {
     this.tasksets.replaceChildren(section("Accuracy by taskset", sources.length
       ? [lead("Every method on the report tasks of each taskset."),
           h("div", { class: "panels" }, sources.map((source, k) => figure([source, " ", told(source)], this.bars[k]))),
-          folded("Numbers", table(["Method", ...sources.map((source) => [source])], numbers))]
+          folded("Numbers", () => table(["Method", ...sources.map((source) => [source])], numbers))]
       : emptyNote("Nothing is measured on the report tasks yet.")));
     const scored = Object.keys(front[0]?.by_source ?? {});
     const line = (c) => [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), score(c.score), ...scored.map((source) => score(c.by_source[source]))];
@@ -101,7 +101,7 @@ export class GenomeView {
     const shown = this.generations.slice(-LISTED_GENERATIONS);
     const line = (g) => [String(g.generation), score(g.best), score(g.mean), score(g.worst), ...[g.num_candidates, g.num_dropped, g.num_failed, g.num_tokens].map((n) => count(n)), seconds(g.seconds)];
     const isOpen = this.generationBox.querySelector("details")?.open;
-    const box = shown.length ? folded("Numbers", table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)) : emptyNote("No generation is finished yet.");
+    const box = shown.length ? folded("Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]) : emptyNote("No generation is finished yet.");
     if (isOpen) box.open = true;
     this.generationBox.replaceChildren(box);
   }
@@ -127,7 +127,7 @@ export class GenomeView {
     const parents = (c) => (c.parents ?? []).map((p, k) => [k ? ", " : "", p, isNumber(weights[c.id]?.[k]) && h("span", { class: "interval" }, ` × ${number(weights[c.id][k], 2)}`)]);
     const row = (c) => ({ class: c.id === head ? "winner" : null, cells: [h("span", { class: "name" }, c.id), String(c.generation ?? "now"), c.operator, parents(c), score(c.score)] });
     const isOpen = this.ancestryBox.querySelector("details")?.open;
-    this.ancestryBox.replaceChildren(folded("The ancestry as a list", table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row))));
+    this.ancestryBox.replaceChildren(folded("The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row))));
     if (isOpen) this.ancestryBox.firstChild.open = true;
   }
 
@@ -234,11 +234,10 @@ export class GenomeView {
     };
     const rows = [...sources].map(([name, row]) => [name, bar(row), row.won, row.same, row.lost]);
     const differing = tasks.filter(([, before, , after]) => before !== after).sort((a, b) => a[3] - a[1] - (b[3] - b[1]));
-    const list = new DuelList(this.source, this.path, differing, founder, candidate);
     this.duelBox.replaceChildren(
       h("p", { class: "lead" }, `${candidate} against ${founder}, on ${count(tasks.length, "task")} that both answered: ${count(total("won"))} won, ${count(total("lost"))} lost, ${count(total("same"))} the same.`),
       table(["Tasks", "", ["Won"], ["Same"], ["Lost"]], rows, "duel"),
-      differing.length ? folded(`The ${count(differing.length, "task")} that differ`, list.element) : "");
+      differing.length ? folded(`The ${count(differing.length, "task")} that differ`, () => new DuelList(this.source, this.path, differing, founder, candidate).element) : "");
   }
 
   close() {

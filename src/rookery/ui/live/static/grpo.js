@@ -71,13 +71,13 @@ export class GrpoView {
   }
 
   drawReport({ rows, summary, sweep }) {
-    const settings = sweep ? [section("Settings of the sweep", lead("Ranked by the select tasks; measured once on the report tasks, on average over their seeds."), comparison({ rows: sweep.settings, name: "Setting", what: "Reward", gain: "Gain over the start" }), folded(count(sweep.adapters.length, "adapter"), table(["Adapter", "Setting", ["Seed"], ["Select tasks"], ["Step"]], sweep.adapters.map((one) => ({ class: one.is_chosen ? "winner" : null, cells: [h("span", { class: "name" }, one.name), one.setting, String(one.seed), score(one.select), count(one.chosen_step)] })))))] : [];
+    const settings = sweep ? [section("Settings of the sweep", lead("Ranked by the select tasks; measured once on the report tasks, on average over their seeds."), comparison({ rows: sweep.settings, name: "Setting", what: "Reward", gain: "Gain over the start" }), folded(count(sweep.adapters.length, "adapter"), () => table(["Adapter", "Setting", ["Seed"], ["Select tasks"], ["Step"]], sweep.adapters.map((one) => ({ class: one.is_chosen ? "winner" : null, cells: [h("span", { class: "name" }, one.name), one.setting, String(one.seed), score(one.select), count(one.chosen_step)] })))))] : [];
     this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), ...settings);
     const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
     const isOpen = this.selects.querySelector("details")?.open;
     const best = this.checkpoints.filter((row) => row.is_best).at(-1);
     const rowsOf = this.checkpoints.map((row) => line({ ...row, is_best: row === best }));
-    this.selects.replaceChildren(rowsOf.length ? folded("Checkpoints", table([["Step"], ["Reward on the select tasks"]], rowsOf)) : "");
+    this.selects.replaceChildren(rowsOf.length ? folded("Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf)) : "");
     if (isOpen) this.selects.firstChild.open = true;
     this.costs.replaceChildren(costsLine(summary.costs.filter((cost) => !cost.startsWith("0 "))));
   }

@@ -95,9 +95,9 @@ export class IcmView {
   // The chains side by side: from the report, or as they stand.
   drawChains() {
     const live = [...this.chains].map(([chain, rows]) => {
-      const [batch, number_] = chain.split("/");
+      const [batch, name] = chain.split("/");
       const last = rows.reduce((a, b) => (a.iteration > b.iteration ? a : b));
-      return { batch, chain: number_, num_iterations: last.iteration + 1, num_accepted: rows.filter((d) => d.is_accepted).length, num_labelled: last.num_labelled, num_frustrated: last.num_frustrated, utility: last.utility };
+      return { batch, chain: name, num_iterations: last.iteration + 1, num_accepted: rows.filter((d) => d.is_accepted).length, num_labelled: last.num_labelled, num_frustrated: last.num_frustrated, utility: last.utility };
     });
     const rows = this.report.chains.length ? this.report.chains : live;
     const ended = (c) => (c.is_settled === undefined ? "searching" : c.is_settled ? "nothing frustrated" : "iterations used up");
@@ -161,7 +161,7 @@ export class IcmView {
     const named = this.report.labels;
     if (items.length !== held.length) return emptyNote("Which items stood beside it is not known.");
     const others = items.map((one, k) => ({ one, label: held[k] === "-" ? null : named[held.charCodeAt(k) - 48] })).filter(({ one, label }) => one.id !== row.id && label);
-    const details = folded(`The context that decided it: ${count(others.length, "labelled item")}`, table(["Item", "Label then", "Text"], others.slice(0, 300).map(({ one, label }) => [String(one.id), label, (one.text ?? "").slice(0, 200)])));
+    const details = folded(`The context that decided it: ${count(others.length, "labelled item")}`, () => table(["Item", "Label then", "Text"], others.slice(0, 300).map(({ one, label }) => [String(one.id), label, (one.text ?? "").slice(0, 200)])));
     details.open = others.length < 30;
     return details;
   }
