@@ -201,7 +201,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 def _add_pages(app: FastAPI) -> None:
     @app.get("/")
     def index() -> Response:
-        return HTMLResponse(_index())
+        return HTMLResponse(_versioned("index.html"))
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
@@ -220,10 +220,10 @@ def _packed(name: str) -> bytes:
 
 
 @cache
-def _index() -> str:
-    """The page, which names its files with the version of what they hold."""
+def _versioned(name: str) -> str:
+    """A page that names its files with the version of what they hold."""
     version = hashlib.sha256(b"".join(map(_packed, FILES))).hexdigest()[:12]
-    return read_file("index.html").replace("VERSION", version)
+    return read_file(name).replace("VERSION", version)
 
 
 def _add_runs(app: FastAPI, folder: RunsFolder) -> None:
@@ -370,7 +370,7 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
 
 def _closed(*, is_wrong: bool) -> str:
     sentence = "That key is not right." if is_wrong else "This page needs the key of its server."
-    return read_file("closed.html").replace("SENTENCE", sentence)
+    return _versioned("closed.html").replace("SENTENCE", sentence)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

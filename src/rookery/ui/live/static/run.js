@@ -110,7 +110,7 @@ class RunPage {
     this.brand = h("p", { class: "brand" }, back, h("span", null, `${this.overview.row.kind} run`));
     this.lost = h("p", { class: "trouble", role: "alert", hidden: true }, "The server does not answer; this is the last that was seen.");
     this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
-    this.body = h("div", { class: "tab-body" });
+    this.body = h("div", { class: "tab-body" }, emptyNote("Reading the run …"));
     this.main.replaceChildren(this.header, this.lost, this.tabs, this.body);
     this.head();
   }
