@@ -122,7 +122,7 @@ class GenomeDigest(Digest):
         candidates = self.rows("candidates")
         founders = [c for c in candidates.values() if c["operator"] == "founder"]
         founder = max(founders, key=_score, default=None)
-        others = [c for c in candidates.values() if c not in founders and not c["error"]]
+        others = [c for c in candidates.values() if c["operator"] != "founder" and not c["error"]]
         best = candidates.get(name or self.facts["winner"]) or max(others, key=_score, default=None)
         if founder is None or best is None or founder is best:
             return {"founder": "", "candidate": "", "tasks": []}
