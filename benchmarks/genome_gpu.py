@@ -5,7 +5,7 @@
 
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up; the founders are random, rank 16 of q, k, v, o.
-The children are those of the default search: sums, extrapolations, TIES, mutations. Overhead is the
+The children are those of the default search: sums, TIES, mutations. Overhead is the
 share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
 requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
 computes 256 sequences together, is full to the end of that call. `--merge-device cpu cuda` makes

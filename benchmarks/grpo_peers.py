@@ -8,6 +8,7 @@ MODEL is a folder with a chat model (Qwen2.5-Coder-1.5B-Instruct), DATA one with
 command `rookery grpo run` with a config that says nothing about speed; TRL draws with vLLM in its
 own process (`vllm_mode="colocate"`). One after the other, each in a process of its own. A clock
 begins with its command. Checkpoints of both are measured afterwards by the same `rookery eval`.
+Last, the same vLLM alone in one process draws as many groups as a step of Rookery's had.
 """
 
 import argparse
@@ -26,17 +27,18 @@ from typing import Any
 
 PROMPT = '{{ question }}\nThink step by step and end with "#### " and the answer.'
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NUMBER = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
+STAGES = ("draw", "train", "publish")
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 def right_number(text: str, answer: str) -> float:
-    """1 when the number behind the last #### is the reference's."""
-    found, wanted = NUMBER.findall(text), NUMBER.findall(answer)
-    return float(bool(found) and _value(found[-1]) == _value(wanted[-1]))
+    """1 when the last number, behind the last #### where there is one, is the reference's."""
+    return float(_last_number(text) == _last_number(answer) is not None)
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text.rpartition("####")[2])
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def reward(task: Any, completion: Any) -> float:
@@ -90,11 +92,12 @@ def run_rookery(options: argparse.Namespace, place: Path) -> dict[str, Any]:
         steps = [(event.time_s - began, event.payload["metrics"]) for event in run.events("step")]
     rows = [
         {
+            "begin": end - sum(metrics.get(f"time/{stage}_s", 0.0) for stage in STAGES),
             "end": end,
             "tokens": metrics["grpo/num_drawn_tokens"],
-            **{
-                stage: metrics.get(f"time/{stage}_s", 0.0) for stage in ("draw", "train", "publish")
-            },
+            "trained": metrics.get("train/num_tokens", 0.0),
+            "groups": metrics["grpo/num_groups"] + metrics["grpo/num_equal_groups"],
+            **{stage: metrics.get(f"time/{stage}_s", 0.0) for stage in STAGES},
         }
         for end, metrics in steps
     ]
@@ -103,6 +106,28 @@ def run_rookery(options: argparse.Namespace, place: Path) -> dict[str, Any]:
         for folder in (place / "rookery" / "checkpoints").glob("adapter_step_*")
     }
     return {"steps": rows, "adapters": folders, **gpu}
+
+
+def run_vllm(options: argparse.Namespace, place: Path, *, num_groups: int) -> float:
+    """Tokens per second of vLLM in one process, with log-probabilities of what it draws."""
+    out = place / "vllm.json"
+    setup = {
+        "model": str(options.model),
+        "train": str(options.data / "train.jsonl"),
+        "prompt": PROMPT,
+        "groups": num_groups,
+        "group_size": options.group_size,
+        "max_tokens": options.max_tokens,
+        "out": str(out),
+    }
+    with (place / "vllm.log").open("w") as log:
+        subprocess.run(
+            [options.python, str(Path(__file__).with_name("grpo_peers_vllm.py")),
+             json.dumps(setup)],
+            check=True, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    found = json.loads(out.read_text())
+    return float(found["tokens"] / found["seconds"])
 
 
 def run_trl(options: argparse.Namespace, place: Path) -> dict[str, Any]:
@@ -130,7 +155,9 @@ def run_trl(options: argparse.Namespace, place: Path) -> dict[str, Any]:
             check=True, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     lines = (place / "trl" / "steps.jsonl").read_text().splitlines()
-    rows = [{**json.loads(line), "end": json.loads(line)["end"] - began} for line in lines]
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        row |= {"begin": row["begin"] - began, "end": row["end"] - began, "trained": row["tokens"]}
     folders = {
         int(folder.name.rpartition("-")[2]): folder
         for folder in (place / "trl").glob("checkpoint-*")
@@ -197,30 +224,30 @@ def show(side: str, result: Mapping[str, Any], scores: Mapping[str, Any]) -> Non
     steps = result["steps"]
     ends = [row["end"] for row in steps]
     spans = [later - earlier for earlier, later in pairwise(ends)]
-    tokens = [row["tokens"] for row in steps[1:]]
-    stages = {
-        stage: fmean(row[stage] for row in steps[1:])
-        for stage in ("draw", "train", "publish")
-        if stage in steps[0]
+    mean = {key: fmean(row[key] for row in steps[1:]) for key in steps[0]}
+    listed = ", ".join(f"{stage} {mean[stage]:.2f}" for stage in STAGES if stage in mean)
+    busy = [share for at, share in result["busy"] if ends[0] < at - result["began"] < ends[-1]]
+    rows = {
+        "from the command to the first step": f"{steps[0]['begin']:.1f} s",
+        "to its end": f"{ends[0]:.1f} s",
+        "seconds per step": f"{fmean(spans):.2f} ({listed})",
+        "drawn tokens in a step": f"{mean['tokens']:,.0f}",
+        "drawn tokens per second of whole steps": f"{mean['tokens'] / fmean(spans):,.0f}",
+        "trained tokens per second of whole steps": f"{mean['trained'] / fmean(spans):,.0f}",
+        "GPU memory, most": f"{result['memory_gib']:.1f} GiB",
     }
-    listed = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())
-    inside = [busy for at, busy in result["busy"] if at - result["began"] > ends[0]]
-    print(f"\n{side}")
-    print(f"  from the command to the end of the first step   {ends[0]:.1f} s")
-    print(f"  seconds per step                                {fmean(spans):.2f} ({listed})")
-    print(f"  drawn tokens per second of whole steps          {sum(tokens) / sum(spans):,.0f}")
-    print(f"  drawn tokens in a step                          {fmean(tokens):,.0f}")
-    print(f"  GPU memory, most                                {result['memory_gib']:.1f} GiB")
-    if inside:
-        print(f"  GPU busy between first and last step            {fmean(inside):.0f} %")
-    for name, (mean, low, high) in scores.items():
+    if "draw" in mean:
+        rows["drawn tokens per second while drawing"] = f"{mean['tokens'] / mean['draw']:,.0f}"
+    if busy:
+        rows["GPU busy between first and last step"] = f"{fmean(busy):.0f} %"
+    for name, (score, low, high) in scores.items():
         if name.startswith(f"{side}-"):
             step = int(name.rpartition("-")[2])
-            at = ends[step - 1]
-            print(
-                f"  test problems after {at:5.0f} s (step {step:>3})            "
-                f"{mean:.3f} ({low:.3f} to {high:.3f})"
-            )
+            label = f"test problems after {ends[step - 1]:.0f} s (step {step})"
+            rows[label] = f"{score:.3f} ({low:.3f} to {high:.3f})"
+    print(f"\n{side}")
+    for label, value in rows.items():
+        print(f"  {label:<46}{value}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--python", default=sys.executable, help="an interpreter with vLLM")
     parser.add_argument("--trl-python", default=sys.executable, help="one with TRL and vLLM")
-    parser.add_argument("--sides", nargs="+", default=["rookery", "trl"])
+    parser.add_argument("--sides", nargs="+", default=["rookery", "trl", "vllm"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
@@ -252,12 +279,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place.mkdir(parents=True, exist_ok=True)
         sides = {"rookery": run_rookery, "trl": run_trl}
         results: dict[str, Any] = {}
-        for side in options.sides:
+        for side in [side for side in sides if side in options.sides]:
             began = time.time()
             results[side] = {**sides[side](options, place), "began": began}
         scores = {} if options.no_scores else measure(options, results, place)
         for side, result in results.items():
             show(side, result, scores)
+        if "vllm" in options.sides:
+            num = round(fmean(row["groups"] for row in results["rookery"]["steps"][1:]))
+            print(f"\nvLLM alone in one process, {num} groups with log-probabilities")
+            print(
+                f"  drawn tokens per second        {run_vllm(options, place, num_groups=num):,.0f}"
+            )
 
 
 if __name__ == "__main__":

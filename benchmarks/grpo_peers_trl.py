@@ -20,8 +20,11 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
         self._path = path
         self.num_tokens = 0
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._begin = time.time()
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        row = {"end": time.time(), "tokens": self.num_tokens}
+        row = {"begin": self._begin, "end": time.time(), "tokens": self.num_tokens}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.num_tokens = 0

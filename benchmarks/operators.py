@@ -35,7 +35,6 @@ from rookery.weights.merge import (
     LayerwiseConfig,
     LinearConfig,
     MergeConfig,
-    SlerpConfig,
     TiesConfig,
     merge,
     merge_stack,
@@ -291,7 +290,6 @@ METHODS: tuple[MergeConfig, ...] = (
     TiesConfig(space="factor", density=DENSITY),
     DareConfig(space="factor", density=DENSITY),
     DareTiesConfig(space="factor", density=DENSITY),
-    SlerpConfig(space="factor"),
     LayerwiseConfig(space="factor", mode="mix"),
 )
 

@@ -27,12 +27,9 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.loops.icm.verdict import agree
 from rookery.rollout.evaluator import RolloutLog
 from rookery.runs import Run
-from rookery.search import archive as grid
 from rookery.search import racing
 from rookery.search.annealing import Waves
-from rookery.search.archive import nsga2
 from rookery.search.candidate import ChildPlan, EsStep
-from rookery.search.fitness import Fitness
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.program import ProgramRecord, summarize
@@ -174,27 +171,6 @@ def rebuild_lineage(num_generations: int) -> Work:
     return lambda: rebuild(lineage, [founder], parent)
 
 
-def fill_archive(num_candidates: int) -> Work:
-    """In generations of 100, on a grid of 100 x 100."""
-    features = tuple(grid.FeatureConfig(name=name, bins=100) for name in "xy")
-    drawn = stream(0).random((num_candidates, 3)).tolist()
-    rows = [(f"c{i}", score, {"x": x, "y": y}) for i, (score, x, y) in enumerate(drawn)]
-
-    def work() -> None:
-        archive = grid.Archive(config=grid.ArchiveConfig(features=features))
-        for first in range(0, num_candidates, 100):
-            archive, _ = grid.extend(archive, rows[first : first + 100])
-
-    return work
-
-
-def survive(num_candidates: int) -> Work:
-    """NSGA-II on two objectives."""
-    values = stream(0).random((num_candidates, 2)).tolist()
-    fitnesses = [Fitness(score=sum(pair), objectives=tuple(pair)) for pair in values]
-    return lambda: nsga2(fitnesses, count=num_candidates // 2)
-
-
 def agree_on(num_items: int) -> Work:
     """Labels of pairs that are tied together."""
     labels = dict(enumerate((stream(0).random(num_items) < 0.5).astype(int).tolist()))
@@ -240,8 +216,6 @@ ROWS: Mapping[str, Row] = {
     "merge, 1024 x 1024": Row("founders", (8, 16, 32, 64), lambda n: merge_founders(n, size=1024)),
     "merge, 288 x 288": Row("founders", (50, 100, 200, 400), lambda n: merge_founders(n, size=288)),
     "rebuild": Row("generations", (250, 500, 1000, 2000), rebuild_lineage),
-    "archive": Row("candidates", (1000, 2000, 4000, 8000), fill_archive),
-    "nsga2, 2 objectives": Row("candidates", (500, 1000, 2000, 4000), survive),
     "icm agreement": Row("items", (500, 1000, 2000, 4000), agree_on),
 }
 FLAT: Mapping[str, Row] = {

@@ -49,7 +49,7 @@ LAYERS = (
 """The operators of the demo."""
 SUMS = (
     {"type": "crossover", "name": "sum", "share": 2, "weights": "free"},
-    {"type": "crossover", "name": "linear", "share": 1, "weights": "extrapolate"},
+    {"type": "crossover", "name": "linear", "share": 1, "weights": "random"},
     {"type": "crossover", "name": "ties", "share": 0.5, "weights": "fitness"},
     {"type": "mutation", "name": "gaussian", "share": 1},
 )
@@ -137,7 +137,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
                 [{"type": "crossover", "name": "linear", "weights": "fitness"}],
                 generations=3,
                 selection="roulette",
-                swarm={"step": 0.5, "decay": 0.95},
             )
         ],
         "finals": {"random_search": False},

@@ -28,8 +28,6 @@ BOUNDS |= {"min_length": "at least", "max_length": "at most"}
 MERGES = {
     "linear": "A weighted sum.",
     "layerwise": "Every block takes one parent, or a mixture of its own.",
-    "slerp": "Along the arc between two parents, layer by layer.",
-    "extrapolate": "Past the first parent, away from the others.",
     "dare": "Drop random entries of each parent, scale up the rest, add.",
     "ties": "Keep the largest entries of each parent, elect a sign for each, average those of it.",
     "dare_ties": "Drop random entries as dare does, then elect signs as ties does.",

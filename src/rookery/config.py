@@ -26,12 +26,14 @@ from rookery.errors import ConfigError
 
 __all__ = [
     "Config",
+    "assign",
     "check_url",
     "load_config",
     "override",
     "parse_config",
     "parse_overrides",
     "read_document",
+    "without_removed",
 ]
 
 Model = TypeVar("Model", bound="Config")
@@ -54,6 +56,17 @@ class Config(BaseModel):
         return self
 
 
+def without_removed(document: object, removed: Mapping[str, tuple[object, str]]) -> object:
+    """A document without keys of earlier versions; ValueError where one is set to anything but the
+    value it has in the configs of old runs. By key: that value, and what to write instead."""
+    if not isinstance(document, Mapping):
+        return document
+    for key, (neutral, instead) in removed.items():
+        if key in document and document[key] != neutral:
+            raise ValueError(f"{key} is no key any more: {instead}.")
+    return {key: value for key, value in document.items() if key not in removed}
+
+
 def load_config(
     model: type[Model], path: Path | None = None, *, overrides: Sequence[str] = ()
 ) -> Model:
@@ -73,7 +86,7 @@ def override(
     names = []
     for dotted, text in pairs:
         keys, kinds = _resolve(model, dotted)
-        _assign(document, keys, _value(text, kinds))
+        assign(document, keys, _value(text, kinds))
         names.append(".".join(keys))
     return names
 
@@ -215,7 +228,8 @@ def _value(text: str, kinds: Sequence[Any]) -> Any:
     return text if is_text and not is_null and not isinstance(value, str) else value
 
 
-def _assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
+def assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    """Put a value into a document; sections on the way are made."""
     node: Any = document
     for depth, key in enumerate(keys):
         place, dotted = ".".join(keys[:depth]), ".".join(keys)

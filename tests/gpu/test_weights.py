@@ -10,11 +10,9 @@ from weights.made import dense, made
 from rookery.weights.merge import (
     DareConfig,
     DareTiesConfig,
-    ExtrapolateConfig,
     LayerwiseConfig,
     LinearConfig,
     MergeConfig,
-    SlerpConfig,
     TiesConfig,
     merge,
 )
@@ -28,9 +26,7 @@ SHAPES = {"model.layers.0.mlp.up_proj": (256, 512), "model.layers.0.self_attn.q_
     "method",
     [
         LinearConfig(),
-        ExtrapolateConfig(),
         LayerwiseConfig(),
-        SlerpConfig(),
         TiesConfig(),
         DareConfig(),
         DareTiesConfig(),

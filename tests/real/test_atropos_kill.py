@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 import rookery
-from rookery.environments.atropos.delivery import trained_groups
+from rookery.environments.atropos.gateway import trained_groups
 from rookery.environments.atropos.group_queue import GroupQueue
 from rookery.environments.atropos.registry import Registration, Registry, TrainerRegistration
 from rookery.fleet import Fleet

@@ -22,7 +22,7 @@ from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_modal, pack_folder
 from rookery.executors.modal import ModalWorker
 from rookery.executors.pool import open_pool
-from rookery.executors.worker_task import read_version
+from rookery.executors.worker import read_version
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
 
 pytestmark = [

@@ -17,7 +17,7 @@ from executors.jobs import is_alive, job, output, read_ids, run_hub, until, unti
 
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_ray, pack_folder
-from rookery.executors.worker_task import read_version
+from rookery.executors.worker import read_version
 from rookery.ports import Executor
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
 

@@ -16,7 +16,8 @@ pytestmark = [
 ]
 
 
-def test_a_policy_learns_on_a_fleet(addition: Path) -> None:
+@pytest.mark.parametrize("bridge", ["auto", "merge"])
+def test_a_policy_learns_on_a_fleet(addition: Path, bridge: str) -> None:
     launch = {
         "model": str(addition / "model"), "python": PYTHON, "replicas": 1, "device": "cpu",
         "dtype": "float32", "max_model_len": 64, "max_loras": 2, "max_cpu_loras": 4,
@@ -24,7 +25,7 @@ def test_a_policy_learns_on_a_fleet(addition: Path) -> None:
         "env": {"HF_HUB_OFFLINE": "1"},
     }  # fmt: skip
     engine = {"type": "fleet", "launch": launch}
-    report = train_addition(addition, "fleet", engine=engine, seed=0)
+    report = train_addition(addition, f"fleet-{bridge}", engine=engine, bridge=bridge, seed=0)
     assert select_gain(report) >= 0.15
     assert max(gaps(report)) < 1e-3
     assert [step.model_step for step in report.steps] == list(range(40))

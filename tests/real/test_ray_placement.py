@@ -1,8 +1,12 @@
-"""Servers that a real Ray cluster cannot place or start. Half a minute."""
+"""Servers on a real Ray cluster: started again, or told why not. Half a minute."""
 
+import asyncio
 import importlib.util
+import json
 import os
+import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from marks import long
 
 from rookery.errors import FleetError
 from rookery.fleet.servers.ray_placement import place_on_ray
+from rookery.fleet.servers.registry import process_start
 from rookery.fleet.servers.settings import LaunchConfig
 
 pytestmark = [
@@ -44,3 +49,39 @@ async def test_a_server_that_cannot_start_there_says_why(
         async with place_on_ray(config, num=1, address="local"):
             pass
     assert "Traceback" not in str(failed.value)
+
+
+def _pid(url: str) -> int:
+    """The process of a server; 0 while it does not answer."""
+    try:
+        with urllib.request.urlopen(url + "/health") as answer:
+            return int(json.load(answer)["pid"])
+    except OSError:
+        return 0
+
+
+async def test_servers_are_placed_started_again_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
+    config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=2)
+    async with place_on_ray(config, num=2, address="local") as placed:
+        told = []
+        for url in placed.urls:
+            with urllib.request.urlopen(url + "/health") as answer:  # noqa: ASYNC210
+                told.append(json.load(answer))
+        assert len(set(placed.urls)) == 2 and len(placed.api_key) > 20
+        assert all(process_start(t["pid"]) for t in told)
+        assert {t["env"]["VLLM_API_KEY"] for t in told} == {placed.api_key}
+        # Its next start fails, the one after that does not.
+        (tmp_path / placed.urls[0].rpartition(":")[2]).write_text("1")
+        os.kill(told[0]["pid"], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while (  # noqa: ASYNC110  other processes tell no event
+                again := await asyncio.to_thread(_pid, placed.urls[0])
+            ) in (0, told[0]["pid"]):
+                await asyncio.sleep(0.1)
+        told.append({"pid": again})
+    assert not any(process_start(t["pid"]) for t in told)

@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 import yaml
+from notebooks import PAGES, Block, is_shown, notebook, read_page
+
+from rookery.starters import DEMOS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -75,7 +78,7 @@ def test_config_keys_have_type_default_and_sentence(reference: ModuleType) -> No
 
 def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
     page = reference.on_page_markdown("<!-- generated: parts -->")
-    for name in ("grpo", "numeric", "dare_ties", "svd"):
+    for name in ("grpo", "numeric", "dare_ties", "gaussian"):
         assert f"\n| `{name}` | " in page
 
 
@@ -97,3 +100,87 @@ def test_the_sentences_of_troubleshooting_are_those_of_the_code() -> None:
     for sentence in seen:
         for part in sentence.split("..."):
             assert part.strip() in text, f"{sentence}: no code says {part!r}"
+
+
+TUTORIALS = sorted(page for page in PAGES.glob("*.md") if page.name != "index.md")
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_is_short_and_its_notebook_in_step(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 150
+    assert f"({page.stem}.ipynb)" in text and f"({page.name})" in (PAGES / "index.md").read_text()
+    made = page.with_suffix(".ipynb").read_text()
+    assert made == notebook(text), "python docs/notebooks.py writes it again"
+    blocks = [block for block in read_page(text) if block.kind != "prose"]
+    assert any(block.shown for block in blocks)
+    for block in blocks:
+        if block.kind == "python":
+            compile(block.source, f"{page.name} {block.title}", "exec")
+        elif block.kind == "yaml":
+            assert yaml.safe_load(block.source)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("gsm8k", ROOT / "configs/grpo_gsm8k.yaml"), ("evolve_adapters", DEMOS / "genome.yaml")],
+)
+def test_a_tutorial_shows_the_config_that_was_measured(name: str, measured: Path) -> None:
+    blocks = read_page((PAGES / f"{name}.md").read_text())
+    [shown] = [block.source for block in blocks if block.kind == "yaml"]
+    assert yaml.safe_load(shown) == yaml.safe_load(measured.read_text())
+
+
+PAGE = """\
+# A page
+
+```yaml title="a.yaml"
+x: 1
+```
+
+Then:
+
+```bash
+cat a.yaml
+```
+
+You should see:
+
+<!-- numbers vary -->
+```text
+gain +0.5 (+0.1 to +1,000)
+...
+end
+```
+
+```yaml
+only: read
+```
+"""
+
+
+def test_blocks_of_a_page_are_files_and_code_with_what_it_prints() -> None:
+    blocks = [block for block in read_page(PAGE) if block.kind != "prose"]
+    shown = "gain +0.5 (+0.1 to +1,000)\n...\nend\n"
+    assert blocks == [
+        Block("yaml", "x: 1\n", "a.yaml"),
+        Block("bash", "cat a.yaml\n", "", shown, True),
+    ]
+    assert '"%%writefile a.yaml\\n",' in notebook(PAGE)
+    assert "You should see" in notebook(PAGE) and "only: read" in notebook(PAGE)
+
+
+@pytest.mark.parametrize(
+    ("printed", "varies", "expected"),
+    [
+        ("gain  +0.7\n(+0.2 to +3) more\nend", True, True),
+        ("gain +0.7 (-0.2 to +3)\nend", True, False),
+        ("gain +0.7 (+0.2 to +3)", True, False),
+        ("end gain +0.7 (+0.2 to +3)", True, False),
+        ("gain +0.7 (+0.2 to +3)\nend", False, False),
+        ("gain +0.5 (+0.1 to +1,000) end", False, True),
+    ],
+)
+def test_what_a_block_prints_is_compared(printed: str, varies: bool, expected: bool) -> None:
+    block = Block("bash", "", "", "gain +0.5 (+0.1 to +1,000)\n...\nend\n", varies)
+    assert is_shown(block, printed) is expected

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,16 @@ def _part(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _imports(path: Path) -> list[tuple[str, int]]:
     """Every absolute import of a file, also those inside functions."""
     found: list[tuple[str, int]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -80,16 +87,18 @@ def test_the_tree_of_the_architecture_page_is_the_present_one() -> None:
     assert levels == sorted(levels)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_strictly_down(path: Path) -> None:
-    part = _part(path)
-    if part in {"__init__", "__main__"}:
-        return
-    for name, line in _imports(path):
-        package, _, rest = name.partition(".")
-        other = rest.partition(".")[0]
-        if package == "rookery" and other and other != part:
-            assert LEVEL[other] < LEVEL[part], f"{path}:{line} imports {name}, which is not lower"
+def test_imports_go_strictly_down() -> None:
+    for path in MODULES:
+        part = _part(path)
+        if part in {"__init__", "__main__"}:
+            continue
+        for name, line in _imports(path):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if package == "rookery" and other and other != part:
+                assert LEVEL[other] < LEVEL[part], (
+                    f"{path}:{line} imports {name}, which is not lower"
+                )
 
 
 def test_the_service_knows_only_the_routers_of_its_peers() -> None:
@@ -121,42 +130,42 @@ def test_files_that_a_package_lists_are_there() -> None:
         assert listed <= {own.name for own in path.parent.iterdir()}, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_heavy_libraries_stay_in_their_parts(path: Path) -> None:
-    for name, line in _imports(path):
-        if name.partition(".")[0] == "torch" and _part(path) != "types":
-            assert _part(path) in TORCH, f"{path}:{line} imports torch"
-        if name.partition(".")[0] == "vllm":
-            assert _part(path) == "fleet", f"{path}:{line} imports vllm"
+def test_heavy_libraries_stay_in_their_parts() -> None:
+    for path in MODULES:
+        for name, line in _imports(path):
+            if name.partition(".")[0] == "torch" and _part(path) != "types":
+                assert _part(path) in TORCH, f"{path}:{line} imports torch"
+            if name.partition(".")[0] == "vllm":
+                assert _part(path) == "fleet", f"{path}:{line} imports vllm"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_every_module_opens_with_a_docstring_and_has_a_sorted_all(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path} does not say what it is"
-    if path.name == "__main__.py":
-        return
-    names = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and node.value is not None
-        and getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", "")
-        == "__all__"
-    ]
-    assert names, f"{path} has no __all__"
-    ordered = sorted(names[0], key=lambda n: (not n.isupper(), not n[:1].isupper(), n))
-    assert names[0] in (ordered, sorted(names[0])), f"{path}: sort __all__"
+def test_every_module_opens_with_a_docstring_and_has_a_sorted_all() -> None:
+    for path in MODULES:
+        tree = _tree(path)
+        assert ast.get_docstring(tree), f"{path} does not say what it is"
+        if path.name == "__main__.py":
+            continue
+        names = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value is not None
+            and getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", "")
+            == "__all__"
+        ]
+        assert names, f"{path} has no __all__"
+        ordered = sorted(names[0], key=lambda n: (not n.isupper(), not n[:1].isupper(), n))
+        assert names[0] in (ordered, sorted(names[0])), f"{path}: sort __all__"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_functions_and_files_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 600, f"{path} is over 600 lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+def test_functions_and_files_stay_small() -> None:
+    for path in MODULES:
+        text = path.read_text()
+        assert text.count("\n") <= 600, f"{path} is over 600 lines"
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
 
 
 def test_importing_the_package_is_light() -> None:

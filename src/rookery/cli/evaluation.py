@@ -22,6 +22,7 @@ def evaluate(
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     split: Literal["all", "search", "select", "report"] = "all",
     limit: int | None = None,
+    samples: int | None = None,
     name: str = "",
     runs_dir: Path = Path("runs"),
     json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -50,6 +51,8 @@ def evaluate(
         Which part of the taskset to ask.
     limit
         Ask at most this many tasks of the split.
+    samples
+        Also draw so many answers to each task, for pass@1, pass@k and the majority's answer.
     name
         The run's name; by default the kind and the time.
     runs_dir
@@ -69,7 +72,7 @@ def evaluate(
     values = {"split": split, "limit": limit, "device": device, "dtype": dtype}
     outcome = measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
-        progress=not json_out, **values,
+        progress=not json_out, report={"samples": samples}, **values,
     )  # fmt: skip
     return print_outcome(outcome, as_json=json_out)
 

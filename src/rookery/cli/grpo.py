@@ -2,6 +2,7 @@
 Atropos environments, and see beforehand what it takes.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +16,9 @@ from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
     from rookery.reports import GrpoReport
-from rookery.cli.loop_command import make_loop_app, read_loop_config
+from rookery.cli.loop_command import make_loop_app, read_loop_config, run_loop
 from rookery.cli.terminal import fail
+from rookery.errors import ConfigError
 
 __all__ = [
     "atropos",
@@ -134,6 +136,74 @@ grpo = make_loop_app(
 
 grpo.command(atropos)
 grpo.command(gateway)
+
+
+@grpo.command
+def sweep(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    vary: Annotated[list[str] | None, Parameter(negative="")] = None,
+    seeds: int | None = None,
+    name: str = "",
+    runs_dir: Path = Path("runs"),
+    resume: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train many adapters in one run: every combination of the values given, each with several
+    seeds.
+
+    All are adapters of one engine and one trainer: their answers are drawn in one batch, their
+    gradients computed in one pass. The best is chosen on the select tasks; the report tasks are
+    read once, with an interval for each. Every adapter has a run of its own in RUN/adapters, with
+    checkpoints and a report; the report of the whole run has the curves of all.
+
+        rookery grpo sweep mine.yaml --vary learning_rate=1e-5,3e-5,1e-4 --seeds 3
+        rookery grpo sweep mine.yaml --vary loss.type=grpo,dr_grpo --vary drawing.temperature=0.7,1
+        rookery runs resume NAME                   # after an interruption
+
+    Learning rate, schedule, optimizer, loss, advantages, drawing, groups, staleness and seed can be
+    varied; model, tasks and the adapter's shape are the same for all. In the config the same is
+    `sweep: {vary: {learning_rate: [1e-5, 1e-4]}, seeds: 3}`.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file, as for `rookery grpo run`; its other values are flags too.
+    vary
+        KEY=VALUE,VALUE,...: a key of the config and the values to try. Give it once for each key.
+    seeds
+        Adapters of each combination, with the seeds `seed`, `seed` + 1, ...
+    name
+        The run's name; by default the kind and the time.
+    runs_dir
+        Where runs are kept.
+    resume
+        Resume the run of this name.
+    """
+    document = {"vary": dict(map(_values, vary or ())), "seeds": seeds}
+    words = [f"--sweep.{key}={json.dumps(value)}" for key, value in document.items() if value]
+    if not words:
+        raise ConfigError(
+            "There is nothing to vary: add --vary learning_rate=1e-5,1e-4, for example, or "
+            "--seeds 3. `rookery grpo run` trains one adapter."
+        )
+    return run_loop(
+        "grpo", config, [*overrides, *words], paths=PATHS, name=name, runs_dir=runs_dir,
+        resume=resume,
+    )  # fmt: skip
+
+
+def _values(text: str) -> tuple[str, list[object]]:
+    """`learning_rate=1e-5,1e-4` as a key and its values."""
+    key, has_values, values = text.partition("=")
+    try:
+        found = yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError:
+        found = []
+    if not (key and has_values and found):
+        raise ConfigError(
+            f"--vary got {text!r}: write a key and its values, learning_rate=1e-5,1e-4 for example."
+        )
+    return key.replace("-", "_"), found
 
 
 @grpo.command

@@ -25,6 +25,7 @@ __all__ = [
     "icm",
     "make_loop_app",
     "read_loop_config",
+    "run_loop",
 ]
 
 _REST = """
@@ -59,21 +60,37 @@ def make_loop_app(
         runs_dir: Path = Path("runs"),
         resume: Annotated[bool, Parameter(negative="")] = False,
     ) -> int:
-        from rookery.compose.running import find_kind
-
-        loop = find_kind(kind)
-        if resume and not name:
-            raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-        loaded = read_loop_config(loop.config, config, overrides, paths=paths, own=_OWN)
-        if resume:
-            return _resume(runs_dir / name, loaded.model_dump(mode="json"))
-        return _print_once(loop.start(loaded, {}, name=name, runs_dir=runs_dir))
+        return run_loop(
+            kind, config, overrides, paths=paths, name=name, runs_dir=runs_dir, resume=resume
+        )
 
     lines = "\n".join(f"        {example}" for example in examples)
     run.__doc__ = f"{summary}\n{_REST.format(examples=lines)}"
     app = cyclopts.App(name=kind, help=help)
     app.command(run, name="run")
     return app
+
+
+def run_loop(
+    kind: str,
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    paths: Sequence[str],
+    name: str,
+    runs_dir: Path,
+    resume: bool,
+) -> int:
+    """Begin a run of this kind, or go on with it, to its end; the exit code."""
+    from rookery.compose.running import find_kind
+
+    loop = find_kind(kind)
+    if resume and not name:
+        raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
+    loaded = read_loop_config(loop.config, config, overrides, paths=paths, own=_OWN)
+    if resume:
+        return _resume(runs_dir / name, loaded.model_dump(mode="json"))
+    return _print_once(loop.start(loaded, {}, name=name, runs_dir=runs_dir))
 
 
 def read_loop_config(

@@ -34,7 +34,7 @@ def new(kind: Kind, folder: Path) -> int:
     """Write a small project: a config with comments, ten rows of data, a scorer where one is used.
 
     It runs as it is in some minutes on a CPU, and the next command is printed. Ten rows prove
-    nothing: put in your own. All of them use `smollm2`; `rookery demo` fetches it, 93 MB.
+    nothing: put in your own. All of them use `smollm2`; the first run fetches it, 93 MB.
 
         rookery new genome mine
         rookery new scorer judge

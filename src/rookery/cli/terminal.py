@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         GenomeReport,
         GrpoReport,
         IcmReport,
+        ModelRow,
+        ReportRow,
+        SweepRecord,
     )
 
 __all__ = [
@@ -116,6 +119,7 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
     _print_warnings(report.warnings)
     title = f"{wording.report_tasks(report.tasksets)} that the search never saw"
     print_table(title, columns=GENOME_COLUMNS, rows=report_rows(report.rows))
+    _print_sampled(report.rows)
     console.print(
         f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
         f"{report.num_tokens:,} tokens, {report.seconds or 0:.0f} s",
@@ -126,19 +130,36 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
 
 def _print_grpo(report: "GrpoReport", path: Path) -> None:
     from rookery.ui import wording
-    from rookery.ui.grpo import grpo_sentence
+    from rookery.ui.grpo import SETTING_COLUMNS, grpo_sentence, setting_rows
     from rookery.ui.wording import GRPO_COLUMNS, report_rows
 
     console.print(grpo_sentence(report), style="bold", markup=False)
     _print_warnings(report.warnings)
     title = f"{wording.report_tasks(report.tasksets)} that the training never saw"
     print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
+    _print_sampled(report.rows)
+    places = {"trained": path / "trained", "report": path / "report.html"}
+    drawn: GrpoReport | SweepRecord = report
+    if report.sweep is not None:
+        drawn, places = report.sweep, {**places, "adapters": path / "adapters"}
+        num = wording.plural(len(report.sweep.adapters), "adapter")
+        title = f"{num}, ranked by the select tasks"
+        print_table(title, columns=SETTING_COLUMNS, rows=setting_rows(report))
     console.print(
-        f"{wording.plural(len(report.steps), 'step')}, {report.num_rollouts:,} answers, "
-        f"{report.num_tokens:,} drawn tokens, {report.seconds or 0:.0f} s",
+        f"{wording.plural(len(report.steps), 'step')}, {drawn.num_rollouts:,} answers, "
+        f"{drawn.num_tokens:,} drawn tokens, {report.seconds or 0:.0f} s",
         highlight=False,
     )
-    _print_places({"trained": path / "trained", "report": path / "report.html"})
+    _print_places(places)
+
+
+def _print_sampled(rows: "Sequence[ReportRow | ModelRow]") -> None:
+    """What answers that were drawn at random came to, if there are any."""
+    from rookery.ui import wording
+
+    if cells := wording.sampled_rows(rows):
+        columns = wording.sampled_columns(rows)
+        print_table("Several answers to each task", columns=columns, rows=cells)
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:
@@ -194,6 +215,7 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
         cells = (wording.score(row.mean), wording.interval(row), wording.gain(row.gain))
         table.add_row(escape(row.name), *cells, str(row.num_failed))
     console.print(table)
+    _print_sampled(report.models)
     tokens = report.tokens
     counts = (
         f"{tokens['prompt_asked']:,} prompt tokens asked, {tokens['prompt_computed']:,} computed, "

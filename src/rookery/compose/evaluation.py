@@ -28,13 +28,14 @@ from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
-from rookery.loops.comparison import warn_of_batches
+from rookery.loops.comparison import ReportConfig, Samples, warn_of_batches
 from rookery.ports import Engine
 from rookery.reports import (
     AnswerRecord,
     Estimate,
     EvaluationReport,
     ModelRow,
+    SampledRecord,
     TaskRecord,
     describe_task,
 )
@@ -68,6 +69,9 @@ class EvaluationConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    report: ReportConfig = ReportConfig()
+    """`{samples: 8}` draws answers to each task besides, for pass@k: at the temperature of the
+    taskset's `sampling`, or at 1 where that is greedy."""
     fleet: FleetConfig | None = None
     """The servers to run on; None computes in this process."""
 
@@ -85,7 +89,7 @@ def evaluate(
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
     `evaluate("smollm2", "tasks.jsonl", adapters=["out/poet"])`; `values` are split, limit, device,
-    dtype and fleet (its config).
+    dtype, report and fleet (its config).
     """
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
@@ -212,8 +216,17 @@ async def _measure(
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
-    earned = {reward for each in evaluations for reward in each.rewards.values()}
     names = ["base", *_names(config.adapters)]
+    sampled: dict[str, SampledRecord] = {}
+    if config.report.samples is not None:
+        sampled = await Samples(config.report.samples).measure(
+            evaluator,
+            dict(zip(names, models, strict=True)),
+            tasks,
+            weights={taskset.name: 1.0},
+            seed=0,
+        )
+    earned = {reward for each in evaluations for reward in each.rewards.values()}
     groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # found in the run's log
     return EvaluationReport(
         run=run.name,
@@ -224,7 +237,9 @@ async def _measure(
         num_skipped_rows=taskset.skipped.num_skipped,
         warnings=(*taskset.notes, *warn_of_batches(engine)),
         models=tuple(
-            _row(name, evaluation, evaluations[0], tasks, earned)
+            _row(name, evaluation, evaluations[0], tasks, earned).model_copy(
+                update={"sampled": sampled.get(name)}
+            )
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
         tasks=_answered(groups, names=names),

@@ -117,7 +117,7 @@ GENOME = RunKind(
     "genome",
     config=GenomeConfig,
     finish=finisher(_plan, track=lambda config: config.track),
-    scored=("candidate", "emitter", "failure", "generation", "phase", "winner"),
+    scored=("candidate", "failure", "generation", "phase", "winner"),
 )
 
 

@@ -2,22 +2,32 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
+from rookery.compose.grpo_bridge import (
+    Opened,
+    attach,
+    bridged_engine,
+    choose_bridge,
+    is_merged,
+)
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
+from rookery.compose.grpo_plan import MemoryPlan, check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import (
     MakePolicy,
     PolicyParts,
     adapter_policy,
+    adapter_trainer,
     end_processes,
     full_policy,
     help_grpo,
     make_reference,
+    needs_reference,
 )
 from rookery.compose.running import (
     ConfigSource,
@@ -30,13 +40,18 @@ from rookery.compose.running import (
     digest_scorers,
     finisher,
     is_first_process,
+    is_run,
     join_digests,
+    num_processes,
+    write_page,
 )
 from rookery.compose.sft import base_name
+from rookery.concurrency import task_group
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.environments.atropos.feed import Feed
+from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
@@ -45,6 +60,17 @@ from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.data import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY
+from rookery.loops.grpo.sweep import (
+    ADAPTERS,
+    AdapterInputs,
+    JointTrainer,
+    PolicyOfMany,
+    SweepInputs,
+    Swept,
+    SweptStep,
+    swept,
+    train_sweep,
+)
 from rookery.ports import Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
@@ -78,6 +104,8 @@ def run_grpo(
 
 def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
+    if config.staleness is None and config.atropos is None and has_one_gpu(config):
+        config = config.model_copy(update={"staleness": 1})
     if not is_first_process():
         return help_grpo(config)
     if config.game is not None and open_run.rescored:
@@ -91,13 +119,29 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
         from rookery.compose.grpo_atropos import gateway_key  # needs the extra `serve`
 
         gateway_key(config.atropos)
+    if config.sweep is not None:
+        _check_sweep(config, open_run)
     files = read_files(config)
-    check_plan(config, files)
+    plan = check_plan(config, files)
     return RunPlan(
         digests=_digests(files),
         scorers=digest_scorers(files.tasksets, game=config.game),
-        opened=_open_loop(config, files, open_run, display),
+        opened=_open_loop(config, files, plan, open_run, display),
     )
+
+
+def _check_sweep(config: GrpoConfig, open_run: OpenRun) -> None:
+    swept(config)  # refuses values that do not fit
+    if num_processes() > 1:
+        raise ConfigError(
+            f"A sweep computes in one process, and torchrun started {num_processes()}: start it "
+            "without torchrun."
+        )
+    if open_run.rescored is not None:
+        raise ConfigError(
+            "--rescore is for one training, and this run has many: leave it out, or score the "
+            f"runs in {open_run.folder}/{ADAPTERS} again one by one."
+        )
 
 
 def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
@@ -105,8 +149,9 @@ def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
     be gone, or another one by now."""
     if folder is None or config.init_from is None or config.full is not None:
         return config
-    own = folder / START
-    return config.model_copy(update={"init_from": own}) if own.is_dir() else config
+    starts = [folder / START, *sorted((folder / ADAPTERS).glob(f"*/{START}"))]
+    own = next((start for start in starts if start.is_dir()), config.init_from)
+    return config.model_copy(update={"init_from": own})
 
 
 GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
@@ -114,19 +159,29 @@ GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
 
 @asynccontextmanager
 async def _open_loop(
-    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
+    config: GrpoConfig,
+    files: GrpoFiles,
+    plan: MemoryPlan | None,
+    open_run: OpenRun,
+    display: Display,
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     if config.full is not None and config.lora != LoraConfig():
         display.note(["lora has no effect: full trains all weights of the model."])
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
-        async with _open(config, files, show) as opened:
+        async with _open(config, files, plan, show) as opened:
             display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
             processes = await asyncio.to_thread(join_processes, opened.model.device.type)
+            if config.sweep is not None:
+                trainings = await _checked_sweep(config, files, opened, processes)
+                if open_run.is_new:
+                    await _try_drawing(config, files, opened)
+                yield partial(_train_all, config, files, opened, trainings, display)
+                return
             make_policy = await _checked_policy(config, files, opened, processes)
             if open_run.is_new and config.atropos is None:
-                await _try_drawing(config, files, opened.engine)
+                await _try_drawing(config, files, opened)
             outcomes: list[Outcome[GrpoReport]] = []
 
             async def train(run: Run) -> GrpoReport:
@@ -165,7 +220,9 @@ def _digests(files: GrpoFiles) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> AsyncIterator[Opened]:
+async def _open(
+    config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None, on_launch: OnLaunch
+) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
     folder, (device, dtype) = files.folder, trainer_place(config)
 
@@ -188,19 +245,24 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
                 bridge = await choose_bridge(config, shared)
                 yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
             return
-        share = await asyncio.to_thread(server_share, config, files)
-        used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
-        async with open_engine(used, on_launch=on_launch) as engine:
-            bridge = await choose_bridge(config, engine, folder=folder.path)
-            try:
-                if bridge.shared is None:
-                    model = await load()
-                else:
-                    assert isinstance(engine, Fleet), "servers share their memory"
-                    model = await attach(folder, engine, bridge.shared, start=files.start)
-                yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
-            finally:
-                bridge.release()
+        share = await asyncio.to_thread(server_share, config, files, plan)
+        is_beside = has_one_gpu(config)
+        merged = is_merged(config, files, is_beside=is_beside)
+        used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
+        async with task_group() as tasks:
+            # The trainer's own copy is read while servers start.
+            loading = None if config.full is not None else tasks.create_task(load())
+            async with open_engine(used, on_launch=on_launch) as engine:
+                bridge = await choose_bridge(config, engine, folder=folder.path, is_merged=merged)
+                try:
+                    if config.full is not None and bridge.shared is not None:
+                        assert isinstance(engine, Fleet), "servers share their memory"
+                        model = await attach(folder, engine, bridge.shared, start=files.start)
+                    else:
+                        model = await (loading or load())
+                    yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+                finally:
+                    bridge.release()
 
 
 def _model_place(config: GrpoConfig) -> Path:
@@ -214,12 +276,86 @@ async def _checked_policy(
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
     start = None if config.full is not None else _start(config, files, opened.model)
-    _check(config, files, opened.engine, start=start)
+    _check(config, files, opened, start=start)
     reference = await asyncio.to_thread(make_reference, config, files, opened.model)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
         return full_policy(config, files, parts)
-    return adapter_policy(config, start, parts)
+    trainer = adapter_trainer(config, parts)
+    only = trainer.publisher if opened.bridge.name == "merge" else None
+    return adapter_policy(config, start, parts, trainer=trainer, publisher=only)
+
+
+# Many adapters in one run: each has a run of its own in `adapters`.
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainings:
+    """What a sweep trains, when all that can be refused has been."""
+
+    joint: JointTrainer
+    adapters: list[tuple[Swept, MakePolicy]]
+
+
+async def _checked_sweep(
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, processes: Processes
+) -> _Trainings:
+    adapters = swept(config)
+    with_reference = [own.config for own in adapters if needs_reference(own.config)]
+    reference = await asyncio.to_thread(
+        make_reference, (with_reference or [config])[0], files, opened.model
+    )
+    parts = PolicyParts(opened=opened, processes=processes, reference=reference)
+    joint = JointTrainer(adapter_trainer(config, parts), num_adapters=len(adapters))
+    found: list[tuple[Swept, MakePolicy]] = []
+    for number, own in enumerate(adapters):
+        start = _start(own.config, files, opened.model)
+        _check(own.config, files, opened, start=start)
+        policy = PolicyOfMany(joint, number)
+        found.append((own, adapter_policy(own.config, start, parts, trainer=policy)))
+    return _Trainings(joint, found)
+
+
+async def _train_all(
+    config: GrpoConfig,
+    files: GrpoFiles,
+    opened: Opened,
+    trainings: _Trainings,
+    display: Display,
+    run: Run,
+) -> GrpoReport:
+    engine = opened.engine
+    with ExitStack() as stack:
+        adapters = []
+        for own, make_policy in trainings.adapters:
+            own_run = stack.enter_context(await asyncio.to_thread(_open_own_run, run, own))
+            inputs = GrpoInputs(
+                config=own.config,
+                weights=make_policy(own_run),
+                tasksets=files.tasksets,
+                drawer=_drawer(own.config, files, engine),
+                evaluator=_evaluator(own.config, files, engine, RolloutLog(own_run)),
+            )
+            adapters.append(AdapterInputs(swept=own, inputs=inputs, run=own_run))
+        evaluator = _evaluator(config, files, engine, RolloutLog(run))
+        sweep = SweepInputs(adapters=adapters, joint=trainings.joint, evaluator=evaluator)
+        with display.bar("train", total=max(own.swept.config.steps for own in adapters)) as bar:
+            shown = _SweepBar(bar, display)
+            report = await train_sweep(sweep, engine=engine, run=run, observer=shown)
+        for each in adapters:
+            if not (each.run.path / "report.json").is_file():
+                continue  # it failed
+            await write_page(each.run)
+    return report
+
+
+def _open_own_run(run: Run, own: Swept) -> Run:
+    """The run of one adapter, made or gone on with."""
+    root = run.path / ADAPTERS
+    if is_run(root / own.name):
+        return Run.open(root / own.name)
+    document = own.config.model_dump(mode="json")
+    return Run.create(root, kind="grpo", config=document, name=own.name)
 
 
 def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:
@@ -233,8 +369,10 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
     return start
 
 
-def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
-    tasksets, template = files.tasksets, files.template
+def _check(config: GrpoConfig, files: GrpoFiles, opened: Opened, *, start: Adapter | None) -> None:
+    tasksets, template, engine = files.tasksets, files.template, opened.engine
+    if opened.bridge.name == "merge":
+        start = None  # of any rank
     evaluator = (
         None
         if config.game is not None
@@ -245,13 +383,14 @@ def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapt
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
+async def _try_drawing(config: GrpoConfig, files: GrpoFiles, opened: Opened) -> None:
     """Draw some of the first groups with the policy that training begins with: rewards may be no
     numbers, or never differ."""
+    engine = opened.engine
     await _try_cuts(config, files, engine)
     tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
     drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
-    if files.init is not None:
+    if files.init is not None and opened.bridge.name != "merge":
         start = await engine.load(replace(files.init, name=POLICY))
         try:
             await drawer.check(start)
@@ -301,6 +440,28 @@ def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: Rollou
         game = Game(config.game, template=files.template)
         return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
+
+
+class _SweepBar(Observer[SweptStep]):
+    """The steps of a sweep on its progress bar, and a line each."""
+
+    def __init__(self, bar: Bar, display: Display) -> None:
+        self._bar, self._display = bar, display
+
+    def on_phase(self, name: str) -> None:
+        self._bar.update(name=name)
+
+    def on_step(self, step: SweptStep) -> None:
+        self._bar.advance(0, tokens=step.num_tokens)
+        self._bar.update(done=step.step + 1)
+        if not step.rewards:
+            return
+        best = max(step.rewards, key=step.rewards.__getitem__)
+        low, mean = min(step.rewards.values()), fmean(step.rewards.values())
+        self._display.say(
+            f"step {step.step:>4}   reward {mean:.3f} ({low:.3f} to {step.rewards[best]:.3f} of "
+            f"{len(step.rewards)} adapters)   highest {best}"
+        )
 
 
 class _TrainBar(Observer[Step]):

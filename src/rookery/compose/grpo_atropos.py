@@ -20,11 +20,9 @@ from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
 from rookery.embedded import EmbeddedEngine
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
-from rookery.environments.atropos.client import open_client
-from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
-from rookery.environments.atropos.feed import ClientFeed, Feed, GatewayFeed
-from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.feed import ClientFeed, Feed, GatewayFeed, open_client
+from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.environments.atropos.programs import running
 from rookery.environments.atropos.registry import AtroposConfig, TrainerRegistration
 from rookery.errors import ConfigError, RunError

@@ -6,6 +6,7 @@
 | `copy`    | all     | of this machine, extended            | when `alias` says why it cannot     |
 | `reload`  | all     | that see a folder of this machine    | when a server is not extended       |
 | `restart` | all     | started here                         | never                               |
+| `merge`   | LoRA    | one, started on the trainer's GPU    | when nothing else is served there   |
 | `slot`    | LoRA    | of this machine, extended            | when all servers are                |
 | `adapter` | LoRA    | that see a folder of this machine    | else                                |
 
@@ -13,6 +14,7 @@ A server is extended when it was started with `fleet/vllm_plugin`.
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.running import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
@@ -32,6 +35,7 @@ from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge
 from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.merge import MergeBridge
 from rookery.fleet.bridges.reload import (
     reload_from,
     require_own_servers,
@@ -49,7 +53,7 @@ from rookery.slots import FixedText, SlottedModel
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import write_model_folder
-from rookery.types import ModelRef, ModelWeights, TrainRequest
+from rookery.types import Adapter, ModelRef, ModelWeights, TrainRequest, Weights
 
 __all__ = [
     "Bridge",
@@ -59,7 +63,11 @@ __all__ = [
     "bridged_engine",
     "choose_bridge",
     "full_publisher",
+    "is_merged",
 ]
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configs call the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,33 @@ class Opened:
     """Where models may be put for servers; it goes with the run's process."""
 
 
+def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
+    """Whether an adapter is added to the weights of its server. It is known before a server starts,
+    which then has no room for adapters. `is_beside`: there is one, on the trainer's GPU."""
+    if config.full is not None or config.bridge != "auto":
+        return config.bridge == "merge"
+    layers = config.lora.targets if files.init is None else files.init.factors
+    if any(layer.endswith("lm_head") for layer in layers):
+        return False  # its weights may be the embeddings too
+    is_only = config.num_policies == 1 and config.atropos is None
+    return is_beside and is_only and not _has_own_layout(files.folder.path)
+
+
+def _has_own_layout(folder: Path) -> bool:
+    """Whether vLLM computes with other numbers than those of the model's folder: quantised ones,
+    experts in one tensor, products of weights."""
+    document = json.loads((folder / "config.json").read_bytes())
+    sizes = document.get("text_config") or document
+    has_experts = any(sizes.get(key) for key in _EXPERTS)
+    return "quantization_config" in document or has_experts or bool(sizes.get("kv_lora_rank"))
+
+
 def bridged_engine(
-    config: GrpoConfig, *, gpu_share: float | None = None, is_beside: bool = False
+    config: GrpoConfig,
+    *,
+    gpu_share: float | None = None,
+    is_beside: bool = False,
+    is_merged: bool = False,
 ) -> AnyEngineConfig:
     """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
     what the trainer leaves to them of its GPU; `is_beside`: there is one, on the trainer's GPU."""
@@ -104,9 +137,16 @@ def bridged_engine(
         update["in_place"] = True
     if engine.launch is not None:
         changed: dict[str, object] = {}
-        if config.full is not None:
+        if config.full is not None or is_merged:
             # No adapter can be served beside weights that change.
             changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if config.num_policies > engine.launch.max_loras and config.full is None:
+            # One more: a version is read while those before it answer.
+            num = config.num_policies + 1
+            most = max(engine.launch.max_cpu_loras, 3 * num)
+            changed |= {"max_loras": num, "max_cpu_loras": most}
+        if is_beside and engine.launch.compile is None:
+            changed["compile"] = False
         if gpu_share is not None:
             changed["gpu_memory_utilization"] = gpu_share
         update["launch"] = engine.launch.model_copy(update=changed)
@@ -114,19 +154,33 @@ def bridged_engine(
 
 
 async def choose_bridge(
-    config: GrpoConfig, engine: Engine, *, folder: Path | None = None
+    config: GrpoConfig, engine: Engine, *, folder: Path | None = None, is_merged: bool = False
 ) -> Bridge:
     """The bridge of the config; for `auto` the first that fits. `folder` is the model's: `alias`
     fits when servers have all weights of it. The caller releases it."""
     if not isinstance(engine, Fleet):
         return Bridge("auto", "the engine is in this process")
-    if config.full is None:
+    if config.full is None and not is_merged:
         return _choose_for_adapters(config, engine)
     with ExitStack() as stack:
         locks = _lock_weights(engine, stack)
-        bridge = replace(await _choose_for_weights(config, engine, folder), locks=locks)
+        if is_merged:
+            bridge = await _share_for_merging(config, engine, folder)
+        else:
+            bridge = await _choose_for_weights(config, engine, folder)
         stack.pop_all()
-    return bridge
+    return replace(bridge, locks=locks)
+
+
+async def _share_for_merging(config: GrpoConfig, engine: Fleet, folder: Path | None) -> Bridge:
+    assert folder is not None, "servers have the model of a folder"
+    try:
+        shared = await share_base(engine)
+        await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
+    except FleetError as error:
+        raise FleetError(f"bridge is merge, and {error} Or write bridge: slot.") from error
+    why = "as configured" if config.bridge == "merge" else "one server, for this policy alone"
+    return Bridge("merge", why, shared)
 
 
 def _lock_weights(fleet: Fleet, stack: ExitStack) -> tuple[TrainerLock, ...]:
@@ -206,20 +260,49 @@ def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
     return Bridge("slot", "all servers take adapters from memory")
 
 
-def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, model: SlottedModel) -> Publisher:
+def adapter_publisher(
+    engine: Engine, trainer: LoraTrainer, *, model: SlottedModel, shared: SharedBase | None = None
+) -> Publisher:
     """Where an adapter in training goes; it is read on the trainer's GPU where servers can. `model`
-    is what the trainer computes with."""
+    is what the trainer computes with, `shared` the servers' memory for `merge`."""
     if not isinstance(engine, Fleet):
         return AdapterPublisher(engine)
     if engine.config.in_place:
         trainer.publish_in_place()
     canary = _canary(engine, model)
     text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
+    if shared is not None:
+        return _merging(engine, shared, model, canary=canary, text=text)
+    return _ProvedAdapters(AdapterBridge(engine, canary=canary), trainer, text)
 
-    async def logprobs(_canary: Canary) -> Sequence[float]:
-        return await trainer.read_text(POLICY, text)
 
-    return AdapterBridge(engine, canary=canary, logprobs=logprobs)
+class _ProvedAdapters:
+    """A Publisher of a trainer's adapters: what each must say after a text comes from its own
+    trainee, which has its name."""
+
+    def __init__(self, bridge: AdapterBridge, trainer: LoraTrainer, text: FixedText) -> None:
+        self._bridge, self._trainer, self._text = bridge, trainer, text
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        async def logprobs(_canary: Canary) -> Sequence[float]:
+            return await self._trainer.read_text(weights.name, self._text)
+
+        return await self._bridge.publish_with(weights, logprobs)
+
+
+def _merging(
+    fleet: Fleet, shared: SharedBase, model: SlottedModel, *, canary: Canary, text: FixedText
+) -> MergeBridge:
+    async def logprobs(adapter: Adapter) -> Sequence[float]:
+        return await run_in_thread(text.logprobs, adapter.factors)
+
+    base = {
+        name: linear.weight
+        for name, linear in model.linears.items()
+        if linear.weight is not None and f"{name}.weight" in shared.views
+    }
+    served = {name: shared.views[f"{name}.weight"] for name in base}
+    return MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=logprobs)
 
 
 def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publisher:

@@ -1,7 +1,7 @@
 """Everything of a grpo run that is read before a model is loaded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rookery.embedded import EngineConfig
@@ -40,6 +40,8 @@ class GrpoFiles:
     init: Adapter | None
     reference: Adapter | Path | None
     """What a KL term is to, an adapter or a model folder; None: what training begins with."""
+    prompt_tokens: dict[str, list[int]] = field(default_factory=dict)
+    """Lengths of the prompts of the splits that were counted."""
 
 
 def read_files(config: GrpoConfig) -> GrpoFiles:

@@ -36,6 +36,7 @@ from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
+from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS, PASS_PART
 from rookery.types import Adapter
 
 __all__ = [
@@ -57,6 +58,8 @@ MANY_TOKENS = 64
 SERVER = "vLLM"
 CUDA_PART = 0.08
 """Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
+ADAPTER_COPIES = 1.5
+"""Times the weight files: a trainer's model, and an adapter with gradients and moments."""
 LEAST_CACHE = GIB
 """For keys and values, below which a server is of no use."""
 DRAWN_TOKEN_BYTES = 300
@@ -117,14 +120,15 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     return make_plan(loaded, read_files(loaded))
 
 
-def check_plan(config: GrpoConfig, files: GrpoFiles) -> None:
-    """Refuse a training that does not fit into memory. One that is far from it is not planned:
-    that takes seconds."""
-    if _is_small(config, files):
-        return
-    complaint = make_plan(config, files).complaint
-    if complaint:
-        raise ConfigError(complaint)
+def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
+    """Refuse a training that does not fit into memory. None for one that is far from it: a plan
+    takes seconds."""
+    if _is_small(config, files) or _quick_share(config, files) is not None:
+        return None
+    plan = make_plan(config, files)
+    if plan.complaint:
+        raise ConfigError(plan.complaint)
+    return plan
 
 
 def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
@@ -133,9 +137,25 @@ def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
     weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
     lengths = _lengths(config, files)
     size = lengths.prompt_tokens + lengths.answer_tokens
-    tokens = max(size, min(config.trainer.pass_tokens, size * lengths.num_data))
+    most_tokens = config.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
+    tokens = max(size, min(most_tokens, size * lengths.num_data))
     most = MOST_COPIES * weights * (1 + tokens / MANY_TOKENS)
     return most + _drawn_row(config, lengths).num_bytes < min(_memory(device), _memory("cpu"))
+
+
+def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+    """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
+    without a plan. None: it has to be planned."""
+    device, _ = trainer_place(config)
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, device) or config.full is not None:
+        return None
+    if config.trainer.pass_tokens is not None or needs_reference(config):
+        return None
+    total = _memory(device)
+    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
+    left = (1 - CUDA_PART - PASS_PART) * total - ADAPTER_COPIES * weights
+    return left / total if left > 2 * (weights + LEAST_CACHE) else None
 
 
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
@@ -185,7 +205,7 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
         prompt_tokens=max(_drawn_prompts(config, files)),
         answer_tokens=_answer_tokens(config),
-        num_data=config.groups_per_step * config.group_size,
+        num_data=config.groups_per_step * config.group_size * config.num_policies,
     )
 
 
@@ -207,14 +227,17 @@ def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
-    tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
-    return [len(files.template.encode(task)) for task in tasks]
+    if split not in files.prompt_tokens:
+        tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
+        files.prompt_tokens[split] = [len(files.template.encode(task)) for task in tasks]
+    return files.prompt_tokens[split]
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
     """Answers in the memory of this process; with staleness those of two steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
-    num = (1 + config.staleness) * config.max_groups * config.group_size
+    num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
+    num *= config.num_policies
     return MemoryRow(
         name="drawn answers",
         num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
@@ -240,7 +263,8 @@ def _engine_rows(
             remedy="write share: true, or a smaller engine.dtype",
         )
     if config.full is None:
-        yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
+        slots = 2 * config.num_policies * step.masters
+        yield MemoryRow(name="adapter slots", num_bytes=slots, note="two versions")
     yield from _cache_rows(config, engine, files, step, device)
 
 
@@ -275,17 +299,22 @@ def _kv_bytes(shape: ModelShape) -> int:
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
 
 
-def server_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+def server_share(
+    config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None = None
+) -> float | None:
     """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
-    the config says it."""
+    the config says it. `plan` is made where it is not given."""
     launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
     if launch is None or not _is_beside(launch, trainer_place(config)[0]):
         return None
     if launch.gpu_memory_utilization is not None:
         return None
-    plan = make_plan(config, files)
-    [row] = [row for row in plan.rows if row.name == SERVER]
-    return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
+    share = None if plan is not None else _quick_share(config, files)
+    if share is None:
+        plan = plan or make_plan(config, files)
+        [row] = [row for row in plan.rows if row.name == SERVER]
+        share = row.num_bytes / plan.available_bytes
+    return math.floor(100 * share) / 100
 
 
 def has_one_gpu(config: GrpoConfig) -> bool:
@@ -354,11 +383,18 @@ def _trainer_rows(
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    many = config.num_policies
+    if many > 1:
+        trained, fewer = f"{many} adapters of {trained}", f"{fewer}, or train fewer adapters"
     yield MemoryRow(
-        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+        name="masters", num_bytes=many * step.masters // parts, note=trained, remedy=fewer
     )
-    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
+    yield MemoryRow(
+        name="gradients", num_bytes=many * step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(
+        name="moments", num_bytes=many * step.moments // parts, note="of AdamW", remedy=halved
+    )
     if needs_reference(config):
         yield MemoryRow(
             name="reference",
@@ -380,7 +416,7 @@ def _trainer_rows(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
         num_bytes=max(one_pass - step.weights + own, step.one_step // parts, published),
-        note=f"activations of {config.trainer.pass_tokens:,} tokens"
+        note=f"activations of {step.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"
         + ("" if checkpointed else ", or write trainer.checkpoint_layers: true"),

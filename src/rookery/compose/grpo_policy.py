@@ -16,11 +16,12 @@ from rookery.loops.grpo.policy_weights import (
     POLICY,
     REFERENCE,
     AdapterPolicy,
+    AdapterTrainer,
     BaseModel,
     FullPolicy,
     PolicyWeights,
 )
-from rookery.ports import Engine
+from rookery.ports import Engine, Publisher
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -41,6 +42,7 @@ __all__ = [
     "MakePolicy",
     "PolicyParts",
     "adapter_policy",
+    "adapter_trainer",
     "end_processes",
     "full_policy",
     "has_reference_model",
@@ -130,18 +132,35 @@ class PolicyParts:
     """See `make_reference`."""
 
 
-def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> MakePolicy:
-    """An adapter. A run that goes on begins with the one in its own folder."""
+def adapter_trainer(config: GrpoConfig, parts: PolicyParts) -> LoraTrainer:
+    """Of one adapter or of several; it publishes to the engine."""
     engine, model = parts.opened.engine, parts.opened.model
     trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
-    trainer.publish_to(adapter_publisher(engine, trainer, model=model))
+    shared = parts.opened.bridge.shared
+    trainer.publish_to(adapter_publisher(engine, trainer, model=model, shared=shared))
+    return trainer
+
+
+def adapter_policy(
+    config: GrpoConfig,
+    start: Adapter,
+    parts: PolicyParts,
+    *,
+    trainer: AdapterTrainer,
+    publisher: Publisher | None = None,
+) -> MakePolicy:
+    """An adapter. A run that goes on begins with the one in its own folder. `publisher` is given
+    where the engine serves one adapter at a time."""
+    engine = parts.opened.engine
 
     def make(run: Run) -> PolicyWeights:
         own = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
         if reference is None and needs_reference(config):
             reference = own
-        return AdapterPolicy(trainer, start=own, engine=engine, reference=reference)
+        return AdapterPolicy(
+            trainer, start=own, engine=engine, reference=reference, publisher=publisher
+        )
 
     return make
 

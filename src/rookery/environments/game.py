@@ -9,16 +9,34 @@ raises, takes too long or returns something else has failed: that costs its roll
 """
 
 import asyncio
+import hashlib
 import inspect
+import json
 import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
 
+from rookery.concurrency import run_in_thread, task_group, together
 from rookery.config import Config
-from rookery.environments.chat import Chat, DrawReply, Seat
-from rookery.errors import EngineDownError, FleetDownError, RookeryError, TaskError, boundary
+from rookery.environments.chat import Chat, DrawReply, Seat, draw_reply
+from rookery.errors import (
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    FleetError,
+    RookeryError,
+    TaskError,
+    boundary,
+)
+from rookery.ports import Engine, Sampler
+from rookery.rollout import RolloutLog
+from rookery.seeding import stream_seed
 from rookery.tasks.python_function import (
     LARGEST,
     FunctionName,
@@ -27,10 +45,21 @@ from rookery.tasks.python_function import (
     finite_number,
     shown,
 )
+from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
-from rookery.types import Completion, ModelRef, Rollout, SamplingParams, Task
+from rookery.types import (
+    Completion,
+    Draw,
+    Evaluation,
+    Group,
+    ModelRef,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    Task,
+)
 
-__all__ = ["Game", "GameConfig"]
+__all__ = ["Game", "GameConfig", "GameEvaluator", "GameSampler", "Rounds"]
 
 _METRIC = re.compile(r"[^/]+(/[^/]+)*")
 """What may follow `game/` in the metrics of a run."""
@@ -149,4 +178,234 @@ def _joined(chat: Chat) -> Completion:
         logprobs=tuple(logprob for reply in replies for logprob in reply.logprobs),
         text=chat.conversation.text,
         finish_reason=replies[-1].finish_reason,
+    )
+
+
+# Groups of games to train on: each task is played several times.
+#
+# sampler = GameSampler(game, engine=engine, params=SamplingParams(n=8))
+# groups = await sampler.draw(policy, [Draw(task=task, seed=7)])
+
+
+# Games that wait for one another, so that their replies are drawn together.
+#
+#     rounds = Rounds(engine, num_games=2)
+#     async with task_group() as tasks:
+#         tasks.create_task(rounds.run())
+#         ...     # each game: completion = await rounds.draw(place, request)
+#         ...     # and at its end: rounds.leave()
+#
+# | stage | consumes               | produces         | waits for                   |
+# |-------|------------------------|------------------|-----------------------------|
+# | game  | a reply                | its next request | the round                   |
+# | round | a request of each game | all replies      | every game to ask or to end |
+#
+# An engine in this process computes the same numbers for the same requests together, and in the
+# last bits others for each by itself. With rounds, what is computed together does not depend on how
+# long each game thinks, and a game that is played again has the same log-probabilities.
+
+
+class Rounds:
+    """Draws the replies of a fixed number of games, a reply of each at a time."""
+
+    def __init__(self, sampler: Sampler, *, num_games: int) -> None:
+        self._sampler = sampler
+        self._num_playing = num_games
+        # Filled by the games, emptied by `run`; a game that is cancelled takes its own out.
+        self._waiting: dict[int, tuple[SampleRequest, asyncio.Future[Completion]]] = {}
+        # Set by the games; `run` clears it.
+        self._is_complete = asyncio.Event()
+
+    async def draw(self, place: int, request: SampleRequest) -> Completion:
+        """The reply to a game, by its place among them."""
+        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[place] = (request, reply)
+        self._look()
+        try:
+            return await reply
+        finally:
+            if self._waiting.get(place, (None, None))[1] is reply:
+                del self._waiting[place]
+
+    def leave(self) -> None:
+        """A game has ended: nobody waits for it any more."""
+        self._num_playing -= 1
+        self._look()
+
+    async def run(self) -> None:
+        """Play rounds until all games have ended."""
+        while self._num_playing:
+            await self._is_complete.wait()
+            self._is_complete.clear()
+            if self._waiting and len(self._waiting) == self._num_playing:
+                waiting, self._waiting = self._waiting, {}
+                ordered = [waiting[place] for place in sorted(waiting)]
+                await self._round([request for request, _ in ordered], [r for _, r in ordered])
+
+    def _look(self) -> None:
+        if len(self._waiting) == self._num_playing:
+            self._is_complete.set()
+
+    async def _round(
+        self, requests: Sequence[SampleRequest], replies: Sequence[asyncio.Future[Completion]]
+    ) -> None:
+        try:
+            drawn = await self._sampler.sample(requests)
+        except (EngineDownError, FleetDownError) as error:
+            _fail(replies, error)
+            return
+        except (EngineError, FleetError) as error:
+            if len(requests) == 1:
+                _fail(replies, error)
+                return
+            for request, reply in zip(requests, replies, strict=True):
+                await self._round([request], [reply])
+            return
+        for [completion], reply in zip(drawn, replies, strict=True):
+            if not reply.done():  # its game may have ended meanwhile
+                reply.set_result(completion)
+
+
+def _fail(replies: Sequence[asyncio.Future[Completion]], error: RookeryError) -> None:
+    for reply in replies:
+        if not reply.done():
+            reply.set_exception(error)
+
+
+class GameSampler:
+    """A GroupDrawer of games. `params.n` games make a group, each with its own random numbers.
+
+    An engine in this process gets the games' requests in rounds, so that a game that is played
+    again is the same to the last bit. Servers do not promise that: there no game waits for another.
+    """
+
+    def __init__(self, game: Game, *, engine: Engine, params: SamplingParams) -> None:
+        self._game = game
+        self._engine = engine
+        self._params = params
+
+    async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        num = self._params.n
+        games = [(draw, index) for draw in draws for index in range(num)]
+        rollouts = await (
+            together(self._play(model, *game, partial(draw_reply, self._engine)) for game in games)
+            if self._engine.is_remote
+            else self._play_in_rounds(model, games)
+        )
+        return [
+            Group(task=draw.task, model=model, rollouts=tuple(rollouts[i * num : (i + 1) * num]))
+            for i, draw in enumerate(draws)
+        ]
+
+    async def _play_in_rounds(
+        self, model: ModelRef, games: Sequence[tuple[Draw, int]]
+    ) -> list[Rollout]:
+        rounds = Rounds(self._engine, num_games=len(games))
+
+        async def play(place: int) -> Rollout:
+            try:
+                return await self._play(model, *games[place], partial(rounds.draw, place))
+            finally:
+                rounds.leave()
+
+        async with task_group() as tasks:
+            tasks.create_task(rounds.run())
+            played = [tasks.create_task(play(place)) for place in range(len(games))]
+        return [game.result() for game in played]
+
+    async def _play(self, model: ModelRef, draw: Draw, index: int, reply: DrawReply) -> Rollout:
+        seed = stream_seed(draw.seed, "game", index)
+        return await self._game.play(draw.task, model, draw=reply, params=self._params, seed=seed)
+
+
+# Models measured by games, each game played once per model and kept in the run.
+#
+#     evaluator = GameEvaluator(game, sampler=engine, tasksets=tasksets, log=RolloutLog(run))
+#     evaluations = await evaluator.evaluate(models, tasks)
+#
+# Replies are drawn as the taskset's `sampling` says: greedy unless it has a temperature. All models
+# get the same tasks and the same random numbers.
+
+
+MAX_GAMES = 1024
+"""Games at a time: their replies fill any engine's batch."""
+
+
+class GameEvaluator:
+    """An Evaluator over one game. Games that the log holds, failed ones included, are not played
+    again."""
+
+    def __init__(
+        self, game: Game, *, sampler: Sampler, tasksets: Sequence[Taskset], log: RolloutLog
+    ) -> None:
+        self._game = game
+        self._reply = partial(draw_reply, sampler)
+        self._params: Mapping[str, SamplingParams] = {t.name: t.sampling for t in tasksets}
+        self._log = log
+        # Filled and drained by the games; one that ends lets the next begin.
+        self._places = asyncio.Semaphore(MAX_GAMES)
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        """One evaluation per model, in their order; a task's reward is the mean of its games."""
+        start = time.monotonic()
+        # Models of equal weights play once.
+        each = {model.version: model for model in models}
+        played = await together(self._model(model, tasks) for model in each.values())
+        by_version = dict(zip(each, played, strict=True))
+        seconds = time.monotonic() - start
+        return [_sum_up(model, by_version[model.version], seconds) for model in models]
+
+    async def _model(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, list[Rollout]]:
+        """The games of each task, by its id."""
+        played = await together(self._task(model, task) for task in tasks)
+        return {task.id: rollouts for task, rollouts in zip(tasks, played, strict=True)}
+
+    async def _task(self, model: ModelRef, task: Task) -> list[Rollout]:
+        num = self._params[task.source].n
+        return await together(self._rollout(model, task, index) for index in range(num))
+
+    async def _rollout(self, model: ModelRef, task: Task, index: int) -> Rollout:
+        params = self._params[task.source]
+        key = self._key(model, task, index)
+        async with self._places:
+            known = await asyncio.to_thread(self._log.find, key, task, model)
+            if known is not None:
+                return known
+            seed = stream_seed(params.seed, "game", task.id, index)
+            rollout = await self._game.play(task, model, draw=self._reply, params=params, seed=seed)
+            num_tokens = len(rollout.completion.tokens) if rollout.completion is not None else 0
+            await run_in_thread(self._log.add, [(key, model, rollout, num_tokens)])
+            return rollout
+
+    def _key(self, model: ModelRef, task: Task, index: int) -> str:
+        """Names the game with these weights. It holds what the task says: a row that was corrected
+        under its id is another game."""
+        how = [self._game.config.model_dump(mode="json"), asdict(self._params[task.source])]
+        said = repr((task.prompt, task.reference, task.choices))
+        digest = hashlib.blake2b(digest_size=12)
+        digest.update(json.dumps(how).encode())
+        digest.update(said.encode(errors="backslashreplace"))
+        return f"{model.version}|{task.id}|{digest.hexdigest()}|{index}"
+
+
+def _sum_up(
+    model: ModelRef, rollouts: Mapping[str, Sequence[Rollout]], seconds: float
+) -> Evaluation:
+    failed = {id: [r.error for r in own if r.error] for id, own in rollouts.items()}
+    return Evaluation(
+        model=model,
+        rewards={
+            id: fmean(r.reward for r in own if r.reward is not None)
+            for id, own in rollouts.items()
+            if not failed[id]
+        },
+        errors={id: errors[0] for id, errors in failed.items() if errors},
+        num_tokens=sum(
+            len(r.completion.tokens)
+            for own in rollouts.values()
+            for r in own
+            if r.completion is not None
+        ),
+        seconds=seconds,
     )

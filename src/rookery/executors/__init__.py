@@ -1,13 +1,13 @@
 """Where jobs run: processes of this machine, the nodes of a Ray cluster, Modal.
 
-All three are one Executor port over one pool; `worker_task.py` says what a worker runs.
+All three are one Executor port over one pool; `worker.py` says what a worker runs.
 """
 
 from rookery.executors.folder import FolderPackage, pack_folder
 from rookery.executors.local import open_local
 from rookery.executors.modal import open_modal
 from rookery.executors.ray import open_ray
-from rookery.executors.worker_task import TASKS, WorkerSpec, WorkerTask
+from rookery.executors.worker import TASKS, WorkerSpec, WorkerTask
 
 __all__ = [
     "TASKS",

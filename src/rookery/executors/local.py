@@ -21,10 +21,18 @@ from pathlib import Path
 
 from rookery.errors import signal_name
 from rookery.executors.folder import hold_folder
-from rookery.executors.frames import Frame, receive_frame
 from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
-from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
-from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec, count_cores
+from rookery.executors.worker import (
+    CLOSE_S,
+    Answer,
+    Frame,
+    WorkerGone,
+    WorkerRefused,
+    WorkerSpec,
+    check_version,
+    count_cores,
+    receive_frame,
+)
 from rookery.types import Job, Json, WorkerInfo
 
 __all__ = ["open_local"]

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rookery.errors import RookeryError
-from rookery.executors.frames import Frame, read_frame, write_frame
-from rookery.executors.worker_task import (
+from rookery.executors.worker import (
     CLOSE_S,
+    Frame,
     count_cores,
     open_task,
+    read_frame,
     read_version,
     run_task,
+    write_frame,
 )
 from rookery.types import Json
 

@@ -15,8 +15,14 @@ from typing import Any
 
 from rookery.errors import ConfigError, ExecutorError, boundary
 from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
-from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
-from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec
+from rookery.executors.worker import (
+    CLOSE_S,
+    Answer,
+    WorkerGone,
+    WorkerRefused,
+    WorkerSpec,
+    check_version,
+)
 from rookery.types import Job, WorkerInfo
 
 __all__ = ["ModalWorker", "open_modal"]

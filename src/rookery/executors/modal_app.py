@@ -15,8 +15,7 @@ import os
 
 import modal
 
-from rookery.executors.worker import WorkerHost
-from rookery.executors.worker_task import count_cores, read_version
+from rookery.executors.worker import WorkerHost, count_cores, read_version
 
 __all__ = ["APP_NAME", "FOLDERS_NAME", "ModalHost", "app"]
 

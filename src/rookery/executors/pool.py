@@ -28,8 +28,7 @@ from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError
-from rookery.executors.worker import Worker, WorkerGone, WorkerRefused
-from rookery.executors.worker_task import MAX_MESSAGE_BYTES
+from rookery.executors.worker import MAX_MESSAGE_BYTES, Worker, WorkerGone, WorkerRefused
 from rookery.types import (
     Job,
     JobCancelled,

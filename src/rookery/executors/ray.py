@@ -22,11 +22,14 @@ from typing import Any
 from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary
 from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
-from rookery.executors.worker import WorkerGone, WorkerHost, WorkerRefused, check_version
-from rookery.executors.worker_task import (
+from rookery.executors.worker import (
     CLOSE_S,
     Answer,
+    WorkerGone,
+    WorkerHost,
+    WorkerRefused,
     WorkerSpec,
+    check_version,
     count_cores,
     read_version,
 )

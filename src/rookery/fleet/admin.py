@@ -21,7 +21,7 @@ from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.http.client import Client, ClientConfig, open_session
 from rookery.fleet.http.probe import UNREADABLE, read_metrics
 from rookery.fleet.routing.paused import load_first_weights, name_first_weights
-from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
+from rookery.fleet.servers.launch import LocalServer, Progress, keep_alive, open_servers
 from rookery.fleet.servers.registry import (
     FoundRegistry,
     find_registries,
@@ -30,7 +30,6 @@ from rookery.fleet.servers.registry import (
     stop_processes,
 )
 from rookery.fleet.servers.settings import LaunchConfig
-from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["ServerStatus", "Stopped", "down", "restore", "status", "up"]
 

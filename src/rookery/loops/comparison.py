@@ -6,18 +6,33 @@
 Rewards are by task id. An entry that misses a task has no mean, and no difference to another.
 """
 
+import asyncio
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pydantic import Field
+
+from rookery.config import Config
 from rookery.ports import Engine
-from rookery.reports import Estimate, ReportRow
-from rookery.rollout import mean_by_source
+from rookery.reports import Estimate, ReportRow, SampledRecord
+from rookery.rollout import TasksetEvaluator, mean_by_source
+from rookery.search.merit import vote
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
-from rookery.types import Task
+from rookery.types import Group, ModelRef, Rollout, Task
 
-__all__ = ["compare", "complete_means", "warn_of_batches", "warn_of_small_samples"]
+__all__ = [
+    "ReportConfig",
+    "Samples",
+    "best_of",
+    "compare",
+    "complete_means",
+    "warn_of_batches",
+    "warn_of_small_samples",
+]
 
 Rewards = Mapping[str, float]
 
@@ -81,6 +96,111 @@ def compare(
             )
         )
     return rows
+
+
+class ReportConfig(Config):
+    """How report tasks are answered."""
+
+    samples: int | None = Field(default=None, ge=2)
+    """Besides the answers by `sampling`, draw so many to each task: the report then has pass@1,
+    pass@k and the majority's answer. null: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Several answers to each report task: how many, and the sampling parameters."""
+
+    num: int
+    params: Mapping[str, float] = field(default_factory=dict)
+
+    async def measure(
+        self,
+        evaluator: TasksetEvaluator,
+        refs: Mapping[str, ModelRef],
+        tasks: Sequence[Task],
+        *,
+        weights: Mapping[str, float],
+        seed: int,
+    ) -> dict[str, SampledRecord]:
+        """Of each model, by its name; empty without tasks whose answers are drawn. Answers that the
+        run has are not drawn again."""
+        drawn = [task for task in tasks if evaluator.can_draw(task)]
+        if not drawn:
+            return {}
+        drawing = evaluator.drawing(self.num, **self.params)
+        groups = await drawing.rollout(list(refs.values()), drawn)
+
+        def sum_up() -> dict[str, SampledRecord]:
+            return {
+                name: _sampled(
+                    groups[place * len(drawn) : (place + 1) * len(drawn)],
+                    read=drawing.read_answer,
+                    interval=_Intervals(drawn, weights, seed, name),
+                )
+                for place, name in enumerate(refs)
+            }
+
+        return await asyncio.to_thread(sum_up)
+
+
+@dataclass(frozen=True, slots=True)
+class _Intervals:
+    """Makes intervals of the means over tasks."""
+
+    tasks: Sequence[Task]
+    weights: Mapping[str, float]
+    seed: int
+    name: str
+
+    def __call__(self, what: str, values: Sequence[float]) -> Estimate:
+        strata = Strata(
+            names=tuple(task.source for task in self.tasks),
+            weights=self.weights,
+            clusters=tuple(question_of(task) for task in self.tasks),
+        )
+        rng = stream(self.seed, "samples", what, self.name)
+        limits = (min([0.0, *values]), max([1.0, *values]))
+        return _estimate(bootstrap_mean(values, rng=rng, strata=strata, limits=limits))
+
+
+def _sampled(
+    groups: Sequence[Group], *, read: Callable[[Rollout], str | None], interval: _Intervals
+) -> SampledRecord:
+    rewards = [[r.reward for r in g.rollouts if r.reward is not None] for g in groups]
+    num = len(groups[0].rollouts)
+    num_failed = sum(len(own) < num for own in rewards)
+    if num_failed:
+        return SampledRecord(num=num, num_failed=num_failed)
+    sizes = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < num]
+    return SampledRecord(
+        num=num,
+        pass_at={
+            k: interval(f"pass@{k}", [best_of(own, k) for own in rewards]) for k in [*sizes, num]
+        },
+        majority=interval(
+            "majority",
+            [_elected(map(read, g.rollouts), own) for g, own in zip(groups, rewards, strict=True)],
+        ),
+    )
+
+
+def best_of(rewards: Sequence[float], k: int) -> float:
+    """The best of k answers, on average over all ways to take k of these: of right and wrong ones
+    1 - C(wrong, k) / C(all, k), the unbiased pass@k.
+
+    >>> best_of([1.0, 0.0, 0.0, 0.0], 2)
+    0.5
+    """
+    ways = math.comb(len(rewards), k)
+    ordered = enumerate(sorted(rewards))
+    return math.fsum(reward * (math.comb(place, k - 1) / ways) for place, reward in ordered)
+
+
+def _elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
+    """What the answer that most gave has earned; that of the first where none can be read."""
+    found = list(answers)
+    elected = vote(found)
+    return rewards[0 if elected is None else found.index(elected)]
 
 
 def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:

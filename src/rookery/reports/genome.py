@@ -9,7 +9,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Estimate, Measured, Record, Report, Text, parse_record
+from rookery.reports.record import (
+    Estimate,
+    Measured,
+    Record,
+    Report,
+    SampledRecord,
+    Text,
+    parse_record,
+)
 from rookery.types import Json
 
 __all__ = [
@@ -50,6 +58,8 @@ class ReportRow(Estimate):
     by_source: dict[Text, Measured] = Field(default_factory=dict)
     """Mean per taskset."""
     num_failed: int = 0
+    sampled: SampledRecord | None = None
+    """Where `report.samples` asks for it."""
     small: Text = ""
     """Why the sample is too small to rely on the interval; empty when it is not."""
     note: Text = ""

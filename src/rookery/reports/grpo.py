@@ -17,6 +17,9 @@ __all__ = [
     "CheckpointRecord",
     "ExampleRecord",
     "GrpoReport",
+    "SettingRow",
+    "SweepRecord",
+    "SweptAdapter",
     "TrainStepRecord",
     "parse_grpo_report",
 ]
@@ -51,6 +54,41 @@ class TrainStepRecord(Record):
     examples: tuple[ExampleRecord, ...] = ()
 
 
+class SweptAdapter(Record):
+    """One adapter of a sweep."""
+
+    name: Text = ""
+    """Its run is `adapters/NAME`."""
+    setting: Text = ""
+    seed: int = 0
+    select: Measured = None
+    """Of its best checkpoint."""
+    chosen_step: int = 0
+    is_chosen: bool = False
+    row: ReportRow | None = None
+    rewards: tuple[Measured, ...] = ()
+    """Of the drawn answers, by step."""
+    error: Text = ""
+    """Why it could not be trained to its end; such a one is neither chosen nor measured."""
+
+
+class SettingRow(ReportRow):
+    """All seeds of one setting: what they earned on the report tasks on average."""
+
+    num_seeds: int = 0
+    select: Measured = None
+    """The mean of its adapters; None where one of them has none."""
+
+
+class SweepRecord(Record):
+    """Many trainings in one, the best first."""
+
+    settings: tuple[SettingRow, ...] = ()
+    adapters: tuple[SweptAdapter, ...] = ()
+    num_rollouts: int = 0
+    num_tokens: int = 0
+
+
 class GrpoReport(Report):
     """Everything the page and the table show."""
 
@@ -68,6 +106,8 @@ class GrpoReport(Report):
     chosen_step: int | None = None
     checkpoints: tuple[CheckpointRecord, ...] = ()
     steps: tuple[TrainStepRecord, ...] = ()
+    sweep: SweepRecord | None = None
+    """Where many adapters were trained: all of them. The rest is about the chosen one."""
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None

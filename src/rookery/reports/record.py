@@ -24,6 +24,7 @@ __all__ = [
     "QueueStatus",
     "Record",
     "Report",
+    "SampledRecord",
     "ServiceStatus",
     "TaskRecord",
     "TenantStatus",
@@ -78,6 +79,20 @@ class Estimate(Record):
     mean: Measured = None
     low: Measured = None
     high: Measured = None
+
+
+class SampledRecord(Record):
+    """Several answers to each report task, drawn at random."""
+
+    num: int = 0
+    """Answers to each task."""
+    pass_at: dict[int, Estimate] = Field(default_factory=dict)
+    """By k, the best reward of k answers on average: for right and wrong answers the unbiased
+    pass@k."""
+    majority: Estimate = Estimate()
+    """What the answer that most gave has earned."""
+    num_failed: int = 0
+    """Tasks with an answer that failed; with any there are no means."""
 
 
 class AnswerRecord(Record):
@@ -142,6 +157,8 @@ class ModelRow(Estimate):
     first_error: Text = ""
     gain: Estimate | None = None
     """Over the base model, paired by task; None for the base model itself."""
+    sampled: SampledRecord | None = None
+    """Where `report.samples` asks for it."""
 
 
 class EvaluationReport(Report):

@@ -21,7 +21,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rookery.concurrency import run_in_thread, together
@@ -31,7 +31,15 @@ from rookery.rollout.asking import Answer, Asking
 from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
-from rookery.types import Completion, Evaluation, Group, ModelRef, Rollout, Task
+from rookery.types import (
+    Completion,
+    Evaluation,
+    Group,
+    ModelRef,
+    Rollout,
+    SamplingParams,
+    Task,
+)
 
 __all__ = [
     "Progress",
@@ -198,6 +206,7 @@ class TasksetEvaluator:
     ) -> None:
         self._sampler = sampler
         self._template = template
+        self._tasksets = tasksets
         self._log = log
         self._on_progress = on_progress
         self.num_rollouts = 0
@@ -216,6 +225,25 @@ class TasksetEvaluator:
                     "told apart: give one of them another name: in its config."
                 )
             self._askings[taskset.name] = Asking(taskset, sampler=sampler, template=template)
+
+    def drawing(self, num: int, **params: float) -> "TasksetEvaluator":
+        """One that draws so many answers to each task, over the same log; `params` are sampling
+        parameters. Without a temperature, greedy tasksets are drawn from at 1. Tasks whose choices
+        are scored are not for it."""
+        return TasksetEvaluator(
+            self._sampler,
+            template=self._template,
+            tasksets=[
+                replace(taskset, sampling=_drawn_by(taskset.sampling, num, params))
+                for taskset in self._tasksets
+                if not self._askings[taskset.name].is_choice
+            ],
+            log=self._log,
+        )
+
+    def can_draw(self, task: Task) -> bool:
+        """Whether answers to it are drawn, and not chosen."""
+        return task.source in self._askings and not self._askings[task.source].is_choice
 
     def check_lengths(self, tasks: Iterable[Task], *, context_tokens: int) -> None:
         """TaskError when a task cannot be answered in a context of so many tokens."""
@@ -459,6 +487,11 @@ class TasksetEvaluator:
             (self._askings[task.source].pick(task, group, [next(scores) for _ in group]),)
             for (_, task), group in zip(pairs, requests, strict=True)
         ]
+
+
+def _drawn_by(own: SamplingParams, num: int, params: Mapping[str, float]) -> SamplingParams:
+    given: dict[str, Any] = {"temperature": own.temperature or 1.0, **params}
+    return replace(own, n=num, **given)
 
 
 def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:

@@ -118,8 +118,8 @@ def _parents(root: Path, membership: Path) -> Iterator[tuple[Path, Path]]:
     if groups.keys() >= _NEEDED:
         yield root / "memory" / groups["memory"], root / "pids" / groups["pids"]
     elif "" in groups:
-        own = root / groups[""]
-        for folder in (own, *own.parents):
+        current = root / groups[""]
+        for folder in (current, *current.parents):
             control = folder / "cgroup.subtree_control"
             if control.exists() and set(control.read_text().split()) >= _NEEDED:
                 yield folder, folder

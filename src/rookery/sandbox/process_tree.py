@@ -115,12 +115,12 @@ class Usage:
 
 def descendants(pid: int) -> list[int]:
     """The process first, then everything below it; what ends meanwhile may be missing."""
-    found = [pid]
-    for each in found:
+    pids = [pid]
+    for each in pids:
         with suppress(OSError):
             for task in (_PROC / str(each) / "task").iterdir():
-                found.extend(int(child) for child in (task / "children").read_text().split())
-    return found
+                pids.extend(int(child) for child in (task / "children").read_text().split())
+    return pids
 
 
 def data_bytes(pid: int) -> int:

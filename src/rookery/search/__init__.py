@@ -2,10 +2,9 @@
 
 fitness     what is compared               candidate    what is planned
 selection   who is picked                  founders     plans without a population
-children    plans of children              emitters     update directions as operators
-population  the generation, its survivors  merit        what an answer counts, votes
+children    plans of children              population   the generation, its survivors
 es          update directions              surrogate    a model proposes
-archive     grids, fronts of objectives    islands      groups and migration
+merit       what an answer counts, votes   fronts       who nobody beats everywhere
 racing      dropping who cannot win        annealing    temperatures, what a race asks next
 labelling   labels and orders of items     constraints  what labels must keep
 sequential  tests that may stop early      statistics   intervals for reports

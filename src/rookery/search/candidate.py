@@ -16,27 +16,13 @@ __all__ = [
     "Candidate",
     "ChildPlan",
     "EsStep",
-    "ParticleState",
     "Recipe",
 ]
 
 BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE = "by_block", "cmaes", "random", "surrogate"
 COMBINATIONS = frozenset({BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE, "move"})
 """Merges that plans name and no config: weighted sums of the parents, by block with weights of its
-own for every block of the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParticleState:
-    """What a candidate that moves remembers of the places it has been."""
-
-    best: str
-    """Id of its own best place so far."""
-    best_fitness: Fitness
-    previous: str
-    """Id of the place it came from."""
-    step: float
-    """Length of the step from there: (here - previous) / step is its velocity."""
+own for every block of the model; "move" is in lineages of older runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +35,6 @@ class Candidate:
     sigma: float
     operator: str = "founder"
     parents: tuple[str, ...] = ()
-    particle: ParticleState | None = None
-    """None for a candidate that never moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +43,7 @@ class ChildPlan:
 
     `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
     weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
-    merge None and one parent; the merges "move", "cmaes" and "random" are weighted sums, and so is
+    merge None and one parent; the merges "cmaes" and "random" are weighted sums, and so is
     "by_block", with the weights of all parents in the first block, then in the second, and so on.
     """
 
@@ -73,14 +57,10 @@ class ChildPlan:
     """Strength of the mutation."""
     seed_key: int
     """Seed of everything random in carrying the plan out."""
-    moved_from: str | None = None
-    """The candidate whose next place this is."""
-    step: float = 0.0
-    """Length of that step."""
 
     @property
     def operator(self) -> str:
-        """What made the child: "ties", "gaussian", "ties+gaussian" or "move"."""
+        """What made the child: "ties", "gaussian", or "ties+gaussian"."""
         return "+".join(name for name in (self.merge, self.mutation) if name is not None)
 
 

@@ -6,7 +6,6 @@ Every child has a random stream of its own, keyed by its id: the plan of child 7
 on how many siblings there are, but for a repetition of one of them, which is drawn again.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,6 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.search.candidate import Candidate, ChildPlan
-from rookery.search.emitters import CmaesOperatorConfig, EsOperatorConfig
 from rookery.search.selection import SelectionConfig, TournamentConfig, select, shares
 from rookery.seeding import stream, stream_seed
 
@@ -30,17 +28,16 @@ __all__ = [
     "SigmaConfig",
     "WeightRule",
     "convex_weights",
-    "may_be_negative",
     "parent_weights",
     "plan_children",
 ]
 
-# The weights of parents in a merge: by fitness, at random, or beyond the convex hull.
+# The weights of parents in a merge: by fitness, at random, or free.
 #
 # parent_weights("fitness", shares=(0.3, 0.1), reach=0.5, rng=rng) == (0.75, 0.25)
 
 
-WeightRule = Literal["extrapolate", "fitness", "free", "random", "uniform"]
+WeightRule = Literal["fitness", "free", "random", "uniform"]
 
 MIN_SHARE = 0.05
 """A parent's smallest weight by fitness: at 0 the child would be a copy of the other one."""
@@ -52,27 +49,18 @@ def parent_weights(
     """One weight per parent, the fittest parent first; `shares` is their fitness, >= 0.
 
     fitness: the ratio of shares. uniform: equal. random: anywhere in the convex hull.
-    extrapolate: (1 + t, -t) for two parents, t up to `reach`, beyond the fittest and away from
-    the others. free: each from 0 to 1 + reach on its own, so the sum is not 1.
+    free: each from 0 to 1 + reach on its own, so the sum is not 1.
     """
     count = len(shares)
     if rule == "random":
         return convex_weights(count, rng=rng)
     if rule == "free":
         return tuple(float(weight) for weight in (1.0 + reach) * rng.random(count))
-    if rule == "extrapolate" and count > 1:
-        beyond = reach * float(rng.random())
-        return (1.0 + beyond, *[-beyond / (count - 1)] * (count - 1))
     total = sum(shares)
     if rule != "fitness" or total == 0:
         return (1.0 / count,) * count
     floored = [max(share / total, MIN_SHARE) for share in shares]
     return tuple(share / sum(floored) for share in floored)
-
-
-def may_be_negative(rule: WeightRule, *, reach: float) -> bool:
-    """Whether the rule gives weights below 0, which not every merge takes."""
-    return rule == "extrapolate" and reach > 0
 
 
 def convex_weights(count: int, *, rng: np.random.Generator) -> tuple[float, ...]:
@@ -96,11 +84,9 @@ class CrossoverConfig(Config):
     num_parents: int = Field(default=2, ge=2)
     """Parents per child, all different."""
     weights: WeightRule = "fitness"
-    """fitness, uniform and random stay in the convex hull of the parents; extrapolate and free
-    leave it."""
+    """fitness, uniform and random stay in the convex hull of the parents; free leaves it."""
     reach: float = Field(default=0.5, ge=0.0)
-    """How far: extrapolate goes up to this far beyond the fittest parent, free draws each weight
-    from 0 to 1 + reach."""
+    """How far: free draws each weight from 0 to 1 + reach."""
 
 
 class MutationConfig(Config):
@@ -115,10 +101,7 @@ class MutationConfig(Config):
     """Probability that a child of several parents is mutated too."""
 
 
-OperatorConfig = Annotated[
-    CrossoverConfig | MutationConfig | EsOperatorConfig | CmaesOperatorConfig,
-    Field(discriminator="type"),
-]
+OperatorConfig = Annotated[CrossoverConfig | MutationConfig, Field(discriminator="type")]
 
 
 class SigmaConfig(Config):
@@ -152,52 +135,18 @@ class ChildrenConfig(Config):
     selection: SelectionConfig = TournamentConfig()
     """How parents are picked."""
     operators: tuple[OperatorConfig, ...] = (CrossoverConfig(share=3.0), MutationConfig())
-    """What makes them. `es` and `cmaes` make their share of every generation; for each of the other
-    children a crossover or a mutation is drawn by share."""
+    """What makes them: for each child one is drawn by share."""
     sigma: SigmaConfig = SigmaConfig()
     """Mutation strength."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> "ChildrenConfig":
-        total = sum(operator.share for operator in self.operators)
-        if not total > 0:
+        if not sum(operator.share for operator in self.operators) > 0:
             raise ValueError(
                 "operators holds none with a share above 0; write for example "
                 "operators: [{type: crossover, name: linear, share: 1}]."
             )
-        for operator in self.operators:
-            if not isinstance(operator, EsOperatorConfig | CmaesOperatorConfig):
-                continue
-            count = self._part(operator.share)
-            if operator.share > 0 and count < operator.least:
-                raise ValueError(
-                    f"the operator {operator.type} has a share of {operator.share} in {total}, "
-                    f"which is {count} of {self.count} children, and needs at least "
-                    f"{operator.least}: raise its share, or count"
-                )
         return self
-
-    def _part(self, share: float) -> int:
-        """Children of an operator with this share, rounded down."""
-        total = sum(operator.share for operator in self.operators)
-        return math.floor(self.count * share / total + 1e-9)
-
-    @property
-    def emitted(self) -> dict[int, int]:
-        """How many children each `es` and `cmaes` makes, by place among the operators."""
-        counts = {}
-        for index, operator in enumerate(self.operators):
-            count = self._part(operator.share)
-            if isinstance(operator, EsOperatorConfig) and count:
-                counts[index] = count - (count + 1) % 2  # a centre and pairs
-            elif isinstance(operator, CmaesOperatorConfig) and count:
-                counts[index] = count
-        return counts
-
-    @property
-    def num_drawn(self) -> int:
-        """How many children draw their operator."""
-        return self.count - sum(self.emitted.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +155,7 @@ class Birth:
 
     generation: int
     prefix: str = ""
-    """Put before their ids, to tell islands apart."""
+    """Put before their ids, to tell stages apart."""
 
 
 def plan_children(
@@ -216,24 +165,17 @@ def plan_children(
     config: ChildrenConfig,
     at: Birth,
     seed: int,
-    num_guests: int = 0,
 ) -> tuple[ChildPlan, ...]:
-    """`num_drawn` plans, or none when every operator needs more living parents than there are.
-
-    The last `num_guests` members are not selected from: the first child has the first of them as a
-    parent, the second child the second, and so on, as far as there are children.
-    """
-    num_hosts = len(members) - num_guests
-    if not _feasible(config, scores[:num_hosts]):
+    """`count` plans, or none when every operator needs more living parents than there are."""
+    if not _feasible(config, scores):
         return ()
     plans: list[ChildPlan] = []
     made: set[object] = set()
-    for index in range(config.num_drawn):
+    for index in range(config.count):
         name = f"{at.prefix}g{at.generation:03d}-c{index:02d}"
         for attempt in range(ATTEMPTS):
             rng = stream(seed, "child", name, attempt)
-            guest = num_hosts + index if index < num_guests else None
-            recipe = _recipe(scores, num_hosts=num_hosts, guest=guest, config=config, rng=rng)
+            recipe = _recipe(scores, config=config, rng=rng)
             if recipe.mutation is not None or recipe not in made:
                 break
         made.add(recipe)
@@ -264,22 +206,14 @@ class _Recipe:
 def _recipe(
     scores: Sequence[float | None],
     *,
-    num_hosts: int,
-    guest: int | None,
     config: ChildrenConfig,
     rng: np.random.Generator,
 ) -> _Recipe:
-    """Operator, parents, weights and mutation of one child, drawn in this order.
-
-    A guest takes the place of the last parent drawn.
-    """
-    hosts = scores[:num_hosts]
-    operators = _feasible(config, hosts)
+    """Operator, parents, weights and mutation of one child, drawn in this order."""
+    operators = _feasible(config, scores)
     operator = operators[_pick([operator.share for operator in operators], rng)]
     count = 1 if isinstance(operator, MutationConfig) else operator.num_parents
-    picked = select(config.selection, hosts, count=count, rng=rng, distinct=count > 1)
-    if guest is not None:
-        picked = (*picked[:-1], guest)
+    picked = select(config.selection, scores, count=count, rng=rng, distinct=count > 1)
     if isinstance(operator, MutationConfig):
         return _Recipe(None, picked, (1.0,), operator.name)
     # The fittest first; the sort keeps the order of the draw among equals.
@@ -303,10 +237,7 @@ def _feasible(
         operator
         for operator in config.operators
         if operator.share > 0
-        and (
-            isinstance(operator, MutationConfig)
-            or (isinstance(operator, CrossoverConfig) and operator.num_parents <= alive)
-        )
+        and (isinstance(operator, MutationConfig) or operator.num_parents <= alive)
     ]
 
 

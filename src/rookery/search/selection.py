@@ -7,7 +7,6 @@ all are equal. Scores may be negative, all equal or all zero. With `distinct` ea
 picked at most once, so fewer than `count` come back when fewer are left to pick.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -16,23 +15,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.search.fitness import tied_ranks
 
 __all__ = [
     "RULES",
-    "RankConfig",
     "RouletteConfig",
     "SelectionConfig",
     "TournamentConfig",
-    "TruncationConfig",
     "draw",
     "elites",
-    "rank",
     "roulette",
     "select",
     "shares",
     "tournament",
-    "truncation",
 ]
 
 # Drawing indices in proportion to weights: what the proportional rules share.
@@ -94,38 +88,6 @@ def elites(scores: Sequence[float | None], *, count: int) -> tuple[int, ...]:
 def _value(score: float | None) -> float:
     assert score is not None
     return score
-
-
-# Linear ranking: only the order of the scores counts, the best candidate has most weight.
-#
-# With pressure s and n candidates, weight = (2 - s) + 2 (s - 1) position / (n - 1), where the worst
-# is at position 0: n = 3, s = 1.5 gives 0.5, 1.0, 1.5 from worst to best.
-
-
-class RankConfig(Config):
-    """Selection by linear ranking."""
-
-    type: Literal["rank"] = "rank"
-    pressure: float = Field(default=1.8, ge=1.0, le=2.0)
-    """How often the best is picked, relative to the average: 1 is no pressure; at 2 the worst is
-    never picked."""
-
-
-def rank(
-    config: RankConfig,
-    scores: NDArray[np.float64],
-    *,
-    count: int,
-    distinct: bool,
-    rng: np.random.Generator,
-) -> list[int]:
-    """Indices drawn by rank weight; candidates with equal scores have equal weights."""
-    position = tied_ranks(scores) / max(1, len(scores) - 1)
-    weights = (2.0 - config.pressure) + 2.0 * (config.pressure - 1.0) * position
-    if len(scores) == 1:
-        weights = np.ones(1)
-    order = [int(index) for index in np.argsort(-scores, kind="stable")]
-    return draw(weights, count=count, distinct=distinct, order=order, rng=rng)
 
 
 # Roulette: a candidate is picked in proportion to its score.
@@ -204,42 +166,11 @@ def tournament(
     return picked
 
 
-# Truncation: the best share of the candidates, each with the same chance; the rest has none.
-
-
-class TruncationConfig(Config):
-    """Selection by truncation."""
-
-    type: Literal["truncation"] = "truncation"
-    fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """The share that may be picked, rounded up: 0.5 of 5 candidates are the best 3."""
-
-
-def truncation(
-    config: TruncationConfig,
-    scores: NDArray[np.float64],
-    *,
-    count: int,
-    distinct: bool,
-    rng: np.random.Generator,
-) -> list[int]:
-    """Indices drawn evenly from the best; distinct picks beyond them go on in order of score."""
-    order = [int(index) for index in np.argsort(-scores, kind="stable")]
-    kept = math.ceil(config.fraction * len(scores))
-    weights = np.zeros(len(scores))
-    weights[order[:kept]] = 1.0
-    return draw(weights, count=count, distinct=distinct, order=order, rng=rng)
-
-
-SelectionConfig = Annotated[
-    TournamentConfig | RouletteConfig | RankConfig | TruncationConfig, Field(discriminator="type")
-]
+SelectionConfig = Annotated[TournamentConfig | RouletteConfig, Field(discriminator="type")]
 
 RULES: Mapping[str, Callable[..., list[int]]] = {
-    "rank": rank,
     "roulette": roulette,
     "tournament": tournament,
-    "truncation": truncation,
 }
 """Each is called as rule(config, scores, count=..., distinct=..., rng=...) with finite scores."""
 

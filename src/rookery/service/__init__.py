@@ -13,8 +13,7 @@ fair_queue.py     whose request is next: fair between tenants by tokens
 wal.py            accepted requests and passes in the journal, snapshots
 metrics.py        numbers for /metrics, and how many tokens are computed in a second
 context.py        ServiceContext: what the loops share
-outcomes.py       what came of a request, made durable before it can be fetched
-trainer_calls.py  requests of one kind as one call of the trainer
+trainer_calls.py  requests of one kind as one call of the trainer; what came of them, made durable
 training.py       the loop: requests in the order of their numbers -> passes of many models
 drawing.py        sample requests -> engine -> results; sampler weights in the engine
 recovery.py       snapshots, and how a service goes on after a kill

@@ -19,10 +19,8 @@ from rookery.service.openai import routes as openai
 from rookery.service.openai import vllm
 from rookery.service.routes import (
     checkpoints,
-    futures,
     plain,
     sampling,
-    sequences,
     sessions,
     training,
 )
@@ -83,9 +81,7 @@ INDEX = {
     "/status": "queues and tenants, to this machine alone",
     "/metrics": "numbers for Prometheus",
 }
-ROUTES = (
-    sessions, training, sampling, futures, checkpoints, plain, openai, vllm, sequences,
-)  # fmt: skip
+ROUTES = (sessions, training, sampling, checkpoints, plain, openai, vllm)
 
 
 def make_app(

@@ -270,14 +270,9 @@ def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) 
 
 
 def _publish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(command.tenant, request.path, now=command.time, must_own=True).is_public = True
-    return {}
-
-
-def _unpublish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    state.checkpoint(
-        command.tenant, request.path, now=command.time, must_own=True
-    ).is_public = False
+    """Or take it back."""
+    checkpoint = state.checkpoint(command.tenant, request.path, now=command.time, must_own=True)
+    checkpoint.is_public = command.kind == "publish_checkpoint"
     return {}
 
 
@@ -328,13 +323,8 @@ def _register_adapter(state: State, command: Command, request: NewAdapter) -> Re
     """Under its name to sample from, and as a checkpoint to train on."""
     _forget_adapter(state, command.tenant, request.adapter_id)
     model_id = f"adapter-{command.id.removeprefix('change-')}"
-    shape = LoraShape(
-        rank=request.rank,
-        seed=0,
-        train_attn=request.train_attn,
-        train_mlp=request.train_mlp,
-        train_unembed=request.train_unembed,
-    )
+    parts = {"rank", "train_attn", "train_mlp", "train_unembed"}
+    shape = LoraShape(seed=0, **request.model_dump(include=parts))
     state.models[model_id] = Model(
         id=model_id,
         session_id="",
@@ -413,7 +403,7 @@ _HANDLERS: dict[str, tuple[type[BaseModel], Handler]] = {
     "join_sampling_session": (JoinSamplingSession, _join_sampler),
     "delete_checkpoint": (CheckpointPath, _delete_checkpoint),
     "publish_checkpoint": (CheckpointPath, _publish),
-    "unpublish_checkpoint": (CheckpointPath, _unpublish),
+    "unpublish_checkpoint": (CheckpointPath, _publish),
     "set_checkpoint_ttl": (CheckpointTtl, _set_ttl),
     "copy_weights": (CopyWeights, _copy),
     "store_sequence": (StoreSequence, _store_sequence),

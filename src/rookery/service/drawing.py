@@ -32,7 +32,7 @@ from rookery.service.wire.samples import (
     sampling_params,
     target_tokens,
 )
-from rookery.service.wire.tensors import Array
+from rookery.service.wire.schema import Array
 from rookery.service.work import GIVEN_UP, Command, Result, bad, failed
 from rookery.types import (
     Completion,

@@ -62,36 +62,22 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry, self._tenants = CollectorRegistry(), CollectorRegistry()
-        self.requests = Counter(
-            "rookery_requests",
-            "HTTP requests",
-            ["path", "status"],
-            registry=self._registry,
-        )
+        here = self._registry
+        labels = ["path", "status"]
+        self.requests = Counter("rookery_requests", "HTTP requests", labels, registry=here)
+        about = "Time to answer HTTP requests"
         self.seconds = Histogram(
-            "rookery_request_seconds",
-            "Time to answer HTTP requests",
-            ["path"],
-            buckets=SECONDS,
-            registry=self._registry,
+            "rookery_request_seconds", about, ["path"], buckets=SECONDS, registry=here
         )
-        self.tokens = Counter(
-            "rookery_tokens", "Tokens computed", ["kind", "tenant"], registry=self._tenants
-        )
-        self.waiting = Gauge(
-            "rookery_waiting_requests", "Requests in a queue", ["queue"], registry=self._registry
-        )
-        self.passes = Counter(
-            "rookery_passes", "Calls of the trainer", ["call"], registry=self._registry
-        )
-        self.pass_requests = Counter(
-            "rookery_pass_requests",
-            "Requests in calls of the trainer",
-            ["call"],
-            registry=self._registry,
-        )
-        self.snapshots = Counter("rookery_snapshots", "Snapshots", registry=self._registry)
-        self.models = Gauge("rookery_live_models", "Models in training", registry=self._registry)
+        labels = ["kind", "tenant"]
+        self.tokens = Counter("rookery_tokens", "Tokens computed", labels, registry=self._tenants)
+        about = "Requests in a queue"
+        self.waiting = Gauge("rookery_waiting_requests", about, ["queue"], registry=here)
+        self.passes = Counter("rookery_passes", "Calls of the trainer", ["call"], registry=here)
+        about = "Requests in calls of the trainer"
+        self.pass_requests = Counter("rookery_pass_requests", about, ["call"], registry=here)
+        self.snapshots = Counter("rookery_snapshots", "Snapshots", registry=here)
+        self.models = Gauge("rookery_live_models", "Models in training", registry=here)
 
     def tokens_by_tenant(self) -> dict[str, dict[str, int]]:
         """Tenant -> kind -> tokens computed since the start."""

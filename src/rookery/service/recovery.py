@@ -14,10 +14,9 @@ from rookery.errors import RunError
 from rookery.service.commands import is_immediate
 from rookery.service.context import ServiceContext
 from rookery.service.futures import Future, Futures
-from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.state import State
-from rookery.service.trainer_calls import STATE
+from rookery.service.trainer_calls import STATE, PassRecord
 from rookery.service.wal import read_entry
 from rookery.service.work import Command, Result
 
@@ -69,7 +68,7 @@ class Restarted(Protocol):
     async def replay(self, record: PassRecord) -> None:
         """Do a pass again."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Do what was accepted, now that it is known what is done."""
 
 
@@ -94,7 +93,7 @@ async def recover(service: Restarted) -> None:
             context.pending.set_durable(header["id"], entry.seq)
         elif header["entry"] == "answer" and header["id"] in pending:
             await _replay(service, header, body, entry.seq)  # it was being stored
-    service.go_on()
+    service.resume()
 
 
 async def _replay(service: Restarted, header: dict[str, Any], body: bytes, seq: int) -> None:

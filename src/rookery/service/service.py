@@ -32,9 +32,9 @@ from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
-from rookery.service.outcomes import PassRecord
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
+from rookery.service.trainer_calls import PassRecord
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
 from rookery.service.wire.body import as_json
@@ -178,7 +178,7 @@ class Service:
         elif self._is_open:
             self.samples.add(command, self._group)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Do what was accepted before a restart, now that it is known what is done."""
         self._is_open = True
         for model in self._ended:
@@ -364,20 +364,15 @@ def _reply(command: Command) -> dict[str, Any]:
 
 def _new_model(command: Command) -> Model:
     request = CreateModel.model_validate_json(command.body)
-    shape = request.lora_config
-    seed = shape.seed if shape.seed is not None else int(command.digest[:12], 16)
+    shape = request.lora_config.model_dump()
+    if shape["seed"] is None:
+        shape["seed"] = int(command.digest[:12], 16)
     return Model(
         id=command.owner,
         session_id=request.session_id,
         tenant=command.tenant,
         base_model=request.base_model,
-        lora=LoraShape(
-            rank=shape.rank,
-            seed=seed,
-            train_attn=shape.train_attn,
-            train_mlp=shape.train_mlp,
-            train_unembed=shape.train_unembed,
-        ),
+        lora=LoraShape(**shape),
         created=command.time,
         last_request=command.time,
         metadata=request.user_metadata,

@@ -22,9 +22,8 @@ from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.context import ServiceContext
 from rookery.service.fair_queue import FairQueue
 from rookery.service.metrics import Throughput
-from rookery.service.outcomes import Outcome, PassRecord, finish_pass
 from rookery.service.records import Model
-from rookery.service.trainer_calls import TrainerCalls
+from rookery.service.trainer_calls import Outcome, PassRecord, TrainerCalls, finish_pass
 from rookery.service.work import Command
 
 __all__ = [

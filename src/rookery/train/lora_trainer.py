@@ -265,7 +265,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             for running in prepared
             if isinstance(running, RunningRequest)
         ]
-        for turns in mixed_turns(doable, pass_tokens=self._config.pass_tokens):
+        for turns in mixed_turns(doable, pass_tokens=self.pass_tokens):
             self._compute_safely(turns)
         return [
             TrainOutput(error=str(running))
@@ -315,7 +315,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         All trainees begin at one layer."""
         model = self._model
         passes = [packed for _, packed in members]
-        room = 0 if pads_alone(model.device) else self._config.pass_tokens
+        room = 0 if pads_alone(model.device) else self.pass_tokens
         rows = MixedRows(passes, room=room)
         stacks = Stacks(
             [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]

@@ -81,6 +81,8 @@ class StepMemory:
     """Float32 copies of what is trained; for an adapter, the adapter."""
     gradients: int
     moments: int
+    pass_tokens: int
+    """Tokens of a pass."""
     one_pass: int
     """The most that a pass holds: activations, and gradients before they are added."""
     one_step: int
@@ -104,7 +106,7 @@ def measure_step(
         lengths = lengths.within(model.shape.context_tokens)
         own, trainee = _make_trainer(model, trained, trainer)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
-        one_pass = _largest_pass(own, trainee, lengths, trainer.pass_tokens)
+        one_pass = _largest_pass(own, trainee, lengths)
         kind = trained.optimizer if isinstance(trained, FullConfig) else "adamw"
         weights = model.weights
         return StepMemory(
@@ -118,6 +120,7 @@ def measure_step(
             moments=sum(
                 _moments(p.numel(), is_8_bit=kind == "adamw_8bit") for p in trainee.parameters
             ),
+            pass_tokens=own.pass_tokens,
             one_pass=one_pass,
             one_step=_step_bytes(trainee, device=device),
             trunk=_trunk_bytes(trainee, model, lengths, trainer),
@@ -154,9 +157,7 @@ def _make_trainer(
     return trainer, trainer.trainee("policy")
 
 
-def _largest_pass(
-    trainer: SlottedTrainer[Any], trainee: Trainee, lengths: Lengths, pass_tokens: int
-) -> int:
+def _largest_pass(trainer: SlottedTrainer[Any], trainee: Trainee, lengths: Lengths) -> int:
     """The bytes of a pass of as many of the longest data as one takes."""
     size = lengths.prompt_tokens + lengths.answer_tokens - 1
     datum = Datum(
@@ -170,7 +171,7 @@ def _largest_pass(
         [packed] = pack([datum] * num, pass_tokens=num * size)
         return _measure_pass(trainer, trainee, packed)
 
-    num = max(1, min(pass_tokens // size, lengths.num_data))
+    num = max(1, min(trainer.pass_tokens // size, lengths.num_data))
     most = max(2, MEASURED_TOKENS // size)
     if num <= most:
         return measure(num)

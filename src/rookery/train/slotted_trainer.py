@@ -37,7 +37,7 @@ from rookery.types import (
     Weights,
 )
 
-__all__ = ["SlottedTrainer", "TrainerConfig"]
+__all__ = ["CPU_TOKENS", "MOST_TOKENS", "PASS_PART", "SlottedTrainer", "TrainerConfig"]
 
 Result = TypeVar("Result")
 Trained = TypeVar("Trained", bound=Trainee)
@@ -47,8 +47,9 @@ Asked = TypeVar("Asked", TrainRequest, OptimStep)
 class TrainerConfig(Config):
     """Memory."""
 
-    pass_tokens: int = Field(default=1024, ge=1)
-    """How many tokens one pass takes: less memory when lower, the same gradients."""
+    pass_tokens: int | None = Field(default=None, ge=1)
+    """How many tokens one pass takes: less memory when lower, the same gradients. null: 1,024 on
+    the CPU, and on a GPU as many as fit into part of its memory."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0)
     """Memory for the hidden states below the first trained layer; 0 computes them each time."""
     trainees_gib: float | None = Field(default=None, ge=0.0)
@@ -59,6 +60,33 @@ class TrainerConfig(Config):
     checkpoint_layers: bool = False
     """Keep what enters each layer and compute the rest of it again in the backward pass: memory of
     one layer's activations in place of all, for a third more time."""
+
+
+CPU_TOKENS = 1024
+"""Of a pass on the CPU, unless a config says it."""
+MOST_TOKENS = 16_384
+"""Of a pass on a GPU: more do not make it faster."""
+PASS_PART = 0.4
+"""Of a GPU's memory, for the activations of one pass."""
+_LAYER_VALUES = 34
+"""Numbers that a layer keeps for the backward pass, times its width, per token."""
+_LOGIT_BYTES = 8
+"""Per word of the vocabulary: a logit and its gradient in float32."""
+
+
+def default_pass_tokens(model: SlottedModel) -> int:
+    """What `pass_tokens` is for this model on its device unless a config says it: a power of two,
+    so that small differences between GPUs do not show in the last bits."""
+    if model.device.type != "cuda":
+        return CPU_TOKENS
+    shape = model.shape
+    token_bytes = (
+        shape.num_layers * shape.hidden_size * _LAYER_VALUES * model.dtype.itemsize
+        + shape.vocab_size * _LOGIT_BYTES
+    )
+    room = PASS_PART * torch.cuda.get_device_properties(model.device).total_memory
+    fitting = max(CPU_TOKENS, min(MOST_TOKENS, int(room / token_bytes)))
+    return 1 << (fitting.bit_length() - 1)
 
 
 class SlottedTrainer(ABC, Generic[Trained]):
@@ -90,7 +118,8 @@ class SlottedTrainer(ABC, Generic[Trained]):
         """By name; what they hold is to be read between calls."""
         self._model = model
         self._config = config
-        self._publisher = publisher
+        self.pass_tokens = config.pass_tokens or default_pass_tokens(model)
+        self.publisher = publisher
         self._processes = processes
         # Ends with this object; calls queue in it in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -156,14 +185,14 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     def publish_to(self, publisher: Publisher) -> None:
         """Where `publish` hands weights from now on. Call it before anything else."""
-        self._publisher = publisher
+        self.publisher = publisher
 
     async def publish(self, trainee: str) -> ModelRef:
-        if self._publisher is None:
+        if self.publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")
         state = self.trainee(trainee)
         weights = await self._in_turn(lambda: self._weights(state, trainee))
-        return await self._publisher.publish(weights)
+        return await self.publisher.publish(weights)
 
     async def export(self, trainee: str, folder: Path) -> None:
         """Write its weights as a folder that other programs load."""
@@ -219,8 +248,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     def prepared(self, request: TrainRequest, trainee: Trained) -> RunningRequest[Trained]:
         running = RunningRequest(request, trainee)
-        tokens = self._config.pass_tokens
-        running.prepare(self._model.shape, pass_tokens=tokens, processes=self._processes)
+        running.prepare(self._model.shape, pass_tokens=self.pass_tokens, processes=self._processes)
         return running
 
     def finished(self, running: RunningRequest[Trained]) -> TrainOutput:

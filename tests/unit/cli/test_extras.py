@@ -31,6 +31,7 @@ NEEDS = {
     "grpo gateway": ["grpo", "gateway", "gateway.yaml"],
     "grpo plan": ["grpo", "plan", "grpo.yaml"],
     "grpo run": ["grpo", "run", "grpo.yaml"],
+    "grpo sweep": ["grpo", "sweep", "grpo.yaml", "--seeds", "2"],
     "icm run": ["icm", "run", "icm.yaml"],
     "sft": ["sft", "model", "tasks.jsonl", "out"],
     "fleet up": ["fleet", "up", "smollm2"],

@@ -22,10 +22,9 @@ from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.running import resume
-from rookery.environments.atropos import client as client_module
+from rookery.environments.atropos import feed as feed_module
 from rookery.environments.atropos import registry
-from rookery.environments.atropos.client import open_client
-from rookery.environments.atropos.feed import ClientFeed
+from rookery.environments.atropos.feed import ClientFeed, open_client
 from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
@@ -291,7 +290,7 @@ async def test_bad_requests_get_a_sentence_and_cost_nothing(tmp_path: Path) -> N
 async def test_a_second_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the first one computes a step and asks for nothing."""
     monkeypatch.setattr(registry, "ACTIVE_S", 0.5)
-    monkeypatch.setattr(client_module, "ALIVE_S", 0.05)
+    monkeypatch.setattr(feed_module, "ALIVE_S", 0.05)
     async with gateway(tmp_path) as (session, url), open_client(url) as client:
         await client.register(TrainerRegistration.model_validate(REGISTRATION))
         for _ in range(10):
@@ -324,8 +323,8 @@ async def test_a_batch_is_asked_for_again_when_its_gateway_was_killed_while_it_s
 
 async def test_a_gateway_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the environments that take too long."""
-    monkeypatch.setattr(client_module, "REQUEST_S", 0.1)
-    monkeypatch.setattr(client_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(feed_module, "REQUEST_S", 0.1)
+    monkeypatch.setattr(feed_module, "RETRY_S", 0.01)
 
     async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)

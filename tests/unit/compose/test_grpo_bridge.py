@@ -1,9 +1,10 @@
 """Which bridge a training takes to stub servers, and why."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -15,8 +16,15 @@ from tiny import tiny_adapter, write_tiny_model, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_bridge import adapter_publisher, attach, bridged_engine, choose_bridge
-from rookery.embedded.folders import resolve_model
+from rookery.compose.grpo_bridge import (
+    adapter_publisher,
+    attach,
+    bridged_engine,
+    choose_bridge,
+    is_merged,
+)
+from rookery.compose.grpo_files import GrpoFiles
+from rookery.embedded.folders import ModelFolder, resolve_model
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
@@ -24,6 +32,7 @@ from rookery.fleet.servers.trainer_lock import is_trained
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots.loading import load_model, read_weights
+from rookery.tasks.template import Template
 from rookery.train import LoraTrainer, TrainerConfig
 
 TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
@@ -212,10 +221,41 @@ async def pause(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "document", "is_beside", "merged"),
+    [
+        ({}, {}, True, True),
+        ({}, {}, False, False),
+        ({"bridge": "merge"}, {}, False, True),
+        ({"bridge": "slot"}, {}, True, False),
+        ({"full": True}, {}, True, False),
+        ({"lora": {"targets": ["q_proj", "lm_head"]}}, {}, True, False),
+        ({}, {"quantization_config": {}}, True, False),
+        ({}, {"num_experts": 8}, True, False),
+        ({"environment": {"type": "atropos", "port": 1}}, {}, True, False),
+    ],
+)
+def test_a_policy_is_merged_where_its_server_has_no_other_use(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    document: dict[str, Any],
+    is_beside: bool,
+    merged: bool,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = config_of(SharingStub(port=1), **{"full": False, **changes})
+    folder = ModelFolder(path=tmp_path, name="tiny", names=frozenset())
+    files = GrpoFiles([], folder, cast(Template, None), tmp_path, None, None)
+    assert is_merged(config, files, is_beside=is_beside) is merged
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"bridge": "slot"}, "all weights are trained: write one of auto, alias, copy"),
-        ({"full": False, "bridge": "alias"}, "an adapter is trained: write one of auto, slot"),
+        (
+            {"full": False, "bridge": "alias"},
+            "an adapter is trained: write one of auto, merge, slot",
+        ),
         ({"bridge": "alias", "publish_every": 2}, "write publish_every: 1, or bridge: copy"),
     ],
 )

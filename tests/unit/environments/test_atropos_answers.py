@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from environments.groups import make_group
 
-from rookery.environments.atropos import client
+from rookery.environments.atropos import group_queue
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.runs import Run
@@ -50,16 +50,6 @@ async def test_what_was_trained_on_meanwhile_is_not_trained_on_again(tmp_path: P
         await gateway.queue.acknowledge(batch)
         await gateway.accept(make_group(4))
         assert not gateway.queue.groups
-
-
-async def test_of_a_list_each_group_counts(tmp_path: Path) -> None:
-    with new_run(tmp_path) as run:
-        gateway = await open_gateway(run)
-        await gateway.accept_all([make_group(), make_group()], is_gone=gone)
-        await gateway.accept_all([make_group(), make_group(), make_group()])
-        assert len(gateway.queue.groups) == 3
-        await gateway.accept_all([make_group()])
-        assert len(gateway.queue.groups) == 4
 
 
 async def test_the_second_post_waits_for_the_first(tmp_path: Path) -> None:
@@ -117,39 +107,12 @@ async def test_the_next_process_knows_who_was_not_told(tmp_path: Path) -> None:
         assert len(gateway.queue.groups) == 4
 
 
-async def test_others_that_were_told_meanwhile_change_nothing(tmp_path: Path) -> None:
-    with new_run(tmp_path) as run:
-        gateway = await open_gateway(run)
-        await kept_and_stopped(gateway)
-        await gateway.accept(make_group(3))
-    with Run.open(run.path) as run:
-        gateway = await open_gateway(run)
-        await gateway.accept(make_group())
-        assert [group.size for group in gateway.queue.groups] == [2, 3]
-        await gateway.accept(make_group(3))
-        assert [group.size for group in gateway.queue.groups] == [2, 3, 3]
-
-
-async def test_a_gateway_that_is_started_twice_in_a_row_knows_it_still(tmp_path: Path) -> None:
-    with new_run(tmp_path) as run:
-        gateway = await open_gateway(run)
-        await gateway.accept(make_group())
-        await kept_and_stopped(gateway)
-    with Run.open(run.path) as run:
-        await open_gateway(run)
-    with Run.open(run.path) as run:
-        gateway = await open_gateway(run)
-        for number in (2, 3):
-            await gateway.accept(make_group())
-            assert len(gateway.queue.groups) == number
-
-
 async def test_after_the_machine_went_down_all_count_as_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of the newest may not have reached the disk."""
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr(client, "_BOOT", boot)
+    monkeypatch.setattr(group_queue, "_BOOT", boot)
     boot.write_text("first\n")
     with new_run(tmp_path) as run:
         await kept_and_stopped(await open_gateway(run))
@@ -170,7 +133,7 @@ async def test_after_the_machine_went_down_all_count_as_told(
 async def test_contents_are_forgotten_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MAX_UNTOLD", 2)
+    monkeypatch.setattr(group_queue, "MAX_UNTOLD", 2)
     with new_run(tmp_path) as run:
         gateway = await open_gateway(run)
         groups = [make_group(scores=[0.0, float(score)]) for score in range(3)]
@@ -178,3 +141,13 @@ async def test_contents_are_forgotten_before_memory_is_full(
             await gateway.accept(group, is_gone=gone)
         await gateway.accept_all(groups)
         assert len(gateway.queue.groups) == 4, "the oldest counts as new"
+
+
+async def test_of_a_list_each_group_counts(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await open_gateway(run)
+        await gateway.accept_all([make_group(), make_group()], is_gone=gone)
+        await gateway.accept_all([make_group(), make_group(), make_group()])
+        assert len(gateway.queue.groups) == 3
+        await gateway.accept_all([make_group()])
+        assert len(gateway.queue.groups) == 4

@@ -82,7 +82,7 @@ def test_what_was_drawn_is_not_encoded_again(byte_tokenizer: PreTrainedTokenizer
         st.tuples(st.text(max_size=6), st.sampled_from(["stop", "length"])), max_size=4
     )
 )
-@settings(suppress_health_check=FIXTURES)
+@settings(suppress_health_check=FIXTURES, max_examples=30)
 def test_the_tokens_are_those_of_the_whole_chat(
     byte_tokenizer: PreTrainedTokenizerFast,
     replies: list[tuple[str, Literal["stop", "length"]]],

@@ -10,8 +10,7 @@ from executors.jobs import job
 from rookery.errors import ExecutorError
 from rookery.executors import pool as pool_module
 from rookery.executors.pool import WorkerPool, open_pool
-from rookery.executors.worker import WorkerGone, WorkerRefused
-from rookery.executors.worker_task import Answer
+from rookery.executors.worker import Answer, WorkerGone, WorkerRefused
 from rookery.types import Job, JobCancelled, JobDone, WorkerInfo, WorkerLost
 
 pytestmark = pytest.mark.timeout(30)
@@ -94,18 +93,6 @@ async def test_the_same_epoch_twice_is_one_job() -> None:
         assert len(worker.jobs) == 1 and pool.num_late == 0
 
 
-async def test_one_of_two_callers_may_leave() -> None:
-    script = Script()
-    async with opened(script) as pool:
-        stays, leaves = (asyncio.create_task(pool.submit(job(7, echo=1))) for _ in range(2))
-        await turns()
-        leaves.cancel()
-        await turns()
-        assert script.workers[0].num_kills == 0
-        script.workers[0].answer(b"out")
-        assert isinstance(await stays, JobDone)
-
-
 async def test_a_newer_epoch_replaces_the_older_and_its_late_answer_is_dropped() -> None:
     script = Script()
     async with opened(script) as pool:
@@ -164,24 +151,6 @@ async def test_a_job_cancelled_on_its_way_to_a_worker_does_not_run() -> None:
         assert [j.attempt for j in worker.jobs] == [2] and worker.num_kills == 0
         worker.answer(b"2")
         assert isinstance(await second, JobDone)
-
-
-async def test_a_cancelled_job_that_waited_is_not_kept() -> None:
-    script = Script()
-    async with opened(script) as pool:
-        running = asyncio.create_task(pool.submit(job(1, echo=1)))
-        await turns()
-        waiting = [asyncio.create_task(pool.submit(job(2 + i, echo=2))) for i in range(3)]
-        await turns()
-        for attempt in (2, 4):
-            pool.cancel(attempt)
-        assert [entry.job.attempt for entry in pool._queue] == [3]
-        script.workers[0].answer(b"1")
-        await running
-        await turns()
-        script.workers[0].answer(b"3")
-        outcomes = await asyncio.gather(*waiting)
-        assert [isinstance(outcome, JobDone) for outcome in outcomes] == [False, True, False]
 
 
 async def test_a_job_that_meets_a_dead_idle_worker_goes_to_the_next() -> None:
@@ -276,3 +245,15 @@ async def test_a_bug_in_starting_ends_the_block_loudly() -> None:
     with pytest.raises(LookupError, match="a bug"):
         async with opened(script):
             pass
+
+
+async def test_one_of_two_callers_may_leave() -> None:
+    script = Script()
+    async with opened(script) as pool:
+        stays, leaves = (asyncio.create_task(pool.submit(job(7, echo=1))) for _ in range(2))
+        await turns()
+        leaves.cancel()
+        await turns()
+        assert script.workers[0].num_kills == 0
+        script.workers[0].answer(b"out")
+        assert isinstance(await stays, JobDone)

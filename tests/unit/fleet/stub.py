@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rookery.fleet.servers.trainer_lock import WeightsMark
-from rookery.types import Json
+from rookery.types import Json, ModelRef, SampleRequest, SamplingParams
 
 VOCABULARY = 97
 FIELDS = (
@@ -474,6 +474,28 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serve_routes(*routes: web.RouteDef) -> AsyncIterator[str]:
+    """Another server on the loopback; its address."""
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
+    wanted = {"max_tokens": 1, "temperature": 1.0} | params
+    return [
+        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
+        for i in range(num)
+    ]
 
 
 def _is_folder(path: str) -> bool:

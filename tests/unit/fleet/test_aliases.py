@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -64,7 +65,9 @@ def logits(model: SlottedModel) -> torch.Tensor:
         return model.logits(hidden)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Gemma2", "Phi3", *(pytest.param(k, marks=long) for k in FAMILIES)]
+)
 def test_a_model_over_a_servers_weights_is_the_model_of_the_folder(
     kind: str, tmp_path: Path
 ) -> None:

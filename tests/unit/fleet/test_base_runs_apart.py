@@ -48,8 +48,3 @@ async def test_the_base_and_adapters_take_turns_unless_on_a_gpu(
             ]
         )
     assert stub.has_met == may_meet
-
-
-async def test_a_cpu_server_by_url_is_known_as_one() -> None:
-    async with serve(Stub(device="cpu")) as [stub], open_fleet(FleetConfig(urls=(stub.url,))) as f:
-        assert f.capabilities.is_on_cpu and not f.capabilities.has_prompt_logprobs

@@ -137,20 +137,6 @@ async def test_a_server_that_is_down_while_weights_are_published_gets_them_when_
         assert await ask(fleet, await trainer.step())
 
 
-async def test_a_server_that_was_out_of_reach_shows_the_newest_weights_first() -> None:
-    """The same process: it was not told of them."""
-    stubs = [SharingStub(), SharingStub()]
-    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
-        await trainer.step()
-        replica = fleet.pool.replicas[1]
-        await stubs[1].stop()
-        ref = await trainer.step()
-        assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
-        await stubs[1].start()
-        await until(lambda: replica.load.is_open)
-        assert replica.base == ref and stubs[1].version_name == ref.version
-
-
 async def test_a_server_that_is_there_and_fails_stops_the_training() -> None:
     stub = SharingStub()
     async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
@@ -168,20 +154,6 @@ async def test_a_server_that_hides_its_restart_is_named() -> None:
         with pytest.raises(FleetError, match=rf"1 of 2 servers .*{stubs[1].url} .*first weight"):
             await trainer.step()
         assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
-
-
-async def test_a_call_that_waited_while_its_weights_went_is_not_answered_by_others() -> None:
-    stub = SharingStub()
-    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
-        first = await trainer.step()
-        num_served = stub.num_served
-        async with trainer.bridge.changing_base() as rename:
-            waiting = asyncio.create_task(ask(fleet, first))
-            await until(lambda: fleet.pool.router.waiting)
-            rename(ModelRef(name="policy", version="other"))
-        with pytest.raises(FleetError, match="policy@step-1 was replaced by policy@other"):
-            await waiting
-        assert stub.num_served == num_served + 1, "the canary"
 
 
 async def test_a_call_that_is_sent_again_is_not_answered_by_other_weights() -> None:

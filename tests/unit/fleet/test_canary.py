@@ -23,11 +23,6 @@ EXACT = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=1e-3)
 HALF = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=0.1)
 
 
-def test_the_gap_is_the_largest_difference() -> None:
-    assert HALF.gap((-1.0, -2.0, -31.0), PLAIN) == 1.0
-    assert EXACT.gap(PLAIN, PLAIN) == 0.0
-
-
 @pytest.mark.parametrize(
     ("canary", "found", "is_far"),
     [
@@ -145,6 +140,36 @@ async def test_the_version_before_is_refused_at_once_and_leaves_meanwhile(tmp_pa
                     with pytest.raises(FleetError, match="is not loaded"):
                         await ask(fleet, old)
             await until(lambda: len(stub.adapters) == 1)
+
+
+async def test_adapters_of_several_names_are_published_side_by_side(tmp_path: Path) -> None:
+    stub = Stub(root=str(write_model(tmp_path / "tiny")), latency_s=0.3)
+    async with serve(stub):
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=5, name="tiny")
+        async with open_fleet(config) as fleet:
+            bridge = AdapterBridge(fleet, canary=Canary.of(fleet.capabilities, is_float32=True))
+
+            async def publish(name: str, seed: int) -> ModelRef:
+                adapter = make_small(name, seed)
+
+                async def logprobs(canary: Canary) -> Sequence[float]:
+                    row = logprobs_after(f"{name}@{adapter.version}", canary.tokens)
+                    return [row[token] for token in canary.ids]
+
+                return await bridge.publish_with(adapter, logprobs)
+
+            for seed in range(3):
+                refs = await asyncio.gather(*(publish(f"policy-{i}", seed) for i in range(3)))
+                assert set(fleet.loaded) == set(refs)
+            assert stub.most_adapters == 3, "all canaries are read at the same time"
+            await until(lambda: len(stub.adapters) == 3)
+            stub.adapters.clear()
+            stub.started_s = 2.0
+            [replica], num_bodies = fleet.pool.replicas, len(stub.bodies)
+            replica.attention.set()
+            await until(lambda: len(stub.bodies) > num_bodies + 3 and replica.load.is_open)
+            asked = {body["model"].rpartition("~")[0] for body in stub.bodies[num_bodies:]}
+            assert asked == {"", *(ref.served_name for ref in refs)}, "it shows all of them"
 
 
 class _SlowUnload(Stub):

@@ -21,7 +21,7 @@ from rookery.fleet.http.client import ClientConfig
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 NUM_FLEETS = 3
-NUM_STEPS = 200
+NUM_STEPS = 100
 MAX_CALLERS = 24
 ADAPTERS = [make_small(f"a{i}", i) for i in range(12)]
 THEIRS = "theirs@1"
@@ -194,4 +194,4 @@ async def test_nothing_waits_and_nothing_is_left(seed: int) -> None:
     await until(lambda: asyncio.all_tasks() == before)
     folders = {Path(path).parent for stub in stubs for path in stub.paths}
     assert folders and not [folder for folder in folders if folder.exists()]
-    assert min(outcomes[kind] for kind in ("answered", "told", "cancelled")) > 25
+    assert min(outcomes[kind] for kind in ("answered", "told", "cancelled")) > 10

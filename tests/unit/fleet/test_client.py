@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fleet.stub import VOCABULARY, Stub, greedy, logprobs_after, serve
+from fleet.stub import VOCABULARY, Stub, logprobs_after, serve
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet.http.capabilities import Capabilities
@@ -52,33 +52,6 @@ async def test_probing_reads_what_the_server_can_do() -> None:
     assert found.has_processed_logprobs and found.has_prefix_cache and found.block_tokens == 16
     assert (found.max_loras, found.max_lora_rank, found.lora_dtype) == (8, 16, "float32")
     assert found.has_lora_loading and not found.has_worker_calls
-
-
-async def test_probing_does_not_believe_but_test() -> None:
-    stub = Stub(processed=False, fields=("model", "prompt", "logprobs"), routes=())
-    async with connect(stub) as client:
-        found = await probe(client)
-    assert not found.has_processed_logprobs and not found.has_label_logprobs
-    assert not found.has_lora_loading and found.max_loras is None and found.max_num_seqs is None
-
-
-async def test_a_batch_of_prompts_is_one_call_with_exact_tokens_and_logprobs() -> None:
-    stub = Stub()
-    params = SamplingParams(max_tokens=4, temperature=0, top_logprobs=2, seed=9)
-    prompts = [(1, 5, 6), (2, 7), (3,)]
-    async with connect(stub) as client:
-        found = await probe(client)
-        num_probes = len(stub.bodies)
-        requests = [SampleRequest(model=BASE, prompt=p, params=params) for p in prompts]
-        [fields] = {sample_fields(r, capabilities=found) for r in requests}
-        answer = await client.complete(encode_body("tiny", fields, prompts))
-    assert len(stub.bodies) == num_probes + 1
-    for prompt, [choice] in zip(prompts, read_choices(answer, num_prompts=3, n=1), strict=True):
-        completion = read_completion(choice, model=BASE, num_top=2)
-        assert list(completion.tokens) == greedy("tiny", prompt, 4)
-        row = logprobs_after("tiny", prompt)
-        assert completion.logprobs[0] == max(row)
-        assert [value for _, value in completion.top_logprobs[0]] == sorted(row)[::-1][:2]
 
 
 async def test_scores_are_exact_by_every_method() -> None:
@@ -137,19 +110,6 @@ async def test_servers_that_cannot_report_prompts_are_asked_step_by_step() -> No
                 with pytest.raises(FleetError, match="--max-logprobs"):
                     await score_with(client, found, request)
         assert not any("prompt_logprobs" in body for body in stub.bodies)
-
-
-async def test_labels_and_short_tails_never_ask_for_prompt_logprobs() -> None:
-    """Asking for them would make the server compute the whole prompt again."""
-    stub = Stub(max_model_len=None)
-    async with connect(stub) as client:
-        found = await probe(client)
-        for request in (
-            ScoreRequest(model=BASE, tokens=tuple(range(40)), start=40, labels=(3, 4)),
-            ScoreRequest(model=BASE, tokens=(*([9] * 100), 5, 6), start=100, labels=(3,)),
-        ):
-            await score_with(client, found, request)
-    assert not any("prompt_logprobs" in body for body in stub.bodies)
 
 
 async def test_more_labels_than_a_call_may_carry_are_split() -> None:
@@ -286,20 +246,6 @@ async def _loss(client: Client) -> ServerLost:
     return lost.value
 
 
-async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> None:
-    stub = Stub()
-    async with connect(stub) as client:
-        await client.load_adapter("a@1", path="/a")
-        await client.load_adapter("a@1", path="/a")
-        assert stub.loads == {"a@1": 1}
-        await client.unload_adapter("a@1")
-        await client.unload_adapter("a@1")
-        assert stub.unloads == ["a@1"]
-        stub.refuse_load = "rank 99 is greater than 16"
-        with pytest.raises(AdapterError, match=r"b@1 cannot be loaded.*rank 99"):
-            await client.load_adapter("b@1", path="/b")
-
-
 async def test_answers_that_are_not_whole_are_errors() -> None:
     choice = {
         "index": 0, "text": "x", "finish_reason": "length",
@@ -329,3 +275,17 @@ def test_a_retry_prints_no_bare_word() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> None:
+    stub = Stub()
+    async with connect(stub) as client:
+        await client.load_adapter("a@1", path="/a")
+        await client.load_adapter("a@1", path="/a")
+        assert stub.loads == {"a@1": 1}
+        await client.unload_adapter("a@1")
+        await client.unload_adapter("a@1")
+        assert stub.unloads == ["a@1"]
+        stub.refuse_load = "rank 99 is greater than 16"
+        with pytest.raises(AdapterError, match=r"b@1 cannot be loaded.*rank 99"):
+            await client.load_adapter("b@1", path="/b")

@@ -41,34 +41,6 @@ def test_kinds_never_meet_and_all_get_their_turn(calls: list[tuple[str, int, boo
     assert asyncio.run(run()) >= num_left
 
 
-async def test_calls_of_one_kind_run_together() -> None:
-    exclusion = CallExclusion()
-    async with exclusion.take("a"), exclusion.take("a"), exclusion.take(""):
-        waiting = asyncio.create_task(exclusion.take("b").__aenter__())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    await asyncio.wait_for(waiting, 1)
-
-
-async def test_a_waiting_kind_is_not_overtaken() -> None:
-    exclusion = CallExclusion()
-    order: list[str] = []
-    gate = asyncio.Event()
-
-    async def call(name: str, kind: str) -> None:
-        async with exclusion.take(kind):
-            order.append(name)
-            await gate.wait()
-
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        for name, kind in (("first", "a"), ("second", "b"), ("late", "a")):
-            group.create_task(call(name, kind))
-            await asyncio.sleep(0)
-        assert order == ["first"]
-        gate.set()
-    assert order == ["first", "second", "late"]
-
-
 async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
     exclusion = CallExclusion()
     order: list[str] = []
@@ -91,3 +63,12 @@ async def test_an_error_ends_the_turn(kind: str) -> None:
         async with exclusion.take(kind):
             raise ValueError("x")
     assert exclusion.is_idle
+
+
+async def test_calls_of_one_kind_run_together() -> None:
+    exclusion = CallExclusion()
+    async with exclusion.take("a"), exclusion.take("a"), exclusion.take(""):
+        waiting = asyncio.create_task(exclusion.take("b").__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fleet.stub import serve_routes
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError
-from rookery.fleet import ServerLost, ServerRefusal
+from rookery.fleet import ServerRefusal
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
 from rookery.ports import Sampler
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
@@ -95,23 +96,12 @@ class Api:
 async def connect(
     api: Api, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> AsyncIterator[ExternalSampler]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", api.answer)
-    app.router.add_post("/v1/completions", api.answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    _, port = runner.addresses[0]
     monkeypatch.setenv("SOME_KEY", "secret")
-    config = ExternalConfig(
-        url=f"http://127.0.0.1:{port}/v1", model="big", api_key_env="SOME_KEY", **options
-    )
-    try:
+    paths = ("/v1/chat/completions", "/v1/completions")
+    async with serve_routes(*(web.post(path, api.answer) for path in paths)) as url:
+        config = ExternalConfig(url=f"{url}/v1", model="big", api_key_env="SOME_KEY", **options)
         async with open_external(config, codec=CODEC) as sampler:
             yield sampler
-    finally:
-        await runner.cleanup()
 
 
 def ask(ref: ModelRef, n: int = 1, max_tokens: int = 4, **options: Any) -> SampleRequest:
@@ -179,20 +169,22 @@ async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_request_limit_holds_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.http.api.MINUTE_S", 2.0)
+    monkeypatch.setattr("rookery.fleet.http.api.MINUTE_S", 0.6)
     api = Api()
     api.failures = [(429, {})] * 3
     async with connect(api, monkeypatch, requests_per_minute=2) as sampler:
         began = time.monotonic()
         await sampler.sample([ask(sampler.base)])
-        assert len(api.asked) == 4 and time.monotonic() - began >= 1.9, "two at once, then 1 a s"
+        assert len(api.asked) == 4 and time.monotonic() - began >= 0.5, (
+            "two at once, then one in 0.3 s"
+        )
     with pytest.raises(ConfigError, match=r"requests_per_minute is 0\.5"):
         parse_config(
             ExternalConfig, {"url": "x", "model": "m", "requests_per_minute": 0.5}, origin="x"
         )
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), "-1", True])
+@pytest.mark.parametrize("value", [None, float("nan"), "-1"])
 @pytest.mark.parametrize("route", ["chat", "completions"])
 async def test_log_probabilities_that_are_no_numbers_are_refused(
     monkeypatch: pytest.MonkeyPatch, value: object, route: str
@@ -243,21 +235,6 @@ async def test_what_was_answered_is_not_paid_twice(
         assert len(api.asked) == 8, "an answer is given once: the next is paid for"
 
 
-async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.http.external.MAX_KEPT", 2)
-    api = Api()
-    api.refused = "mat"
-    async with connect(api, monkeypatch, max_in_flight=1) as sampler:
-        requests = [
-            SampleRequest(model=sampler.base, prompt=(word,), params=SamplingParams(n=1))
-            for word in (0, 1, 2, 5)
-        ]
-        with pytest.raises(ServerRefusal):
-            await sampler.sample(requests)
-        await sampler.sample(requests[:3])
-    assert len(api.asked) == 4 + 1, "the oldest of three was forgotten"
-
-
 async def test_one_refusal_ends_the_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.fleet.http.external.LATE_S", 0.1)
     api = Api()
@@ -284,17 +261,6 @@ async def test_what_is_refused_to_everybody_ends_the_run(
             await sampler.sample([ask(sampler.base)] * 3)
     assert len(api.asked) == 1
     assert isinstance(caught.value, ConfigError) == (status not in (402, 429))
-
-
-async def test_an_internal_error_is_asked_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api()
-    async with connect(api, monkeypatch) as sampler:
-        api.failures = [(502, {})]
-        assert await sampler.sample([ask(sampler.base)]) and len(api.asked) == 2
-        api.failures = [(500, {}), (500, {})]
-        with pytest.raises(ServerLost, match=r"failed .500"):
-            await sampler.sample([ask(sampler.base)])
-        assert len(api.asked) == 4
 
 
 async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,18 +328,3 @@ async def test_an_answer_that_is_not_whole_is_a_failure(
         api.change = {"finish_reason": "length"}
         [[cut]] = await sampler.sample([ask(sampler.base)])
     assert cut.finish_reason == "length"
-
-
-async def test_closing_tells_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api()
-    api.num_free = 0
-    async with asyncio.timeout(10):
-        async with connect(api, monkeypatch, max_in_flight=2) as sampler:
-            request = ask(sampler.base)
-            calls = [asyncio.create_task(sampler.sample([request] * 2)) for _ in range(3)]
-            await api.wait_for(2)
-        for call in calls:
-            with pytest.raises(FleetDownError, match="was closed here"):
-                await call
-        with pytest.raises(FleetDownError, match="was closed here"):
-            await sampler.sample([request])

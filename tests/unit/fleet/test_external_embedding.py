@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fleet.stub import serve_routes
 
 from rookery.errors import ConfigError, FleetError
 from rookery.fleet.http.api import ExternalConfig
@@ -33,20 +34,16 @@ class Api:
 
 @asynccontextmanager
 async def connect(api: Api, *, root: str = "/v1", key: str = "") -> AsyncIterator[ExternalEmbedder]:
-    app = web.Application()
-    app.router.add_post(f"{root}/embeddings", api.embed)
-    app.router.add_get(f"{root}/models", api.list_models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    _, port = runner.addresses[0]
-    url = f"http://127.0.0.1:{port}{root}"
-    config = ExternalConfig(url=url, model="meaning", api_key_env="", requests_per_minute=None)
-    try:
+    routes = (
+        web.post(f"{root}/embeddings", api.embed),
+        web.get(f"{root}/models", api.list_models),
+    )
+    async with serve_routes(*routes) as url:
+        config = ExternalConfig(
+            url=url + root, model="meaning", api_key_env="", requests_per_minute=None
+        )
         async with open_embedder(config, api_key=key) as embedder:
             yield embedder
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("root", ["/v1", "/v1beta/openai"])

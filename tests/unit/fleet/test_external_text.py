@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fleet.stub import serve_routes
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
@@ -49,23 +50,13 @@ class Api:
 
 @asynccontextmanager
 async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
-    app = web.Application()
     key = options.pop("key", None)
-    root = options.pop("root", "/v1")
-    app.router.add_post(f"{root}/chat/completions", api.answer)
-    app.router.add_get(f"{root}/models", api.list_models)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    _, port = runner.addresses[0]
-    given = {"api_key_env": "", "requests_per_minute": None, **options}
-    config = ExternalConfig(url=f"http://127.0.0.1:{port}{root}", model="big", **given)
-    try:
+    settings = {"api_key_env": "", "requests_per_minute": None, **options}
+    routes = web.post("/v1/chat/completions", api.answer), web.get("/v1/models", api.list_models)
+    async with serve_routes(*routes) as url:
+        config = ExternalConfig(url=f"{url}/v1", model="big", **settings)
         async with open_text_model(config, api_key=key) as model:
             yield model
-    finally:
-        await runner.cleanup()
 
 
 def status(code: int, **headers: str) -> web.Response:
@@ -284,13 +275,6 @@ async def test_garbage_is_an_error_of_one_request(answer: object, said: str) -> 
         assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
 
 
-async def test_token_limits_hold_without_a_tokenizer() -> None:
-    async with connect(Api(), tokens_per_minute=50) as model:
-        await model.reply(TextRequest(messages=CHAT, max_tokens=20))
-        with pytest.raises(FleetError, match=r"can never fit tokens_per_minute 50"):
-            await model.reply(TextRequest(messages=CHAT, max_tokens=60))
-
-
 async def test_settings_that_texts_do_not_have_are_refused() -> None:
     for options in ({"route": "completions"}, {"logprobs": True}):
         with pytest.raises(ConfigError, match="needs route: chat and logprobs: false"):
@@ -343,12 +327,6 @@ async def test_an_api_without_a_list_of_models_or_that_is_away_is_left_for_later
     config = ExternalConfig(url="http://127.0.0.1:9/v1", model="big", api_key_env="")
     async with open_text_model(config) as model:
         await model.check()
-
-
-async def test_the_url_is_all_before_chat_completions() -> None:
-    api = Api()
-    async with connect(api, root="/v1beta/openai") as model:
-        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
 
 
 async def test_reasoning_models_get_what_they_know() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fleet.adapters import K, Q, make_small, write_model
-from fleet.stub import Stub, greedy, logprobs_after, serve, until
+from fleet.stub import Stub, greedy, logprobs_after, requests, serve, until
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
@@ -43,24 +42,6 @@ def model(tmp_path: Path) -> str:
     return str(write_model(tmp_path / "tiny"))
 
 
-def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
-    wanted = {"max_tokens": 1, "temperature": 1.0} | params
-    return [
-        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
-        for i in range(num)
-    ]
-
-
-def served_names(stubs: Sequence[Stub], name: str) -> Counter[int]:
-    """How many prompts of a model each stub was sent."""
-    return Counter(
-        {
-            i: sum(len(b["prompt"]) for b in stub.bodies if b["model"] == name)
-            for i, stub in enumerate(stubs)
-        }
-    )
-
-
 async def test_it_is_the_ports_and_answers_in_request_order() -> None:
     async with pool(Stub(), Stub()) as fleet:
         assert isinstance(fleet, Sampler) and isinstance(fleet, Adapters)
@@ -87,17 +68,6 @@ async def test_it_is_the_ports_and_answers_in_request_order() -> None:
             assert score.label_logprobs == pytest.approx((row[4], row[5]))
             assert score.logprobs[1] == pytest.approx(logprobs_after(name, (1, 2))[3])
         assert await fleet.sample([]) == [] and await fleet.score([]) == []
-
-
-async def test_several_draws_and_greedy_copies() -> None:
-    async with pool(Stub()) as fleet:
-        drawn = SamplingParams(max_tokens=2, n=3, seed=5, temperature=1.0)
-        same = SamplingParams(max_tokens=2, n=3, temperature=0)
-        [three, copies] = await fleet.sample(
-            [SampleRequest(model=fleet.base, prompt=(1,), params=p) for p in (drawn, same)]
-        )
-        assert len(three) == 3 and len(copies) == 3 and len(set(copies)) == 1
-        assert len({c.tokens for c in three}) > 1
 
 
 async def test_equal_requests_share_calls_and_different_seeds_do_not() -> None:
@@ -143,65 +113,6 @@ async def test_32_adapters_on_8_slots_load_once_each_and_none_starves(model: str
     assert stub.most_adapters <= 8
 
 
-async def test_an_adapter_stays_on_one_server_while_others_have_work() -> None:
-    stubs = [Stub(latency_s=0.005, capacity=4) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(16)]
-        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
-        loads = Counter[str]()
-        for stub in stubs:
-            loads.update(stub.loads)
-        assert len(loads) == 16 and loads.total() <= 18
-        assert max(len(s.loads) for s in stubs) <= 6, "adapters are spread over the servers"
-        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
-        after = Counter[str]()
-        for stub in stubs:
-            after.update(stub.loads)
-        assert after.total() <= loads.total() + 2, "a second round finds them where they were"
-
-
-async def test_requests_that_share_a_long_prefix_go_to_one_server() -> None:
-    stubs = [Stub(max_model_len=None) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        prefixes = [tuple((i + 7 * k) % 50 for i in range(640)) for k in range(4)]
-        for turn in range(6):
-            await asyncio.gather(
-                *[
-                    fleet.score(
-                        [ScoreRequest(model=fleet.base, tokens=(*p, turn), start=641, labels=(3,))]
-                    )
-                    for p in prefixes
-                ]
-            )
-    for prefix in prefixes:
-        seen = [sum(tuple(b["prompt"][0][:640]) == prefix for b in stub.bodies) for stub in stubs]
-        assert sorted(seen)[-2:] == [0, 6], "one server sees all of a prefix"
-
-
-async def test_without_prefixes_the_load_is_even() -> None:
-    stubs = [Stub(latency_s=0.05, capacity=4) for _ in range(4)]
-    async with pool(*stubs) as fleet:
-        for stub in stubs:
-            stub.bodies.clear()
-        await fleet.sample(requests(fleet.base, 200))
-    counts = served_names(stubs, "tiny")
-    assert max(counts.values()) <= 1.3 * min(counts.values())
-
-
-async def test_work_is_spread_by_speed() -> None:
-    """One of eight servers is five times slower, and is given less to do."""
-    stubs = [Stub(capacity=2) for _ in range(8)]
-    async with pool(*stubs, max_in_flight=4) as fleet:
-        for stub in stubs:
-            stub.bodies.clear()
-            stub.latency_s = 0.2
-        stubs[0].latency_s = 1.0
-        await fleet.sample(requests(fleet.base, 128))
-    assert all(r.load.num_sequences == 0 for r in fleet.pool.replicas)
-    slow, *others = served_names(stubs, "tiny").values()
-    assert slow <= min(others) / 2
-
-
 async def test_a_killed_server_costs_its_calls_one_retry_and_none_is_answered_twice() -> None:
     stubs = [Stub(latency_s=0.02, capacity=8), Stub(latency_s=0.02, capacity=8)]
     async with pool(*stubs, max_in_flight=32) as fleet:
@@ -239,15 +150,6 @@ async def test_a_call_that_dies_twice_is_an_error_that_names_the_server() -> Non
         for stub in stubs:
             stub.failures = []
         assert len(await fleet.sample(requests(fleet.base, 5))) == 5
-
-
-async def test_with_every_server_gone_requests_fail_in_time() -> None:
-    stub = Stub()
-    async with pool(stub, all_down_timeout_s=0.2) as fleet:
-        await stub.stop()
-        with pytest.raises(FleetError, match=r"No server has been up for 0.2 s.*can't be reached"):
-            await fleet.sample(requests(fleet.base, 3))
-        await stub.start()
 
 
 async def test_a_slow_server_s_last_calls_are_taken_over_and_the_duplicate_dropped() -> None:
@@ -390,42 +292,6 @@ async def test_one_fleet_has_one_model_and_needs_a_server() -> None:
     with pytest.raises(FleetError, match=r"can't be reached at http://127.0.0.1:9"):
         async with open_fleet(FleetConfig(urls=("http://127.0.0.1:9",))):
             pass
-
-
-async def test_a_refused_request_is_an_error_and_the_server_stays() -> None:
-    stub = Stub()
-    async with pool(stub) as fleet:
-        stub.failures = [400]
-        with pytest.raises(FleetError, match=r"refused .400."):
-            await fleet.sample(requests(fleet.base, 1))
-        assert fleet.pool.replicas[0].load.is_open and fleet.pool.num_resent == 0
-
-
-async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
-    """One connection breaks and the server is ill: the others do not wait for their time limit."""
-    stubs = [Stub(), Stub()]
-    async with pool(*stubs, max_in_flight=8) as fleet:
-        stubs[0].hang = True
-        async with asyncio.TaskGroup() as group:
-            call = group.create_task(fleet.sample(requests(fleet.base, 12)))
-            await stubs[0].wait_in_flight(2)
-            stubs[0].healthy = False
-            ill = fleet.pool.replicas[0]
-            fleet.pool.suspect(ill, "a connection broke")
-        assert len(call.result()) == 12
-        assert not ill.load.in_flight and not ill.load.is_open
-
-
-@pytest.mark.parametrize(
-    "answer", [[1], {"choices": "x"}, {"choices": [{"index": 0}]}, {"choices": [5]}]
-)
-async def test_garbage_is_an_error_of_that_request_alone(answer: object) -> None:
-    stub = Stub()
-    async with pool(stub) as fleet:
-        stub.garbage = [answer]
-        with pytest.raises(FleetError):
-            await fleet.sample(requests(fleet.base, 1))
-        assert len(await fleet.sample(requests(fleet.base, 3))) == 3
 
 
 def joined(deltas: Sequence[CompletionDelta], sample: int) -> tuple[object, ...]:

@@ -293,17 +293,6 @@ def test_other_flags_and_float32_without_adapters_are_fine() -> None:
     LaunchConfig(model="m", dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize(("given", "exported"), [("", "theirs"), ("own", "theirs"), ("", "")])
-async def test_the_key_of_a_server_is_known_to_whoever_asks_it(
-    given: str, exported: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", exported)
-    async with open_servers(CONFIG.model_copy(update={"api_key": given})) as [server]:
-        told = await ask(server.url)
-        assert server.config.api_key == (given or exported)
-        assert told["env"].get("VLLM_API_KEY", "") == server.config.api_key
-
-
 def test_gpus_are_left_to_a_trainer_and_counted_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,8")
     config = LaunchConfig(model="m", tensor_parallel=2, pipeline_parallel=2, spare_gpus=1)
@@ -330,6 +319,9 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     assert "--compilation-config" not in command_line(config, port=1)
     full = command_line(LaunchConfig(model="m", cuda_graphs="full"), port=1)
     assert '{"cudagraph_mode": "FULL"}' in full
+    soon = command_line(LaunchConfig(model="m", compile=False), port=1)
+    [chosen] = [json.loads(word) for word in soon if word.startswith("{")]
+    assert (chosen["mode"], chosen["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
     assert "rookery_vllm_plugin.whole_graphs.WorkerExtension" in full
     cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})

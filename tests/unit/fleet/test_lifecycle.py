@@ -6,24 +6,16 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fleet.adapters import make_small
-from fleet.stub import Stub, serve, until
+from fleet.stub import Stub, requests, serve, until
 
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.adapters.residency import ServedAdapters
 from rookery.fleet.routing.load import Call
-from rookery.types import ModelRef, SampleRequest, SamplingParams
+from rookery.types import SampleRequest, SamplingParams
 
 TOLD_S = 2.0
 """Far below every time limit of the fleet: what comes within it was not waited for."""
-
-
-def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
-    wanted = {"max_tokens": 1, "temperature": 1.0} | params
-    return [
-        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
-        for i in range(num)
-    ]
 
 
 async def test_closing_tells_callers_in_flight_and_waiting() -> None:
@@ -129,24 +121,6 @@ async def test_adapter_calls_do_not_wait_on_a_server_that_takes_none() -> None:
             await able.start()
 
 
-async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> None:
-    able, base_only = Stub(), Stub(routes=("/v1/completions",))
-    async with (
-        serve(able, base_only),
-        open_fleet(FleetConfig(urls=(able.url, base_only.url))) as fleet,
-    ):
-        ref = await fleet.load(make_small("a"))
-        able.hang = True
-        caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
-        await able.wait_in_flight(3)
-        await able.stop()
-        await until(lambda: not fleet.pool.replicas[0].load.is_open)
-        able.hang = False
-        await able.start()
-        async with asyncio.timeout(10):
-            assert len(await caller) == 3
-
-
 async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
     """vLLM answers 500 to everything until its process is gone; then there is nothing, then a new
     one."""
@@ -164,30 +138,6 @@ async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
         async with asyncio.timeout(10):
             assert len(await caller) == 32
         assert fleet.pool.num_resent == 32
-
-
-async def test_one_server_that_does_not_come_back_is_waited_for_in_vain() -> None:
-    stub = Stub()
-    async with (
-        serve(stub),
-        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=0.5)) as fleet,
-    ):
-        stub.crash()
-        async with asyncio.timeout(5):
-            with pytest.raises(FleetError, match=r"No server has been up for 0.5 s.*500"):
-                await fleet.sample(requests(fleet.base, 4))
-        stub.has_crashed = False
-
-
-async def test_a_server_that_was_given_up_is_not_waited_for() -> None:
-    stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
-        await stub.stop()
-        fleet.pool.replicas[0].is_given_up = True
-        async with asyncio.timeout(TOLD_S):
-            with pytest.raises(FleetError, match="No server is left"):
-                await fleet.sample(requests(fleet.base, 3))
-        await stub.start()
 
 
 async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() -> None:
@@ -240,3 +190,21 @@ async def test_a_fleet_that_is_cancelled_twice_leaves_no_adapters_on_servers() -
         with pytest.raises(asyncio.CancelledError):
             await using
         assert len(stub.unloads) == 5 and not stub.adapters
+
+
+async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> None:
+    able, base_only = Stub(), Stub(routes=("/v1/completions",))
+    async with (
+        serve(able, base_only),
+        open_fleet(FleetConfig(urls=(able.url, base_only.url))) as fleet,
+    ):
+        ref = await fleet.load(make_small("a"))
+        able.hang = True
+        caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
+        await able.wait_in_flight(3)
+        await able.stop()
+        await until(lambda: not fleet.pool.replicas[0].load.is_open)
+        able.hang = False
+        await able.start()
+        async with asyncio.timeout(10):
+            assert len(await caller) == 3

@@ -1,12 +1,8 @@
-"""Placing servers on a Ray cluster; tests of a real one are skipped where Ray is not installed."""
+"""Placing servers on a Ray cluster, without one."""
 
 import asyncio
 import importlib.util
-import json
-import os
-import signal
 import sys
-import urllib.request
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +13,6 @@ import pytest
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError
 from rookery.fleet.servers.ray_placement import place_on_ray
-from rookery.fleet.servers.registry import process_start
 from rookery.fleet.servers.settings import LaunchConfig, command_line, environment
 
 FAKE = Path(__file__).parent / "fake"
@@ -100,41 +95,3 @@ async def test_a_cluster_without_room_is_given_up_with_what_it_has(
     assert "2 nodes with 12 CPU (10 free, 8 on its largest node)" in said
     assert "8 GPU (3 free, 8 on its largest node)" in said and "Lower launch.replicas" in said
     assert cluster.calls == ["removed", "shutdown"]
-
-
-def _pid(url: str) -> int:
-    """The process of a server; 0 while it does not answer."""
-    try:
-        with urllib.request.urlopen(url + "/health") as answer:
-            return int(json.load(answer)["pid"])
-    except OSError:
-        return 0
-
-
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
-@pytest.mark.filterwarnings("ignore")
-async def test_servers_are_placed_started_again_and_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
-    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
-    config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=2)
-    async with place_on_ray(config, num=2, address="local") as placed:
-        told = []
-        for url in placed.urls:
-            with urllib.request.urlopen(url + "/health") as answer:  # noqa: ASYNC210
-                told.append(json.load(answer))
-        assert len(set(placed.urls)) == 2 and len(placed.api_key) > 20
-        assert all(process_start(t["pid"]) for t in told)
-        assert {t["env"]["VLLM_API_KEY"] for t in told} == {placed.api_key}
-        # Its next start fails, the one after that does not.
-        (tmp_path / placed.urls[0].rpartition(":")[2]).write_text("1")
-        os.kill(told[0]["pid"], signal.SIGKILL)
-        async with asyncio.timeout(60):
-            while (  # noqa: ASYNC110  other processes tell no event
-                again := await asyncio.to_thread(_pid, placed.urls[0])
-            ) in (0, told[0]["pid"]):
-                await asyncio.sleep(0.1)
-        told.append({"pid": again})
-    assert not any(process_start(t["pid"]) for t in told)

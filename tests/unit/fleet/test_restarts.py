@@ -5,19 +5,18 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fleet.stub import until
 
 from rookery.errors import FleetError
 from rookery.fleet.admin import up
 from rookery.fleet.servers import launch as launching
-from rookery.fleet.servers import upkeep
-from rookery.fleet.servers.launch import LocalServer, open_servers
+from rookery.fleet.servers.launch import LocalServer, keep_alive, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
-from rookery.fleet.servers.upkeep import keep_alive
 from rookery.runtime.guard import group_members
 
 FAKE = Path(__file__).parent / "fake"
@@ -45,12 +44,6 @@ async def kill(server: LocalServer) -> None:
     await server.wait_ended()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():  # noqa: ASYNC110  other processes tell no event
-            await asyncio.sleep(0.02)
-
-
 async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
     async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
         first, url = server.pid, server.url
@@ -72,19 +65,6 @@ async def test_restarts_that_fail_are_counted_and_spaced(tmp_path: Path) -> None
         assert time.monotonic() - began_s > 0.1 + 0.2
 
 
-async def test_a_server_is_given_up_when_its_restarts_are_used_up(
-    tmp_path: Path, state: Path
-) -> None:
-    async with open_servers(CONFIG) as [server]:
-        fail_next(server, tmp_path, times=3)
-        await kill(server)
-        with pytest.raises(FleetError, match="Given up after 3 restarts") as failed:
-            await server.restart()
-        assert "Tried to allocate 2.00 GiB" in str(failed.value)
-        assert not server.is_alive
-    assert find_registries(state) == []
-
-
 async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, state: Path) -> None:
     pair: list[LocalServer] = []
     is_ready = asyncio.Event()
@@ -100,7 +80,7 @@ async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, st
     for server in pair:
         fail_next(server, tmp_path, times=9)
     await kill(bad)
-    await until(lambda: "OutOfMemoryError" in bad.log.read_text())
+    await until(lambda: "OutOfMemoryError" in bad.log.read_text(), LIMIT_S)
     await bad.wait_ended()
     assert good.is_alive and not serving.done()
     await kill(good)
@@ -132,7 +112,7 @@ async def test_what_a_dead_server_leaves_running_is_ended_without_its_owner(
     async with open_servers(CONFIG) as [server]:
         [child] = set(group_members(server.pid)) - {server.pid}
         await kill(server)
-        await until(lambda: process_start(child) == "")
+        await until(lambda: process_start(child) == "", LIMIT_S)
 
 
 async def test_another_program_on_the_port_is_not_taken_for_the_server() -> None:
@@ -180,10 +160,10 @@ async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPa
         has_restarted.set()
 
     def hang_after(limit_s: float) -> None:
-        monkeypatch.setattr(upkeep, "HANG_S", limit_s)
+        monkeypatch.setattr(launching, "HANG_S", limit_s)
 
     monkeypatch.setattr(LocalServer, "restart", noted)
-    monkeypatch.setattr(upkeep, "HEALTH_S", 0.05)
+    monkeypatch.setattr(launching, "HEALTH_S", 0.05)
     monkeypatch.setattr(launching, "HEALTH_LIMIT_S", 0.5)
     monkeypatch.setattr(launching, "STOP_S", 0.3)
     hang_after(600.0)  # a server that answers late, since the machine is busy, does not hang
@@ -192,7 +172,7 @@ async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPa
         first = server.pid
         stop_group(first)
         hang_after(0.0)
-        await until(lambda: server.pid != first)
+        await until(lambda: server.pid != first, LIMIT_S)
         hang_after(600.0)
         async with asyncio.timeout(LIMIT_S):
             await has_restarted.wait()

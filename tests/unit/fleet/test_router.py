@@ -207,21 +207,6 @@ def test_no_more_calls_are_in_flight_than_there_are_connections() -> None:
     assert len(router.dispatch(2.0)) == 1
 
 
-def test_calls_wait_by_age_whatever_their_model() -> None:
-    replica = ReplicaLoad(name="s", window=1, max_loras=4)
-    router = Router([replica])
-    refs = [adapter(0), BASE, adapter(1), adapter(0), BASE, adapter(2), adapter(1)]
-    calls = [make_call(ref, at=0.1 * i) for i, ref in enumerate(refs)]
-    for call in calls:
-        router.add(call)
-    served = []
-    for tick in range(len(calls)):
-        [(call, _)] = router.dispatch(1.0 + tick)
-        served.append(call)
-        router.end(call, replica, 1.5 + tick, is_done=True)
-    assert served == calls
-
-
 def test_an_adapter_is_spread_only_when_its_home_is_full_for_long() -> None:
     a, b = (
         ReplicaLoad(name="a", window=2, max_loras=2),
@@ -359,22 +344,6 @@ def test_fewer_affinities_than_replicas_leave_none_idle() -> None:
     assert all(max(names.values()) >= 2 for names in places(placed).values())
 
 
-def test_a_slow_home_keeps_less() -> None:
-    slow, quick = (ReplicaLoad(name=name, window=100, max_loras=1) for name in ("slow", "quick"))
-    router = Router([slow, quick])
-    router.add(affine_call("x"))
-    [(call, home)] = router.dispatch(0.0)
-    other = quick if home is slow else slow
-    router.end(call, home, 9.0, is_done=True)
-    measured = affine_call(None)
-    other.begin(measured, 0.0)
-    router.end(measured, other, 1.0, is_done=True)
-    for _ in range(20):
-        router.add(affine_call("x", at=10.0))
-    names = places(router.dispatch(10.0))["x"]
-    assert names[home.name] == 2 and names[other.name] == 18
-
-
 def test_an_affinity_moves_when_its_home_is_lost() -> None:
     replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(3)]
     router = Router(replicas)
@@ -405,18 +374,6 @@ def test_homes_are_forgotten_and_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert router.num_affinities == 1
 
 
-def test_adapter_calls_keep_to_the_home_of_their_affinity() -> None:
-    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(2)]
-    router = Router(replicas)
-    for i in range(8):
-        call = make_call(adapter(0))
-        call.affinity = i % 2
-        router.add(call)
-    found = places(router.dispatch(0.0))
-    assert {name for names in found.values() for name in names} == {"s0", "s1"}
-    assert all(len(names) == 1 for names in found.values())
-
-
 def test_the_requests_of_an_affinity_share_calls() -> None:
     def num_prompts(num_servers: int, num_affinities: int, keys: list[object]) -> list[int]:
         entries = [Entry(BASE, Fields(), (1, i), key) for i, key in enumerate(keys)]
@@ -432,3 +389,34 @@ def test_the_requests_of_an_affinity_share_calls() -> None:
     assert num_prompts(8, 8, ["x"] * 40) == [32, 8]
     assert len(num_prompts(8, 3, ["x"] * 32)) >= 3, "three such chains keep eight servers busy"
     assert num_prompts(8, 8, [None] * 32) == [1] * 32
+
+
+def test_a_slow_home_keeps_less() -> None:
+    slow, quick = (ReplicaLoad(name=name, window=100, max_loras=1) for name in ("slow", "quick"))
+    router = Router([slow, quick])
+    router.add(affine_call("x"))
+    [(call, home)] = router.dispatch(0.0)
+    other = quick if home is slow else slow
+    router.end(call, home, 9.0, is_done=True)
+    measured = affine_call(None)
+    other.begin(measured, 0.0)
+    router.end(measured, other, 1.0, is_done=True)
+    for _ in range(20):
+        router.add(affine_call("x", at=10.0))
+    names = places(router.dispatch(10.0))["x"]
+    assert names[home.name] == 2 and names[other.name] == 18
+
+
+def test_calls_wait_by_age_whatever_their_model() -> None:
+    replica = ReplicaLoad(name="s", window=1, max_loras=4)
+    router = Router([replica])
+    refs = [adapter(0), BASE, adapter(1), adapter(0), BASE, adapter(2), adapter(1)]
+    calls = [make_call(ref, at=0.1 * i) for i, ref in enumerate(refs)]
+    for call in calls:
+        router.add(call)
+    served = []
+    for tick in range(len(calls)):
+        [(call, _)] = router.dispatch(1.0 + tick)
+        served.append(call)
+        router.end(call, replica, 1.5 + tick, is_done=True)
+    assert served == calls

@@ -15,10 +15,10 @@ from fleet.adapters import K, Q, make_small, write_model
 from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
-from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
+from rookery.fleet.adapters.fit import Fit, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import BufferFile, Spares, Staging, _layout, open_staging
-from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST, factor_view, open_buffer
+from rookery.fleet.adapters.staging import BufferFile, Staging, _layout, open_staging
+from rookery.fleet.vllm_plugin.buffer import MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
 
@@ -89,74 +89,6 @@ def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
     assert len(writes) == 20
 
 
-def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
-    with open_staging(tmp_path) as staging:
-        for seed in range(5):
-            ref = replace(REF, version=str(seed))
-            adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
-            folder = staging.buffer_folder(ref, adapter, dtype="float32")
-            manifest = json.loads((folder / MANIFEST).read_text())
-            memory = open_buffer(folder, manifest, ()).on(torch.device("cpu"))
-            name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
-            assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
-        names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
-        assert names == {".owner"}, "nothing is left beside the folders"
-
-
-def test_files_without_unnamed_ones_get_a_name_and_lose_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError("not here")
-        return opened(path, flags, mode)
-
-    opened = os.open
-    monkeypatch.setattr("rookery.fleet.adapters.staging.os.open", refuse)
-    file = BufferFile(tmp_path, 4096)
-    file.memory.fill_(7)
-    file.name(tmp_path / "a.bin")
-    other = BufferFile(tmp_path, 4096)
-    assert len(list(tmp_path.iterdir())) == 2
-    del file, other
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]
-
-
-def test_a_spare_is_taken_once_and_only_by_its_size() -> None:
-    made: list[int] = []
-
-    def make(size: int) -> list[list[int]]:
-        made.append(size)
-        return [[size]]
-
-    spares = Spares(make)
-    assert spares.take(3) == [3]
-    spares.refill(3)
-    first = spares.take(3)
-    assert first == [3] and made == [3, 3]
-    assert spares.take(3) is not first and made == [3, 3, 3]
-    spares.refill(3)
-    assert spares.take(4) == [4]
-    spares.close()
-
-
-def test_spares_made_together_are_all_taken_before_others_are_made() -> None:
-    made: list[int] = []
-
-    def make(size: int) -> list[tuple[int, int]]:
-        made.append(size)
-        return [(len(made), i) for i in range(3)]
-
-    spares = Spares(make)
-    taken = []
-    for _ in range(6):
-        taken.append(spares.take(7))
-        spares.refill(7)
-    assert sorted(taken) == [(batch, i) for batch in (1, 2) for i in range(3)]
-    spares.close()
-    assert spares.take(8) not in taken, "of another size, none is left"
-
-
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
     other = replace(REF, version="3fa9.float32.buffers")
     with open_staging(tmp_path) as staging:
@@ -212,38 +144,6 @@ def test_unknown_dtypes_and_places_are_refused(tmp_path: Path) -> None:
     refused = pytest.raises(AdapterError, match=r"on meta.*in_place: false")
     with open_staging(tmp_path, in_place=True) as staging, refused:
         staging.buffer_folder(REF, replace(elsewhere, factors=factors), dtype="float32")
-
-
-def test_adapters_in_memory_go_as_files_where_others_are_read_in_place(tmp_path: Path) -> None:
-    with open_staging(tmp_path, in_place=True) as staging:
-        folder = staging.buffer_folder(REF, make_small("a"), dtype="float32")
-        assert (folder / BUFFER).stat().st_size > 0
-
-
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [3, 64], ids=["padded", "without padding"])
-@pytest.mark.parametrize("scales", [(1.7, 1.7), (1.7, 0.3)], ids=["one scale", "two"])
-def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
-    own: torch.dtype, rank: int, scales: tuple[float, float]
-) -> None:
-    made = make_small("a", seed=3, rank=rank)
-    adapter = replace(
-        made,
-        factors={
-            name: LoraFactors(a=lora.a.to(own), b=lora.b.to(own), scale=scale)
-            for (name, lora), scale in zip(made.factors.items(), scales, strict=True)
-        },
-    )
-    on_gpu = _layout(adapter, "bfloat16", is_on_host=False)
-    memory = torch.zeros(on_gpu.num_bytes, dtype=torch.uint8)
-    on_gpu.fill_scaled(memory)
-    numbers = memory.view(torch.bfloat16)
-    for name, own_rank, size_in, size_out, at_a, at_b in on_gpu.layers:
-        lora = adapter.factors[name]
-        a = factor_view(numbers, at_a, (own_rank, size_in))
-        b = factor_view(numbers, at_b, (size_out, own_rank))
-        assert torch.equal(a, lora.a.to(torch.bfloat16))
-        assert torch.equal(b, (lora.b * lora.scale).to(torch.bfloat16))
 
 
 def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
@@ -306,13 +206,68 @@ def test_layers_are_sent_by_the_names_of_the_weight_files(given: str, of_files: 
         check_fit(adapter, replace(fit, shapes=two))
 
 
-def test_base_models_are_known_by_their_last_part() -> None:
-    assert base_names("/models/Tiny/", "org/tiny", "") == {"tiny"}
-
-
 def test_layers_that_the_servers_do_not_adapt_are_refused() -> None:
     fit = Fit(base_names=frozenset({"tiny"}), max_rank=8, shapes={}, targets=("q_proj", "k_proj"))
     adapter = replace(make_small("a"), base="tiny")
     check_fit(adapter, fit)
     with pytest.raises(AdapterError, match=r"adapt only q_proj: add its kind"):
         check_fit(adapter, replace(fit, targets=("q_proj",)))
+
+
+def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
+    with open_staging(tmp_path) as staging:
+        for seed in range(5):
+            ref = replace(REF, version=str(seed))
+            adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
+            folder = staging.buffer_folder(ref, adapter, dtype="float32")
+            manifest = json.loads((folder / MANIFEST).read_text())
+            memory = open_buffer(folder, manifest, ()).on(torch.device("cpu"))
+            name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
+            assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
+        names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
+        assert names == {".owner"}, "nothing is left beside the folders"
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [3, 64], ids=["padded", "without padding"])
+@pytest.mark.parametrize("scales", [(1.7, 1.7), (1.7, 0.3)], ids=["one scale", "two"])
+def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
+    own: torch.dtype, rank: int, scales: tuple[float, float]
+) -> None:
+    made = make_small("a", seed=3, rank=rank)
+    adapter = replace(
+        made,
+        factors={
+            name: LoraFactors(a=lora.a.to(own), b=lora.b.to(own), scale=scale)
+            for (name, lora), scale in zip(made.factors.items(), scales, strict=True)
+        },
+    )
+    on_gpu = _layout(adapter, "bfloat16", is_on_host=False)
+    memory = torch.zeros(on_gpu.num_bytes, dtype=torch.uint8)
+    on_gpu.fill_scaled(memory)
+    numbers = memory.view(torch.bfloat16)
+    for name, own_rank, size_in, size_out, at_a, at_b in on_gpu.layers:
+        lora = adapter.factors[name]
+        a = factor_view(numbers, at_a, (own_rank, size_in))
+        b = factor_view(numbers, at_b, (size_out, own_rank))
+        assert torch.equal(a, lora.a.to(torch.bfloat16))
+        assert torch.equal(b, (lora.b * lora.scale).to(torch.bfloat16))
+
+
+def test_files_without_unnamed_ones_get_a_name_and_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError("not here")
+        return opened(path, flags, mode)
+
+    opened = os.open
+    monkeypatch.setattr("rookery.fleet.adapters.staging.os.open", refuse)
+    file = BufferFile(tmp_path, 4096)
+    file.memory.fill_(7)
+    file.name(tmp_path / "a.bin")
+    other = BufferFile(tmp_path, 4096)
+    assert len(list(tmp_path.iterdir())) == 2
+    del file, other
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]

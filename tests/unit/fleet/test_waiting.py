@@ -46,15 +46,6 @@ async def test_it_fails_when_no_server_comes_back(ask: Ask) -> None:
         await stub.start()
 
 
-async def test_another_server_takes_the_adapter_at_once() -> None:
-    stubs = Stub(), Stub()
-    async with serve(*stubs), open_fleet(FleetConfig(urls=tuple(s.url for s in stubs))) as fleet:
-        await stubs[0].stop()
-        ref = await asyncio.wait_for(fleet.load(make_small("a")), 10)
-        assert stubs[1].loads[fleet.wire_name(ref)] == 1
-        await stubs[0].start()
-
-
 async def test_a_load_that_servers_die_of_is_sent_twice_at_most() -> None:
     stub = Stub(dies_of_loads=True)
     async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:

@@ -382,16 +382,6 @@ async def test_what_is_left_behind(genome: Genome, tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rank": 65}, ConfigError, "rank is 65, and the engine takes adapters up to rank 64"),
     ({"floors": {"third": 0.5}}, ConfigError, "floors names 'third'"),
-    (
-        {"stages": [{"type": "ga", "islands": {"num_islands": 9}}]},
-        ConfigError,
-        "9 islands and 4 candidates",
-    ),
-    (
-        {"stages": [{"type": "ga", "archive": {"features": [{"name": "x"}]}}]},
-        ConfigError,
-        "archive.features names 'x'",
-    ),
 ]
 
 

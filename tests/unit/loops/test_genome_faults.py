@@ -16,6 +16,7 @@ from fleet.stub import Stub, serve
 from forked import forked
 from loops import evolution
 from loops.evolution import Faulty, Genome, Inputs, clockless, run_evolution
+from marks import long
 
 from rookery.errors import FleetDownError
 from rookery.fleet import FleetConfig, open_fleet
@@ -25,14 +26,6 @@ from rookery.slots import SlottedModel
 from rookery.testing import FakeObserver
 
 RACE = {"enabled": True, "block": 4}
-EMITTERS: dict[str, Any] = {
-    "type": "ga", "generations": 2,
-    "population": {"size": 4, "children": {"count": 9, "operators": [
-        {"type": "crossover", "share": 2},
-        {"type": "es", "share": 3, "patience": 1},
-        {"type": "cmaes", "share": 4},
-    ]}},
-}  # fmt: skip
 SUMS: list[dict[str, Any]] = [
     {"type": "random", "count": 6},
     {"type": "cmaes", "generations": 1, "population": 3, "unit": "block"},
@@ -46,7 +39,6 @@ STEPS: list[dict[str, Any]] = [
 ]
 STAGES: dict[str, dict[str, Any]] = {
     "drawn": {},
-    "emitters": {"stages": [EMITTERS]},
     "sums": {"stages": SUMS},
 }
 
@@ -140,7 +132,7 @@ def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "sums"), ("c", "emitters")])
+@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "sums")])
 async def test_faults_and_kills_anywhere_change_nothing(
     inputs: Inputs,
     tiny_model: SlottedModel,
@@ -170,7 +162,7 @@ async def test_faults_and_kills_anywhere_change_nothing(
         assert decided(run) == events
 
 
-@pytest.mark.parametrize("phase", ["es 3", "es 5", "surrogate 6", "surrogate 7"])
+@pytest.mark.parametrize("phase", ["es 5", "surrogate 6"])
 async def test_a_run_killed_inside_a_stage_goes_on_there(
     inputs: Inputs,
     tiny_model: SlottedModel,
@@ -284,7 +276,7 @@ async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(
     assert clockless(resumed) == clockless(expected)
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", ["drawn", pytest.param("sums", marks=long)])
 def test_kill_9_at_random_moments_changes_nothing(
     inputs: Inputs, tmp_path: Path, scored_badly: dict[str, Any], stages: str
 ) -> None:
@@ -307,6 +299,4 @@ def test_kill_9_at_random_moments_changes_nothing(
         reports = [
             clockless(parse_genome_report(run.read_json("report.json"))) for run in (whole, killed)
         ]
-        num_states = sum(1 for _ in whole.events("emitter"))
     assert reports[0] == reports[1]
-    assert num_states == (2 * 2 if stages == "emitters" else 0)

@@ -70,20 +70,6 @@ metrics = {'cwd': os.getcwd(), 'file': evaluation_module.__file__}
     assert outcome.output_tail == "/tmp\n"
 
 
-async def test_many_callers_take_turns(sandbox: Sandbox) -> None:
-    texts = [f"metrics = {{'s': {number}}}" for number in range(8)]
-    outcomes = await asyncio.gather(*map(sandbox.evaluate, texts))
-    assert [outcome.metrics["s"] for outcome in outcomes] == list(range(8))
-
-
-async def test_descriptors_do_not_leak(sandbox: Sandbox) -> None:
-    await sandbox.evaluate("metrics = {'s': 1.0}")
-    before = set(os.listdir("/proc/self/fd"))
-    for text in ("metrics = {'s': 1.0}", "import os; os._exit(1)"):
-        await sandbox.evaluate(text)
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
 async def test_a_timeout_ends_the_candidate_only(tmp_path: Path) -> None:
     file = tmp_path / "evaluator.py"
     file.write_text(
@@ -160,3 +146,17 @@ async def test_unsafe_is_taken_when_named_only() -> None:
     assert (await choose_backend(CONFIG)).backend == "unsafe"
     with pytest.raises(SandboxError, match="choose"):
         Sandbox(SandboxConfig(), EvaluatorConfig(file=Path("evaluator.py")))
+
+
+async def test_many_callers_take_turns(sandbox: Sandbox) -> None:
+    texts = [f"metrics = {{'s': {number}}}" for number in range(8)]
+    outcomes = await asyncio.gather(*map(sandbox.evaluate, texts))
+    assert [outcome.metrics["s"] for outcome in outcomes] == list(range(8))
+
+
+async def test_descriptors_do_not_leak(sandbox: Sandbox) -> None:
+    await sandbox.evaluate("metrics = {'s': 1.0}")
+    before = set(os.listdir("/proc/self/fd"))
+    for text in ("metrics = {'s': 1.0}", "import os; os._exit(1)"):
+        await sandbox.evaluate(text)
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -149,12 +149,12 @@ def anneal(oracle: Oracle, constraints: Constraints, *, num_items: int, seed: in
     return state
 
 
-@pytest.mark.parametrize("num_items", [8, 10, 12])
-def test_annealing_ends_at_the_exhaustive_optimum(num_items: int) -> None:
-    """The mean signed log-odds of exclusive pairs: the best of three chains, in 11 of 12 seeds.
+def test_annealing_ends_at_the_exhaustive_optimum() -> None:
+    """The mean signed log-odds of exclusive pairs: the best of three chains, in 5 of 6 seeds.
 
     One chain alone ends in the inverse concept about one time in ten.
     """
+    num_items = 10
     pairs = [Exclusive(members=(i, i + 1), label=0, is_exact=True) for i in range(0, num_items, 2)]
     constraints = Constraints(pairs, num_items=num_items, num_labels=2)
     consistent = [
@@ -162,7 +162,7 @@ def test_annealing_ends_at_the_exhaustive_optimum(num_items: int) -> None:
         for firsts in product((0, 1), repeat=num_items // 2)
     ]
     found = 0
-    for seed in range(12):
+    for seed in range(6):
         oracle = Oracle(num_items, seed)
         chains = [
             anneal(oracle, constraints, num_items=num_items, seed=stream_seed(seed, "chain", chain))
@@ -170,4 +170,4 @@ def test_annealing_ends_at_the_exhaustive_optimum(num_items: int) -> None:
         ]
         best = max(chains, key=lambda state: state.best_utility)
         found += best.best_labels == max(consistent, key=oracle.utility)
-    assert found >= 11
+    assert found >= 5

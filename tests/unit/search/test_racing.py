@@ -321,12 +321,11 @@ def test_weights_make_the_score_the_mean_of_the_sources() -> None:
     assert set(race.rewards["a"]) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("keep", [1, 10])
-def test_many_candidates_are_compared_with_the_best_ones_only(keep: int) -> None:
-    rng = stream(5)
+def test_many_candidates_are_compared_with_the_best_ones_only() -> None:
+    keep, rng = 10, stream(5)
     accuracies = (0.3 + 0.3 * rng.random(200)).tolist()
     config = RaceConfig(confidence=0.9, block=10, keep=keep)
-    wrong, members, used, num_races = 0, 0, 0, 10
+    wrong, members, used, num_races = 0, 0, 0, 3
     for seed in range(num_races):
         rewards = right_or_wrong(accuracies, count=120, seed=seed)
         total = {id: sum(row.values()) for id, row in rewards.items()}

@@ -162,6 +162,17 @@ class Client:
         assert result == {"type": "create_model", "model_id": reply["model_id"]}
         return str(reply["model_id"])
 
+    async def sampler(self, session_id: str = "") -> str:
+        """A sampling session of the base model."""
+        session_id = session_id or await self.session()
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "fake"}
+        return str((await self.post("create_sampling_session", body))["sampling_session_id"])
+
+    async def save(self, model_id: str, seq: int, name: str, **more: Any) -> str:
+        """A checkpoint's path."""
+        body = {"model_id": model_id, "seq_id": seq, "path": name, **more}
+        return str((await self.result(await self.post("save_weights", body)))["path"])
+
     async def train(self, body: bytes, *, status: int = 200, **headers: str) -> dict[str, Any]:
         response = await self.send(
             "POST", "/api/v1/forward_backward", content=body, headers={**PROTO, **headers}

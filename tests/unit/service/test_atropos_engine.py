@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -14,9 +14,8 @@ from service.tenants import WordCodec
 from rookery.environments.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
 from rookery.service.atropos.engine import make_router
 from rookery.service.fair_queue import FairSemaphore
-from rookery.service.work import Refusal
 from rookery.testing import FakeSampler
-from rookery.types import Completion, ModelRef, SampleRequest, TokenIds
+from rookery.types import ModelRef, TokenIds
 
 
 class SlowCodec(WordCodec):
@@ -85,56 +84,8 @@ async def test_long_prompts_are_read(path: str) -> None:
         assert answer.status_code == 200 and str(prompt)[:60] in answer.text
 
 
-async def test_half_a_character_is_refused() -> None:
-    async with asking(WordCodec()) as client:
-        headers = {"Content-Type": "application/json"}
-        with pytest.raises(Refusal, match="half of a character"):
-            await client.post("/generate", content=b'{"prompt":"\\ud800"}', headers=headers)
-
-
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "prompt_logprobs"])
 async def test_numbers_that_no_server_holds_are_refused(name: str) -> None:
     async with asking(WordCodec()) as client:
         answer = await client.post("/generate", json={"prompt": [5], name: 10**30})
         assert answer.status_code == 422 and "less than or equal to 2147483647" in answer.text
-
-
-class WaitingEngine(Engine):
-    """Draws until it is told to end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = asyncio.Event()
-        self.has_ended = False
-
-    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.has_ended = True
-        return await super().sample(requests)
-
-
-async def test_nothing_is_drawn_for_who_has_gone() -> None:
-    engine = WaitingEngine()
-    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), samples=SampleIndex())
-    app = FastAPI()
-    app.include_router(make_router(side))
-    scope = {
-        "type": "http", "method": "POST", "path": "/generate", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-    received = [{"type": "http.request", "body": b'{"prompt": [5]}'}]
-
-    async def receive() -> dict[str, Any]:
-        if received:
-            return received.pop()
-        await engine.begun.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None: ...
-
-    async with asyncio.timeout(30):
-        await app(scope, receive, send)
-    assert engine.has_ended

@@ -16,7 +16,6 @@ from service.tenants import (
     Client,
     FakeEngine,
     FakeFolders,
-    HeldTrainer,
     crashed_copy,
     fake_backend,
     serve,
@@ -26,7 +25,6 @@ from service.tenants import (
 from rookery.errors import AdapterError
 from rookery.service.config import ServiceConfig
 from rookery.service.routes.plain import FILES
-from rookery.service.work import Command
 from rookery.types import ModelRef
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -41,10 +39,7 @@ async def belongings(ada: Client) -> dict[str, str]:
     """One of everything, by the letter that the attacks name it with."""
     session = await ada.session()
     model = await ada.model(session)
-    save = {"model_id": model, "seq_id": 1, "path": "ck"}
-    path = (await ada.result(await ada.post("save_weights", save)))["path"]
-    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-    sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+    path, sampler_id = await ada.save(model, 1, "ck"), await ada.sampler(session)
     body = {"prompt": PROMPT, "sampling_session_id": sampler_id, "seq_id": 0}
     request = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
     adapter = await ada.post("adapters", UPLOAD, status=201)
@@ -201,35 +196,35 @@ async def test_no_path_of_the_server_is_told(tmp_path: Path) -> None:
         assert str(tmp_path) not in json.dumps(answer)
 
 
-@pytest.mark.parametrize(
-    ("content", "headers"),
-    [
-        (pickle.dumps({"model_id": "x"}), {"content-type": "application/python-pickle"}),
-        (pickle.dumps([1, 2]), PROTO),
-        (b"\xff" * 100, PROTO),
-        (b"[" * 100_000, {"content-type": "application/json"}),
-        (b'{"model_id": NaN}', {"content-type": "application/json"}),
-        (b"null", {"content-type": "application/json"}),
-        (b'{"train_request": {"data": [{}]}, "model_id": 3}', {"content-type": "application/json"}),
-        (b"\x28\xb5\x2f\xfd\xff\xff\xff", {**PROTO, "content-encoding": "zstd"}),
-        (b"", {**PROTO, "content-encoding": "gzip"}),
-        (
-            zstandard.ZstdCompressor().compress(pickle.dumps(3)),
-            {**PROTO, "content-encoding": "zstd"},
-        ),
-    ],
-)
-async def test_bodies_that_are_nothing_are_refused(
-    tmp_path: Path, content: bytes, headers: dict[str, str]
-) -> None:
+NOTHING: list[tuple[bytes, dict[str, str]]] = [
+    (pickle.dumps({"model_id": "x"}), {"content-type": "application/python-pickle"}),
+    (pickle.dumps([1, 2]), PROTO),
+    (b"\xff" * 100, PROTO),
+    (b"[" * 100_000, {"content-type": "application/json"}),
+    (b'{"model_id": NaN}', {"content-type": "application/json"}),
+    (b"null", {"content-type": "application/json"}),
+    (b'{"train_request": {"data": [{}]}, "model_id": 3}', {"content-type": "application/json"}),
+    (b"\x28\xb5\x2f\xfd\xff\xff\xff", {**PROTO, "content-encoding": "zstd"}),
+    (b"", {**PROTO, "content-encoding": "gzip"}),
+    (
+        zstandard.ZstdCompressor().compress(pickle.dumps(3)),
+        {**PROTO, "content-encoding": "zstd"},
+    ),
+]
+
+
+async def test_bodies_that_are_nothing_are_refused(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        for path in ("forward_backward", "forward", "optim_step", "asample", "create_session"):
-            response = await ada.send("POST", f"/api/v1/{path}", content=content, headers=headers)
-            is_refused = 400 <= response.status_code < 500
-            assert is_refused or path == "create_session", (path, response.text)
-            assert response.status_code < 500
-        assert (await ada.session()).startswith("session-")
+        for content, headers in NOTHING:
+            for path in ("forward_backward", "forward", "optim_step", "asample", "create_session"):
+                response = await ada.send(
+                    "POST", f"/api/v1/{path}", content=content, headers=headers
+                )
+                is_refused = 400 <= response.status_code < 500
+                assert is_refused or path == "create_session", (path, response.text)
+                assert response.status_code < 500
+            assert (await ada.session()).startswith("session-")
 
 
 HALF = '"\\ud800"'
@@ -240,81 +235,46 @@ STEP = '{"model_id": "M", "seq_id": 1, "adam_params": {}, "optimizer_params": {"
 FORWARD = '{"model_id": "M", "seq_id": 1, "forward_backward_input": {"data": [%s], "loss_fn": %s}}'
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "sentence"),
-    [
-        ("/api/v1/create_session", f'{{"tags": [{HALF}]}}', "half of a character"),
-        ("/api/v1/create_session", f'{{"user_metadata": {{"k": {DEEP}}}}}', "cannot be stored"),
-        ("/api/v1/create_session", b'{"sdk_version": "\xed\xa0\x80"}', "half of a character"),
-        ("/api/v1/sample", f'{{"prompts": [{HALF}]}}', "half of a character"),
-        ("/v1/completions", f'{{"model": "fake", "prompt": {HALF}}}', "half of a character"),
-        ("/tokenize", f'{{"prompt": {HALF}}}', "half of a character"),
-        ("/v1/unload_lora_adapter", f'{{"lora_name": {HALF}}}', "half of a character"),
-        ("/v1/load_lora_adapter", '{"lora_name": "a", "lora_path": "\\u0000"}', "null character"),
-        ("/api/v1/optim_step", STEP % ("[" * 220 + "]" * 220), "nested too deeply"),
-        ("/api/v1/forward_backward", FORWARD % (DATUM % "[1]", HALF), "half of a character"),
-        ("/api/v1/forward_backward", FORWARD % (DATUM % "5", '"cross_entropy"'), "not a datum"),
-        ("/api/v1/forward_backward", FORWARD % (DATUM % "[[5]]", '"cross_entropy"'), "not a datum"),
-    ],
-)
-async def test_text_that_cannot_be_kept_is_refused_with_a_sentence(
-    tmp_path: Path, path: str, body: str | bytes, sentence: str
-) -> None:
+UNKEPT: list[tuple[str, str | bytes, str]] = [
+    ("/api/v1/create_session", f'{{"tags": [{HALF}]}}', "half of a character"),
+    ("/api/v1/create_session", f'{{"user_metadata": {{"k": {DEEP}}}}}', "cannot be stored"),
+    ("/api/v1/create_session", b'{"sdk_version": "\xed\xa0\x80"}', "half of a character"),
+    ("/api/v1/sample", f'{{"prompts": [{HALF}]}}', "half of a character"),
+    ("/v1/completions", f'{{"model": "fake", "prompt": {HALF}}}', "half of a character"),
+    ("/tokenize", f'{{"prompt": {HALF}}}', "half of a character"),
+    ("/v1/unload_lora_adapter", f'{{"lora_name": {HALF}}}', "half of a character"),
+    ("/v1/load_lora_adapter", '{"lora_name": "a", "lora_path": "\\u0000"}', "null character"),
+    ("/api/v1/optim_step", STEP % ("[" * 220 + "]" * 220), "nested too deeply"),
+    ("/api/v1/forward_backward", FORWARD % (DATUM % "[1]", HALF), "half of a character"),
+    ("/api/v1/forward_backward", FORWARD % (DATUM % "5", '"cross_entropy"'), "not a datum"),
+    ("/api/v1/forward_backward", FORWARD % (DATUM % "[[5]]", '"cross_entropy"'), "not a datum"),
+]
+
+
+async def test_text_that_cannot_be_kept_is_refused_with_a_sentence(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        model = await ada.model(await ada.session())
-        content = body.replace('"M"', f'"{model}"').encode() if isinstance(body, str) else body
-        headers = {"content-type": "application/json"}
-        response = await ada.send("POST", path, content=content, headers=headers)
-        assert response.status_code in (400, 422), response.text
-        assert sentence in response.json()["error"]
-        whole = {"tags": ["\U0001f600", "\ud7a3"]}  # both have the bytes of a half somewhere
-        assert "session_id" in await ada.post("create_session", whole)
+        for path, body, sentence in UNKEPT:
+            model = await ada.model(await ada.session())
+            content = body.replace('"M"', f'"{model}"').encode() if isinstance(body, str) else body
+            headers = {"content-type": "application/json"}
+            response = await ada.send("POST", path, content=content, headers=headers)
+            assert response.status_code in (400, 422), response.text
+            assert sentence in response.json()["error"]
+            whole = {"tags": ["\U0001f600", "\ud7a3"]}  # both have the bytes of a half somewhere
+            assert "session_id" in await ada.post("create_session", whole)
 
 
-async def test_a_bomb_costs_no_more_than_the_limit(tmp_path: Path) -> None:
+ODD: list[Any] = [-1, 0, 2**63, 2**70, "1", 1.5, None, [1]]
+
+
+async def test_odd_numbers_do_not_harm_a_model(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        layers = zstandard.ZstdCompressor().compress(b"\0" * (200 << 20))
-        assert len(layers) < 1 << 16
-        answer = await ada.train(layers, status=413, **{"content-encoding": "zstd"})
-        assert "larger than" in answer["error"]
-
-
-@pytest.mark.parametrize("seq", [-1, 0, 2**63, 2**70, "1", 1.5, None, [1]])
-async def test_odd_numbers_do_not_harm_a_model(tmp_path: Path, seq: Any) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1.0}}
-        response = await ada.send("POST", "/api/v1/optim_step", json=body)
-        taken = response.status_code == 200  # without a number it is the next one
-        assert taken or 400 <= response.status_code < 500, response.text
-        await ada.outputs(await ada.train(train_body(model, 2 if taken else 1)))
-
-
-async def test_a_step_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
-    """It shares a call of the trainer with the step of another tenant."""
-    trainer = HeldTrainer()
-    async with serve(
-        tmp_path / "run", backend=fake_backend(trainer), key_file=tmp_path / "keys.json"
-    ) as served:
-        ada, bob = served.client("ada"), served.client("bob")
-        models = [await ada.model(await ada.session()), await bob.model(await bob.session())]
-        await bob.train(train_body(models[1], 1))
-        await trainer.entered.wait()
-        broken = Command(
-            kind="optim_step",
-            id="req-broken",
-            tenant="ada",
-            time=0.0,
-            body=b"[",
-            owner=models[0],
-            base_model="fake",
-            seq=1,
-        )
-        replies = [await served.service.accept(broken), await bob.step(models[1], 2)]
-        trainer.may_go.set()
-        assert "Reading the request failed" in (await ada.result(replies[0]))["error"]
-        assert (await bob.result(replies[1]))["metrics"] == {"value:mean": 3.0}
-        assert trainer.calls == [[models[1]], [models[1]]]
+        for seq in ODD:
+            model = await ada.model(await ada.session())
+            body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1.0}}
+            response = await ada.send("POST", "/api/v1/optim_step", json=body)
+            taken = response.status_code == 200  # without a number it is the next one
+            assert taken or 400 <= response.status_code < 500, response.text
+            await ada.outputs(await ada.train(train_body(model, 2 if taken else 1)))

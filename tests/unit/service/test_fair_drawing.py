@@ -39,14 +39,10 @@ async def test_draws_at_every_position_are_given_in_slices(tmp_path: Path) -> No
     config = ServiceConfig(samples_in_flight=8)
     async with serve(tmp_path / "run", backend=backend, config=config) as served:
         ada = served.client()
-        created = {"session_id": await ada.session(), "base_model": "fake"}
-        sampler = await ada.post(
-            "create_sampling_session", {**created, "sampling_session_seq_id": 0}
-        )
         tokens = list(range(5, 45))
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-            "sampling_session_id": sampler["sampling_session_id"],
+            "sampling_session_id": await ada.sampler(),
             "seq_id": 0,
             "sampling_params": {"max_tokens": 1, "seed": 1},
             "prompt_alt_tokens_k": 4,
@@ -104,9 +100,7 @@ async def test_long_scores_are_written_beside_the_event_loop(tmp_path: Path) -> 
     backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
     async with serve(tmp_path / "run", backend=backend) as served:
         ada = served.client()
-        sampler = {"session_id": await ada.session(), "base_model": "fake"}
-        reply = await ada.post("create_sampling_session", {**sampler, "sampling_session_seq_id": 0})
-        asked = {"sampling_session_id": reply["sampling_session_id"], "tokens": [5, 6, 7]}
+        asked = {"sampling_session_id": await ada.sampler(), "tokens": [5, 6, 7]}
         scored = await ada.result(await ada.post("score", {**asked, "top_logprobs": 1}))
     assert scored["top_logprobs"] == [[[5, -0.5]]] * 3
     assert NotedRow.threads and threading.get_ident() not in NotedRow.threads

@@ -1,7 +1,6 @@
 """Fair between tenants by tokens, and turns of limited width."""
 
 import asyncio
-import random
 import time
 
 from rookery.service.fair_queue import FairQueue, FairSemaphore
@@ -57,25 +56,6 @@ def test_place_and_removal() -> None:
     assert queue.remove("b")
     assert drained(queue) == ["a", "c"]
     assert queue.place("c") is None
-
-
-def test_places_count_the_part_of_every_line_that_comes_first() -> None:
-    rng, queue = random.Random(0), FairQueue[str]()
-    lines: dict[str, list[str]] = {f"t{number}": [] for number in range(5)}
-    for number in range(60):
-        tenant = f"t{rng.randrange(5)}"
-        queue.put(f"i{number}", tenant=tenant, tokens=rng.randint(1, 9))
-        lines[tenant].append(f"i{number}")
-    for _ in range(40):
-        for own, line in lines.items():
-            for ahead, name in enumerate(line):
-                others = [len(other) for tenant, other in lines.items() if tenant != own]
-                place = queue.place(name)
-                assert place is not None
-                assert place.ahead == ahead + sum(min(num, ahead + 1) for num in others)
-        taken = queue.take()
-        [line] = [line for line in lines.values() if taken in line]
-        assert line.pop(0) == taken
 
 
 def test_thousands_of_tenants_cost_each_other_nothing() -> None:

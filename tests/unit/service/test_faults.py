@@ -25,8 +25,6 @@ from rookery.errors import RunError
 from rookery.runs import journal
 from rookery.service import drawing
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.records import Checkpoint
-from rookery.service.state import State
 from rookery.types import SampleRequest, TokenIds
 
 
@@ -34,10 +32,7 @@ async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         model = await ada.model(await ada.session())
-        paths = []
-        for seq, name in enumerate(("a", "b"), start=1):
-            save = {"model_id": model, "seq_id": seq, "path": name}
-            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        paths = [await ada.save(model, seq, name) for seq, name in ((1, "a"), (2, "b"))]
         first = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
         assert (await ada.send("POST", f"{first}/publish")).status_code == 204
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
@@ -70,18 +65,6 @@ async def test_a_result_whose_answer_was_lost_is_there_after_a_restart(tmp_path:
         first = await ada.outputs(reply)
     async with serve(tmp_path / "run") as served:
         assert await served.client().outputs(reply) == first
-
-
-async def test_a_copy_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        session = await ada.session()
-        model = await ada.model(session)
-        save = {"model_id": model, "seq_id": 1, "path": "a"}
-        path = (await ada.result(await ada.post("save_weights", save)))["path"]
-        copy = {"source_path": path, "session_id": session, "model_seq_id": 7}
-        first = await ada.post("copy_weights", copy)
-        assert await ada.post("copy_weights", copy) == first
 
 
 class FullDisk:
@@ -127,12 +110,7 @@ async def test_an_answer_too_large_for_the_journal_is_a_failure_of_its_own(
     monkeypatch.setattr(drawing, "ANSWER_MIB", 2000 / 2**20)
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = {
-            "session_id": await ada.session(),
-            "sampling_session_seq_id": 0,
-            "base_model": "fake",
-        }
-        sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+        sampler_id = await ada.sampler()
         sample = {
             "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
             "sampling_session_id": sampler_id,
@@ -225,39 +203,6 @@ async def test_texts_are_tokenized_beside_the_event_loop(tmp_path: Path) -> None
     assert threading.main_thread() not in codec.threads
 
 
-class HeldCodec(WordCodec):
-    """Tokenizes when it is let go."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def encode(self, text: str) -> TokenIds:
-        self.go.wait(timeout=60)
-        return super().encode(text)
-
-
-async def test_long_texts_of_one_tenant_leave_threads_to_others(tmp_path: Path) -> None:
-    codec = HeldCodec()
-    backend = replace(fake_backend(), codec=codec)
-    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "k") as served:
-        ada, bob = served.client("ada"), served.client("bob")
-        async with asyncio.TaskGroup() as group:
-            for _ in range(64):
-                group.create_task(ada.send("POST", "/tokenize", json={"prompt": "5"}))
-            sampler = {"session_id": await bob.session(), "sampling_session_seq_id": 0}
-            made = await bob.post("create_sampling_session", {**sampler, "base_model": "fake"})
-            sample = {
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
-                "sampling_session_id": made["sampling_session_id"],
-                "sampling_params": {"max_tokens": 1},
-            }
-            try:
-                async with asyncio.timeout(10):
-                    await bob.samples(await bob.post("asample", sample))
-            finally:
-                codec.go.set()
-
-
 class ThreadCodec(WordCodec):
     """Notes in which threads it works."""
 
@@ -273,61 +218,6 @@ class ThreadCodec(WordCodec):
         return super().decode(tokens)
 
 
-async def test_uploads_of_one_tenant_hold_up_neither_snapshots_nor_others(tmp_path: Path) -> None:
-    """Only one of them is between its files and its name at a time."""
-    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
-        ada, bob, service = served.client("ada"), served.client("bob"), served.service
-        order: list[str] = []
-
-        async def upload(client: Client, name: str) -> None:
-            config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
-            body = {"adapter_id": name, "adapter_config": config, "adapter_model": "AAAA"}
-            await client.post("adapters", body, status=201)
-            order.append(name)
-
-        async def snapshot() -> None:
-            await service.snapshot()
-            order.append("snapshot")
-
-        async with asyncio.TaskGroup() as group:
-            async with service.blob_lock:
-                for place in range(6):
-                    group.create_task(upload(ada, f"ada{place}"))
-                await until(lambda: service.uploads.num_waiting == 5)
-                group.create_task(upload(bob, "bob"))
-                await until(lambda: service.uploads.num_waiting == 6)
-                saving = group.create_task(snapshot())
-                await until(lambda: service.context.metrics.snapshots._value.get())
-            await saving
-        assert order.index("snapshot") <= 2, order
-        assert order.index("bob") <= 3, order
-
-
-async def test_runs_are_listed_in_one_look_at_the_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        session = await ada.session()
-        for number in range(3):
-            model = await ada.model(session, seq=number)
-            for seq, name in ((1, "old"), (2, "new")):
-                save = {"model_id": model, "seq_id": seq, "path": name}
-                await ada.result(await ada.post("save_weights", save))
-        looks: list[str] = []
-        look = State.own_checkpoints
-
-        def own_checkpoints(state: State, tenant: str, *, now: float) -> list[Checkpoint]:
-            looks.append(tenant)
-            return look(state, tenant, now=now)
-
-        monkeypatch.setattr(State, "own_checkpoints", own_checkpoints)
-        runs = (await ada.send("GET", "/api/v1/training_runs")).json()["training_runs"]
-    names = [run["last_checkpoint"]["tinker_path"].rpartition("/")[2] for run in runs]
-    assert names == ["new"] * 3
-    assert len(looks) == 1, "costs grow with runs and checkpoints, not with their product"
-
-
 async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
     """Checkpoints are deleted, and a session ends, while it waits for the disk."""
     async with serve(tmp_path / "run") as served:
@@ -335,8 +225,7 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
         session = await ada.session()
         model = await ada.model(session)
         for seq in range(1, 3):
-            save = {"model_id": model, "seq_id": seq, "path": f"c{seq}", "ttl_seconds": 1}
-            await ada.result(await ada.post("save_weights", save))
+            await ada.save(model, seq, f"c{seq}", ttl_seconds=1)
         for seq in range(3, 14):
             save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
             await ada.result(await ada.post("save_weights_for_sampler", save))
@@ -399,48 +288,6 @@ async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> N
         assert not len(served.service.context.pending)
 
 
-async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
-    """Its client is gone, and would never fetch them."""
-    backend, may_draw = fake_backend(), asyncio.Event()
-    sample = backend.engine.sample
-
-    async def wait_and_sample(requests: Sequence[SampleRequest]) -> Any:
-        await may_draw.wait()
-        return await sample(requests)
-
-    backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
-    async with serve(tmp_path / "run", backend=backend) as served:
-        ada, context = served.client(), served.service.context
-        session = await ada.session()
-        model = await ada.model(session)
-        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-        name = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
-        drawing = {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
-            "sampling_session_id": name,
-            "sampling_params": {"max_tokens": 1},
-        }
-        for seq in range(3):
-            await ada.post("asample", {**drawing, "seq_id": seq})
-        await ada.step(model, 2)  # number 1 never comes
-        await ada.post(f"sessions/{session}/finish", {}, status=204)
-        may_draw.set()
-        await until(lambda: not len(context.pending) and not served.service.samples.tasks)
-        context.futures.drop_old(fetched_s=0, unfetched_s=60)
-        assert not len(context.futures)
-
-
-async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
-    """It was accepted, and never made: the service was killed, and started with other models."""
-    async with serve(tmp_path / "run") as served:
-        ada, service = served.client(), served.service
-        session = await ada.session()
-        model, other = await ada.model(session), await ada.model(await ada.session())
-        service.context.state.models[model].base_model = "gone"
-        await ada.post(f"sessions/{session}/finish", {}, status=204)
-        assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
-
-
 async def test_an_adapter_without_its_checkpoint_leaves_no_run(tmp_path: Path) -> None:
     upload = {"adapter_id": "poet", "adapter_config": {"r": 4}, "adapter_model": "AAAA"}
     async with serve(tmp_path / "run") as served:
@@ -463,8 +310,7 @@ async def test_models_that_ended_and_saved_nothing_do_not_stay(
         ada = served.client()
         session = await ada.session()
         models = [await ada.model(session, seq) for seq in range(5)]
-        save = {"model_id": models[0], "seq_id": 1, "path": "ck"}
-        await ada.result(await ada.post("save_weights", save))
+        await ada.save(models[0], 1, "ck")
         for model in models[:4]:
             await ada.result(await ada.post("unload_model", {"model_id": model}))
         await served.service.clean_up()
@@ -483,14 +329,84 @@ async def _runs(client: Client) -> set[str]:
     return {run["training_run_id"] for run in runs}
 
 
-async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path) -> None:
-    """However often a client sends it."""
-    async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
-        ada, futures = served.client(), served.service.context.futures
-        model = await ada.model(await ada.session())
-        futures.drop_old(fetched_s=0, unfetched_s=60)
-        for _ in range(3):
-            await ada.post("unload_model", {"model_id": model})
-        assert len(futures) == 3
-        futures.drop_old(fetched_s=0, unfetched_s=60)
-        assert not len(futures)
+async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
+    """Its client is gone, and would never fetch them."""
+    backend, may_draw = fake_backend(), asyncio.Event()
+    sample = backend.engine.sample
+
+    async def wait_and_sample(requests: Sequence[SampleRequest]) -> Any:
+        await may_draw.wait()
+        return await sample(requests)
+
+    backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada, context = served.client(), served.service.context
+        session = await ada.session()
+        model = await ada.model(session)
+        name = await ada.sampler(session)
+        drawing = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "sampling_session_id": name,
+            "sampling_params": {"max_tokens": 1},
+        }
+        for seq in range(3):
+            await ada.post("asample", {**drawing, "seq_id": seq})
+        await ada.step(model, 2)  # number 1 never comes
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        may_draw.set()
+        await until(lambda: not len(context.pending) and not served.service.samples.tasks)
+        context.futures.drop_old(fetched_s=0, unfetched_s=60)
+        assert not len(context.futures)
+
+
+async def test_a_copy_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        path = await ada.save(model, 1, "a")
+        copy = {"source_path": path, "session_id": session, "model_seq_id": 7}
+        first = await ada.post("copy_weights", copy)
+        assert await ada.post("copy_weights", copy) == first
+
+
+async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
+    """It was accepted, and never made: the service was killed, and started with other models."""
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(await ada.session())
+        service.context.state.models[model].base_model = "gone"
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
+
+
+class HeldCodec(WordCodec):
+    """Tokenizes when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def encode(self, text: str) -> TokenIds:
+        self.go.wait(timeout=60)
+        return super().encode(text)
+
+
+async def test_long_texts_of_one_tenant_leave_threads_to_others(tmp_path: Path) -> None:
+    codec = HeldCodec()
+    backend = replace(fake_backend(), codec=codec)
+    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "k") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        async with asyncio.TaskGroup() as group:
+            for _ in range(64):
+                group.create_task(ada.send("POST", "/tokenize", json={"prompt": "5"}))
+            sample = {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+                "sampling_session_id": await bob.sampler(),
+                "sampling_params": {"max_tokens": 1},
+            }
+            try:
+                async with asyncio.timeout(10):
+                    await bob.samples(await bob.post("asample", sample))
+            finally:
+                codec.go.set()

@@ -74,11 +74,10 @@ async def test_results_that_nobody_fetches_are_bounded(tmp_path: Path, limits: L
         assert futures.num_unfetched("ada") == futures.bytes_unfetched("ada") == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/sample", "/detokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
 async def test_answers_that_nobody_reads_are_bounded(tmp_path: Path, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"model": "fake", "prompt": [5]},
-        "/api/v1/sample": {"prompts": [[5]]},
         "/detokenize": {"tokens": [5] * 200_000},
     }
     body = bodies[path]

@@ -7,22 +7,13 @@ import numpy as np
 import pytest
 from service.tenants import Client, Served, serve, train_body
 
-from rookery.service.futures import Future, Futures
-from rookery.service.trainer_calls import drawn_logprobs
-from rookery.service.wire.schema import ForwardBackwardRequest, SampleResponse
-from rookery.service.wire.training import DatumArrays, TargetSpan
-from rookery.service.work import Result
+from rookery.service.wire.schema import ForwardBackwardRequest
 
 PROMPT = (5, 6, 7)
 
 
 async def drawn_sequence(client: Client) -> tuple[str, Any]:
-    body = {
-        "session_id": await client.session(),
-        "sampling_session_seq_id": 0,
-        "base_model": "fake",
-    }
-    sampler = (await client.post("create_sampling_session", body))["sampling_session_id"]
+    sampler = await client.sampler()
     sample = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(PROMPT)}]},
         "num_samples": 2,
@@ -74,28 +65,3 @@ async def test_cross_entropy_on_drawn_tokens_tells_the_drift(tmp_path: Path) -> 
         assert not await drift(served, ada, spanned_body(model, 2, tokens, unknown))
         refused = await ada.train(spanned_body(model, 3, tokens, [(name, 3)]), status=400)
         assert "do not cover" in refused["error"]
-
-
-class CountedFutures(Futures):
-    """How often results are looked for."""
-
-    num_looks = 0
-
-    def of_key(self, key: str, *, tenant: str) -> Future | None:
-        self.num_looks += 1
-        return super().of_key(key, tenant=tenant)
-
-
-def test_a_result_is_read_once_however_many_spans_name_it() -> None:
-    """Spans of no length cost a client a few bytes each."""
-    futures = CountedFutures()
-    payload = SampleResponse()
-    payload.sequences.add(logprobs=np.asarray([-1.0, -2.0, -3.0], dtype="<f4").tobytes())
-    futures.add(Future(id="f", tenant="ada", key="S#7", digest="", owner="S", reply={}))
-    futures.finish("f", Result(payload.SerializeToString(), form="proto"))
-    spans = (*[TargetSpan("S:7:0", 0, 0)] * 1000, TargetSpan("S:7:0", 1, 3))
-    datum = DatumArrays(np.zeros(3, dtype="<i4"), {}, spans)
-    rows = drawn_logprobs(futures, "ada", [datum, datum])
-    assert [row[:2].tolist() for row in rows] == [[-2.0, -3.0]] * 2
-    assert all(np.isnan(row[2]) for row in rows), "beyond what was drawn"
-    assert futures.num_looks == 1

@@ -71,8 +71,7 @@ async def test_a_snapshot_stands_for_what_was_before_it(tmp_path: Path) -> None:
         unfetched = await ada.train(train_body(model, 2))
         await ada.result(late)
         await served.service.snapshot()
-        save = {"model_id": model, "seq_id": 4, "path": "ck"}
-        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        path = await ada.save(model, 4, "ck")
         early = await ada.step(model, 6)
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed) as served:
@@ -82,18 +81,6 @@ async def test_a_snapshot_stands_for_what_was_before_it(tmp_path: Path) -> None:
         assert info["lora_rank"] == 4
         await ada.train(train_body(model, 5))
         assert (await ada.result(early))["metrics"]["value:mean"] == 9.0
-
-
-async def test_a_closed_service_replays_nothing(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await ada.outputs(await ada.train(train_body(model, 1)))
-    async with serve(tmp_path / "run") as served:
-        passes = served.service.context.metrics.text(has_tenants=False).decode()
-        assert 'rookery_passes_total{call="forward_backward"}' not in passes
-        ada = served.client()
-        assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 3.0
 
 
 async def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
@@ -171,18 +158,6 @@ async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_pa
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
     async with serve(killed) as served:
         assert served.service.context.state.models[model].is_live is False
-
-
-async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) -> None:
-    """Kills one after another must not let it grow beyond what a snapshot is taken at."""
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await ada.outputs(await ada.train(train_body(model, 1)))
-        written = served.service.context.wal.num_bytes
-        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
-    async with serve(killed) as served:
-        assert served.service.context.wal.num_bytes == written > 0
 
 
 def hold_answers(wal: Wal) -> tuple[asyncio.Event, asyncio.Event]:
@@ -369,3 +344,27 @@ async def test_a_sample_that_ends_the_service_each_time_is_set_aside(tmp_path: P
         ada = served.client()
         assert "not computed again" in (await ada.result(replies[0]))["error"]
         assert len((await ada.samples(replies[1])).sequences) == 2
+
+
+async def test_a_closed_service_replays_nothing(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+    async with serve(tmp_path / "run") as served:
+        passes = served.service.context.metrics.text(has_tenants=False).decode()
+        assert 'rookery_passes_total{call="forward_backward"}' not in passes
+        ada = served.client()
+        assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 3.0
+
+
+async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) -> None:
+    """Kills one after another must not let it grow beyond what a snapshot is taken at."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        written = served.service.context.wal.num_bytes
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        assert served.service.context.wal.num_bytes == written > 0

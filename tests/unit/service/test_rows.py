@@ -1,11 +1,10 @@
 """The document of a snapshot: as it was when it was read, and read in no time."""
 
 import json
-import time
 from dataclasses import asdict
 
 from rookery.service.futures import Future, Futures
-from rookery.service.records import Model, Session, StoredSequence, encode
+from rookery.service.records import Model, Session, encode
 from rookery.service.state import State
 from rookery.service.work import Result
 from rookery.types import LoraShape
@@ -44,19 +43,3 @@ def test_results_are_restored_as_they_were_when_they_were_read() -> None:
     restored = Futures.restore(json.loads(encode({"futures": read}))["futures"])
     results = [restored.get(f"f{number}", tenant="ada").result for number in range(3)]
     assert results == [Result(b"\x00\xff", form="proto"), None, None]
-
-
-def test_reading_takes_no_longer_for_long_records() -> None:
-    """A thousand stored chats: a copy of every number of theirs took seconds, in which the service
-    answered nobody."""
-    state = make_state()
-    for number in range(1000):
-        state.sequences.setdefault("ada", {})[str(number)] = StoredSequence(
-            id=str(number), tenant="ada", model="m", created=1.0,
-            prompt=list(range(1000)), tokens=list(range(1000)), logprobs=[-0.5] * 1000,
-        )  # fmt: skip
-    started = time.process_time()
-    read = state.read()
-    assert time.process_time() - started < 0.5
-    [*rows] = json.loads(encode(read))["sequences"]
-    assert len(rows) == 1000 and rows[7] == asdict(state.sequences["ada"]["7"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyrage
 import pytest
-from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
+from service.tenants import crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
@@ -21,19 +21,10 @@ from rookery.types import SampleRequest
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-async def base_sampler(client: Client) -> str:
-    body = {
-        "session_id": await client.session(),
-        "sampling_session_seq_id": 0,
-        "base_model": "fake",
-    }
-    return str((await client.post("create_sampling_session", body))["sampling_session_id"])
-
-
 async def test_samples_with_all_that_can_be_asked_of_the_prompt(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = await base_sampler(ada)
+        sampler = await ada.sampler()
         body: dict[str, Any] = {
             "prompt": PROMPT,
             "num_samples": 2,
@@ -87,7 +78,7 @@ async def test_a_sampler_keeps_its_version(tmp_path: Path) -> None:
 async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
-        sampler = await base_sampler(ada)
+        sampler = await ada.sampler()
         target = {"type": "sampling_session", "sampling_session_id": sampler}
         waiting = asyncio.create_task(ada.post("retrieve_futures", {"target": target}))
         await asyncio.sleep(0)
@@ -98,24 +89,6 @@ async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> No
         of_another_start = {"target": target, "prev_cursor": 7}
         again = await ada.post("retrieve_futures", of_another_start)
         assert again == answer, "cursors do not outlive a restart, what they point to does"
-
-
-async def test_a_cancelled_sample_says_so(tmp_path: Path) -> None:
-    backend = fake_backend()
-    begun = asyncio.Event()
-
-    async def never(requests: list[SampleRequest]) -> Any:
-        begun.set()
-        await asyncio.Event().wait()
-
-    backend.engine.sample = never  # type: ignore[method-assign, assignment]
-    async with serve(tmp_path / "run", backend=backend) as served:
-        ada = served.client()
-        body = {"prompt": PROMPT, "sampling_session_id": await base_sampler(ada), "seq_id": 0}
-        reply = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
-        await begun.wait()
-        await ada.post("cancel_future", {"request_id": reply["request_id"]}, status=204)
-        assert "cancelled" in (await ada.result(reply))["error"]
 
 
 async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
@@ -307,10 +280,7 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
         ada = served.client()
         session = await ada.session()
         model = await ada.model(session)
-        paths = []
-        for seq in range(1, 4):
-            save = {"model_id": model, "seq_id": seq, "path": f"ck{seq}"}
-            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        paths = [await ada.save(model, seq, f"ck{seq}") for seq in range(1, 4)]
         body = {"session_id": session, "sampling_session_seq_id": 0}
         await ada.post("create_sampling_session", {**body, "model_path": paths[0]}, status=404)
         made = await ada.post("create_sampling_session", {**body, "model_path": paths[2]})
@@ -319,44 +289,42 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
         assert len((await ada.samples(await ada.post("asample", sample))).sequences) == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "sentence"),
-    [
-        ("/v1/completions", {"prompt": [[5]] * 9}, "asks for 9 samples; at most 8"),
-        ("/v1/completions", {"prompt": [[5], [6]], "n": 5}, "asks for 10 samples"),
-        ("/v1/completions", {"prompt": [5], "echo": True}, "echo is not there"),
-        ("/v1/completions", {"prompt": [5], "best_of": 3}, "best_of is not there"),
-        ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not there"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "5"}], "functions": [{"name": "add"}]},
-            "functions is not there",
-        ),
-        ("/v1/completions", {"prompt": [5], "tools": [{"type": "function"}]}, "tools is not there"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "5"}], "tool_choice": "required"},
-            "there are no tools",
-        ),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "needs content"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "5"}], "n": 9}, "9 sam"),
-        ("/api/v1/sample", {"prompts": [[5]] * 9}, "asks for 9 samples"),
-        ("/api/v1/sample", {"prompts": [[5]], "num_samples": 9}, "asks for 9 samples"),
-        (
-            "/api/v1/sample",
-            {"prompt": {"chunks": [{"type": "image", "data": "aa"}, {"tokens": [5]}]}},
-            "takes encoded_text",
-        ),
-    ],
-)
-async def test_plain_requests_that_cannot_be_done_as_written_are_refused(
-    tmp_path: Path, path: str, body: dict[str, Any], sentence: str
-) -> None:
+IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": [[5]] * 9}, "asks for 9 samples; at most 8"),
+    ("/v1/completions", {"prompt": [[5], [6]], "n": 5}, "asks for 10 samples"),
+    ("/v1/completions", {"prompt": [5], "echo": True}, "echo is not there"),
+    ("/v1/completions", {"prompt": [5], "best_of": 3}, "best_of is not there"),
+    ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not there"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "5"}], "functions": [{"name": "add"}]},
+        "functions is not there",
+    ),
+    ("/v1/completions", {"prompt": [5], "tools": [{"type": "function"}]}, "tools is not there"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "5"}], "tool_choice": "required"},
+        "there are no tools",
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "needs content"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "5"}], "n": 9}, "9 sam"),
+    ("/api/v1/sample", {"prompts": [[5]] * 9}, "asks for 9 samples"),
+    ("/api/v1/sample", {"prompts": [[5]], "num_samples": 9}, "asks for 9 samples"),
+    (
+        "/api/v1/sample",
+        {"prompt": {"chunks": [{"type": "image", "data": "aa"}, {"tokens": [5]}]}},
+        "takes encoded_text",
+    ),
+]
+
+
+async def test_plain_requests_that_cannot_be_done_as_written_are_refused(tmp_path: Path) -> None:
     config = ServiceConfig(limits=Limits(samples=8))
     async with serve(tmp_path / "run", config=config) as served:
-        answer = await served.client().send("POST", path, json={"model": "fake", **body})
-        assert answer.status_code in (400, 422)
-        assert sentence in answer.json()["error"]
+        for path, body, sentence in IMPOSSIBLE:
+            answer = await served.client().send("POST", path, json={"model": "fake", **body})
+            assert answer.status_code in (400, 422)
+            assert sentence in answer.json()["error"]
 
 
 async def test_openai_options_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
@@ -367,12 +335,6 @@ async def test_openai_options_that_ask_for_nothing_are_taken(tmp_path: Path) -> 
         plain = await ada.send("POST", "/v1/completions", json=body)
         same = await ada.send("POST", "/v1/completions", json={**body, **nothing})
         assert same.json()["choices"] == plain.json()["choices"]
-
-
-def test_openai_options_of_vllm_reach_the_engine() -> None:
-    body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
-    params = body.params(max_tokens=4, seed=0, top_logprobs=0)
-    assert (params.ignore_eos, params.stop_tokens) == (True, (7,))
 
 
 @pytest.mark.parametrize(
@@ -415,3 +377,9 @@ async def test_nothing_is_drawn_for_a_client_that_has_gone(
     async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
         await make_app(served.service, keys=None)(scope, receive, send)
         assert ended.is_set()
+
+
+def test_openai_options_of_vllm_reach_the_engine() -> None:
+    body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
+    params = body.params(max_tokens=4, seed=0, top_logprobs=0)
+    assert (params.ignore_eos, params.stop_tokens) == (True, (7,))

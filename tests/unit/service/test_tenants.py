@@ -38,7 +38,7 @@ async def test_without_a_known_key_nothing_is_served(tmp_path: Path) -> None:
         assert (await stranger.send("GET", "/api/v1/healthz")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["sample", "optim_step", "forward_backward", "telemetry"])
+@pytest.mark.parametrize("path", ["sample", "forward_backward"])
 async def test_without_a_known_key_the_body_is_not_read(tmp_path: Path, path: str) -> None:
     """To parse a large one takes seconds, in which nobody is served."""
     read: list[bytes] = []
@@ -58,61 +58,51 @@ async def test_without_a_known_key_the_body_is_not_read(tmp_path: Path, path: st
         assert not read
 
 
-async def test_what_another_tenant_has_looks_as_if_it_did_not_exist(tmp_path: Path) -> None:
+async def test_a_published_checkpoint_is_read_by_others_and_theirs_alone_to_change(
+    tmp_path: Path,
+) -> None:
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
         ada, bob = served.client("ada"), served.client("bob")
-        session = await ada.session()
-        model = await ada.model(session)
-        reply = await ada.train(train_body(model, 1))
-        save = {"model_id": model, "seq_id": 2, "path": "ck"}
-        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        model = await ada.model(await ada.session())
+        path = await ada.save(model, 1, "ck")
         item = f"/api/v1/training_runs/{model}/checkpoints/weights/ck"
-
-        await bob.post("session_heartbeat", {"session_id": session}, status=404)
-        await bob.train(train_body(model, 3), status=404)
-        await bob.post("get_info", {"model_id": model}, status=404)
-        await bob.post("weights_info", {"tinker_path": path}, status=404)
-        assert (await bob.retrieve(reply["request_id"])).status_code == 404
-        assert (await bob.send("DELETE", item)).status_code == 404
-        assert (await bob.send("GET", "/api/v1/checkpoints")).json()["checkpoints"] == []
-        assert (await bob.send("GET", "/api/v1/training_runs")).json()["training_runs"] == []
+        for listed in ("checkpoints", "training_runs"):
+            assert (await bob.send("GET", f"/api/v1/{listed}")).json()[listed] == []
         sampler = {"session_id": await bob.session(), "sampling_session_seq_id": 0}
-        await bob.post("create_sampling_session", {**sampler, "model_path": path}, status=404)
-
+        sampler["model_path"] = path
+        await bob.post("create_sampling_session", sampler, status=404)
         assert (await ada.send("POST", f"{item}/publish")).status_code == 204
-        await bob.post("create_sampling_session", {**sampler, "model_path": path})
+        await bob.post("create_sampling_session", sampler)
         assert (await bob.send("DELETE", item)).status_code == 404
         assert (await ada.send("DELETE", item)).status_code == 204
         await ada.post("weights_info", {"tinker_path": path}, status=404)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "sentence"),
-    [
-        ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "x"}, 400, "It has"),
-        ("create_model", {"model_seq_id": 0, "base_model": "fake"}, 422, "session_id"),
-        ("optim_step", {"model_id": "M", "adam_params": {"learning_rate": -1}}, 422, "learning"),
-        ("optim_step", {"model_id": "M", "optimizer_params": {"type": "dimuon"}}, 400, "dimuon"),
-        ("save_weights", {"model_id": "M", "seq_id": 1, "path": "../up"}, 422, "path"),
-        ("load_weights", {"model_id": "M", "seq_id": 1, "path": "/etc"}, 400, "not a checkpoint"),
-        ("asample", {"prompt": {"chunks": []}, "sampling_session_id": "S"}, 404, "no sampling"),
-        ("create_custom_loss", {"session_id": "S"}, 422, "inputs"),
-        ("create_custom_loss", {**LOSS, "session_id": "other"}, 404, "session"),
-        ("create_custom_loss", {**LOSS, "graph": {"target": "forbidden"}}, 400, "'forbidden'"),
-        ("retrieve_future", {"request_id": "req-0"}, 404, "no request"),
-    ],
-)
-async def test_bad_input_gets_a_status_and_a_sentence(
-    tmp_path: Path, path: str, body: dict[str, Any], status: int, sentence: str
-) -> None:
+WRONG: list[tuple[str, dict[str, Any], int, str]] = [
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "x"}, 400, "It has"),
+    ("create_model", {"model_seq_id": 0, "base_model": "fake"}, 422, "session_id"),
+    ("optim_step", {"model_id": "M", "adam_params": {"learning_rate": -1}}, 422, "learning"),
+    ("optim_step", {"model_id": "M", "optimizer_params": {"type": "dimuon"}}, 400, "dimuon"),
+    ("save_weights", {"model_id": "M", "seq_id": 1, "path": "../up"}, 422, "path"),
+    ("load_weights", {"model_id": "M", "seq_id": 1, "path": "/etc"}, 400, "not a checkpoint"),
+    ("asample", {"prompt": {"chunks": []}, "sampling_session_id": "S"}, 404, "no sampling"),
+    ("create_custom_loss", {"session_id": "S"}, 422, "inputs"),
+    ("create_custom_loss", {**LOSS, "session_id": "other"}, 404, "session"),
+    ("create_custom_loss", {**LOSS, "graph": {"target": "forbidden"}}, 400, "'forbidden'"),
+    ("retrieve_future", {"request_id": "req-0"}, 404, "no request"),
+]
+
+
+async def test_bad_input_gets_a_status_and_a_sentence(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         session = await ada.session()
         names = {"S": session, "M": await ada.model(session)}
-        filled = {key: names.get(value, value) if isinstance(value, str) else value
-                  for key, value in body.items()}  # fmt: skip
-        answer = await ada.post(path, filled, status=status)
-        assert sentence in answer["error"]
+        for path, body, status, sentence in WRONG:
+            filled = {key: names.get(value, value) if isinstance(value, str) else value
+                      for key, value in body.items()}  # fmt: skip
+            answer = await ada.post(path, filled, status=status)
+            assert sentence in answer["error"]
 
 
 async def test_bodies_over_the_limit_are_refused(tmp_path: Path) -> None:
@@ -233,7 +223,7 @@ def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:
     assert [record["name"] for record in list_keys(path)] == ["bob"]
 
 
-@pytest.mark.parametrize("text", ["[", "[5]", '{"name": "ada"}', '[{"name": "ada"}]'])
+@pytest.mark.parametrize("text", ["[", '[{"name": "ada"}]'])
 async def test_a_key_file_that_is_being_edited_is_waited_for(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.json"
     async with serve(tmp_path / "run", key_file=path) as served:
@@ -244,43 +234,6 @@ async def test_a_key_file_that_is_being_edited_is_waited_for(tmp_path: Path, tex
         assert str(tmp_path) not in refused["error"]
         path.write_text(kept)
         await ada.session()
-
-
-class _Untouched(dict[str, StoredSequence]):
-    """What another tenant has stored."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise AssertionError("a tenant's turn looks at those of another")
-
-    def values(self) -> Any:
-        return iter(self)
-
-
-def test_a_stored_turn_costs_the_same_beside_other_tenants() -> None:
-    """The oldest of a tenant's own gives way."""
-    state = State()
-    state.sequences["bob"] = _Untouched()
-    for number in range(MAX_SEQUENCES + 2):
-        turn = {"id": f"seq-{number}", "model": "m", "prompt": [1], "tokens": [], "logprobs": []}
-        command = Command(
-            kind="store_sequence",
-            id=f"change-{number}",
-            tenant="ada",
-            time=float(number),
-            body=json.dumps(turn).encode(),
-        )
-        apply(state, command)
-    assert len(state.sequences["ada"]) == MAX_SEQUENCES
-    assert next(iter(state.sequences["ada"])) == "seq-2"
-
-
-async def test_a_rate_below_one_lets_a_request_through_now_and_then(tmp_path: Path) -> None:
-    config = ServiceConfig(limits=Limits(requests_per_s=0.01))
-    async with serve(tmp_path / "run", config=config) as served:
-        ada = served.client()
-        await ada.session()
-        refused = await ada.post("create_session", {}, status=429)
-        assert "more than 0.01 requests per second" in refused["error"]
 
 
 async def test_whoever_sends_the_most_there_may_be_holds_up_nobody_else(tmp_path: Path) -> None:
@@ -322,3 +275,31 @@ async def test_whoever_sends_the_most_there_may_be_holds_up_nobody_else(tmp_path
             sending.cancel()
             await asyncio.wait([sending])
         assert set(statuses) == {200, 429}
+
+
+class _Untouched(dict[str, StoredSequence]):
+    """What another tenant has stored."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a tenant's turn looks at those of another")
+
+    def values(self) -> Any:
+        return iter(self)
+
+
+def test_a_stored_turn_costs_the_same_beside_other_tenants() -> None:
+    """The oldest of a tenant's own gives way."""
+    state = State()
+    state.sequences["bob"] = _Untouched()
+    for number in range(MAX_SEQUENCES + 2):
+        turn = {"id": f"seq-{number}", "model": "m", "prompt": [1], "tokens": [], "logprobs": []}
+        command = Command(
+            kind="store_sequence",
+            id=f"change-{number}",
+            tenant="ada",
+            time=float(number),
+            body=json.dumps(turn).encode(),
+        )
+        apply(state, command)
+    assert len(state.sequences["ada"]) == MAX_SEQUENCES
+    assert next(iter(state.sequences["ada"])) == "seq-2"

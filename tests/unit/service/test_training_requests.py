@@ -105,15 +105,6 @@ async def test_a_failed_request_touches_no_other(tmp_path: Path) -> None:
         assert step["metrics"]["value:mean"] == 0.0, "the numbers go on after a failure"
 
 
-async def test_forward_adds_no_gradient(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await ada.outputs(await ada.train(train_body(model, 1, forward_only=True)))
-        step = await ada.result(await ada.step(model, 2))
-        assert step["metrics"]["value:mean"] == 0.0
-
-
 async def test_a_request_that_waits_says_where_it_is(tmp_path: Path) -> None:
     from rookery.service.config import ServiceConfig
 
@@ -253,3 +244,12 @@ async def test_a_pass_looks_at_no_models_but_its_own(
         for seq in range(1, 9):
             await ada.result(await ada.step(model, seq))
         assert models.num_looks == 0
+
+
+async def test_forward_adds_no_gradient(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1, forward_only=True)))
+        step = await ada.result(await ada.step(model, 2))
+        assert step["metrics"]["value:mean"] == 0.0

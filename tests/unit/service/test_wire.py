@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import zstandard
 
 from rookery.service.records import CustomLoss
-from rookery.service.wire.body import inflate
 from rookery.service.wire.losses import output_arrays, output_metrics, train_request
 from rookery.service.wire.samples import PromptScores, encode_samples, samples_as_json
-from rookery.service.wire.schema import ForwardBackwardRequest
-from rookery.service.wire.tensors import json_tensor, proto_tensor
+from rookery.service.wire.schema import ForwardBackwardRequest, json_tensor, proto_tensor
 from rookery.service.wire.training import (
     DatumArrays,
     TrainCall,
@@ -120,18 +117,6 @@ def test_a_small_body_that_claims_a_huge_tensor_is_refused() -> None:
     document = {"data": [], "dtype": "int64", "shape": [1 << 40, 1 << 40]}
     with pytest.raises(Refusal, match="at most"):
         json_tensor({**document, "sparse_crow_indices": [0], "sparse_col_indices": []}, name="t")
-
-
-def test_a_zstd_bomb_is_refused_at_the_limit() -> None:
-    bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 26))
-    with pytest.raises(Refusal, match="larger than 1 MiB") as refused:
-        inflate(bomb, encoding="zstd", limit_bytes=1 << 20)
-    assert refused.value.status == 413
-    with pytest.raises(Refusal, match="not a zstd frame"):
-        inflate(b"no frame at all", encoding="zstd", limit_bytes=1 << 20)
-    plain = b"body" * 10
-    packed = zstandard.ZstdCompressor().compress(plain)
-    assert inflate(packed, encoding="zstd", limit_bytes=1 << 20) == plain
 
 
 @pytest.mark.parametrize(

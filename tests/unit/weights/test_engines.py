@@ -15,7 +15,6 @@ from rookery.weights.merge import (
     Cross,
     DareConfig,
     DareTiesConfig,
-    ExtrapolateConfig,
     LayerwiseConfig,
     LinearConfig,
     MergeConfig,
@@ -289,7 +288,7 @@ def open_tensors(rows: Rows, out: torch.Tensor) -> tuple[Tensors, torch.Tensor, 
 @pytest.mark.parametrize("space", ["delta", "factor"])
 @pytest.mark.parametrize(
     "method",
-    [LinearConfig(), ExtrapolateConfig(), LayerwiseConfig(), TiesConfig(), DareConfig()],
+    [LinearConfig(), LayerwiseConfig(), TiesConfig(), DareConfig()],
     ids=lambda method: method.type,
 )
 def test_children_are_made_where_their_parents_are(method: MergeConfig, space: str) -> None:

@@ -15,14 +15,13 @@ from rookery.weights.merge import (
     Cross,
     LinearConfig,
     MergeConfig,
-    SlerpConfig,
     TiesConfig,
     merge,
     merge_stack,
 )
 from rookery.weights.stack import empty_stack, stack, unstack
 
-TYPES = ["linear", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
+TYPES = ["linear", "ties", "dare", "dare_ties", "layerwise"]
 EXACT: dict[str, dict[str, object]] = {
     "ties": {"density": 1.0},
     "dare": {"density": 1.0},
@@ -174,7 +173,6 @@ def test_dtype_and_base_are_kept() -> None:
         ([1, -1], LinearConfig(), "sum to 0"),
         ([1], LinearConfig(), "2 parents and 1 weights"),
         ([1, -2], TiesConfig(), "needs weights of at least 0"),
-        ([1, -2], SlerpConfig(), "needs weights of at least 0"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(
@@ -186,10 +184,6 @@ def test_weights_that_mean_nothing_are_refused(
 
 def test_numbers_of_parents_that_mean_nothing_are_refused() -> None:
     three: list[Adapter] = [made(0), made(1), made(2)]
-    with pytest.raises(AdapterError, match="`slerp` got 3 parents; it needs 2"):
-        merge(three, weights=[1, 1, 1], method=SlerpConfig())
-    with pytest.raises(AdapterError, match="`extrapolate` got 1 parents; it needs at least 2"):
-        merge(three[:1], weights=[1], method=method_of("extrapolate", "delta"))
     with pytest.raises(AdapterError, match="rows 0 to 2"):
         crosses = [Cross(parents=(0, 3), weights=(1, 1))]
         merge_stack(stack(three), crosses=crosses, method=LinearConfig())

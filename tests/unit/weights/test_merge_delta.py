@@ -14,15 +14,13 @@ from weights.made import SHAPES, best_of_rank, dense, made
 
 from rookery.types import Adapter
 from rookery.weights import make_adapter, write_adapter
-from rookery.weights.delta import inner_products, low_rank
+from rookery.weights.delta import low_rank
 from rookery.weights.merge import (
     DareConfig,
     DareTiesConfig,
-    ExtrapolateConfig,
     LayerwiseConfig,
     LinearConfig,
     MergeConfig,
-    SlerpConfig,
     TiesConfig,
     change_rank,
     merge,
@@ -79,38 +77,6 @@ def test_uniform_average_and_plain_sum() -> None:
     total = merge(parents, weights=[1, 1], method=LinearConfig(normalise=False), rank=6)
     assert_deltas(mean, per_layer(parents, lambda x, y: (x + y) / 2))
     assert_deltas(total, per_layer(parents, lambda x, y: x + y))
-
-
-@pytest.mark.parametrize("step", [-0.5, 0.5, 1.5])
-def test_extrapolation_goes_past_the_first(step: float) -> None:
-    parents = [made(0), made(1), made(2)]
-    method = ExtrapolateConfig(step=step)
-    child = merge(parents, weights=[9, 1, 3], method=method, rank=9)
-    assert_deltas(child, per_layer(parents, lambda x, y, z: x + step * (x - (0.25 * y + 0.75 * z))))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_slerp_follows_the_arc(share: float) -> None:
-    parents = [made(0), made(1, size=2.0)]
-
-    def arc(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        angle = torch.arccos((x * y).sum() / (x.norm() * y.norm()))
-        length = (1 - share) * x.norm() + share * y.norm()
-        one = torch.sin((1 - share) * angle) * x / x.norm()
-        two = torch.sin(share * angle) * y / y.norm()
-        found: torch.Tensor = length * (one + two) / torch.sin(angle)
-        return found
-
-    child = merge(parents, weights=[1 - share, share], method=SlerpConfig(), rank=6)
-    assert_deltas(child, per_layer(parents, arc))
-
-
-def test_slerp_keeps_the_length_where_the_line_shrinks() -> None:
-    parents = [made(0), made(1)]
-    arc = merge(parents, weights=[1, 1], method=SlerpConfig(), rank=6)
-    lengths = per_layer(parents, lambda x, y: (x.norm() + y.norm()) / 2)
-    for layer, delta in dense(arc).items():
-        assert torch.isclose(delta.norm(), lengths[layer], rtol=1e-4)
 
 
 @pytest.mark.parametrize("unit", ["block", "layer"])
@@ -225,14 +191,6 @@ def test_low_rank_is_close_to_the_best() -> None:
         a, b = low_rank(matrix, rank=rank, start=start)
         error = (matrix - b @ a).norm() / (matrix - best_of_rank(matrix, rank)).norm()
         assert error < limit
-
-
-def test_inner_products_are_those_of_the_dense_deltas() -> None:
-    population = stack([made(0), made(1, rank=2), made(2)])
-    layer = "model.layers.0.mlp.up_proj"
-    a, b = population.a(layer), population.b(layer)
-    flat = (b @ a).flatten(1).double()
-    assert torch.allclose(inner_products(a, b), flat @ flat.T, rtol=1e-5)
 
 
 def test_change_rank_grows_exactly_and_shrinks_best() -> None:

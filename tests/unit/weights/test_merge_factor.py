@@ -10,9 +10,7 @@ from rookery.weights.merge import (
     Cross,
     DareConfig,
     DareTiesConfig,
-    ExtrapolateConfig,
     LinearConfig,
-    SlerpConfig,
     TiesConfig,
     merge,
     merge_stack,
@@ -153,23 +151,3 @@ def test_dare_ties_elects_among_what_is_left() -> None:
         distance = (options - got).abs() / (1 + got.abs())
         assert distance.min(0).values.max() < 1e-5
         assert (got == 0).float().mean() == pytest.approx(0.16, abs=0.02)
-
-
-def test_slerp_follows_the_arc_of_each_factor() -> None:
-    parents = [made(0), made(1)]
-    child = merge(parents, weights=[3, 1], method=SlerpConfig(space="factor"))
-    for layer, factor, (x, y) in pairs(parents):
-        angle = torch.arccos((x * y).sum() / (x.norm() * y.norm()))
-        length = 0.75 * x.norm() + 0.25 * y.norm()
-        one, two = (0.75 * angle).sin() * x / x.norm(), (0.25 * angle).sin() * y / y.norm()
-        expected = length * (one + two) / angle.sin()
-        assert torch.allclose(getattr(child.factors[layer], factor), expected, atol=1e-5)
-
-
-def test_extrapolation_of_each_factor() -> None:
-    parents = [made(0), made(1)]
-    method = ExtrapolateConfig(space="factor", step=2.0)
-    child = merge(parents, weights=[1, 1], method=method)
-    for layer, factor, (x, y) in pairs(parents):
-        expected = 3 * x - 2 * y
-        assert torch.allclose(getattr(child.factors[layer], factor), expected, atol=1e-5)

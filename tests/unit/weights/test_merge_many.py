@@ -4,12 +4,8 @@ import time
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from weights.made import best_of_rank, dense, made
 
-from rookery.errors import AdapterError
-from rookery.search.children import WeightRule, may_be_negative, parent_weights
-from rookery.seeding import stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
 from rookery.weights.delta import low_rank
@@ -18,12 +14,9 @@ from rookery.weights.merge import (
     LinearConfig,
     MergeConfig,
     TiesConfig,
-    check_operator,
     merge,
 )
 
-TYPES = ["linear", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
-RULES: list[WeightRule] = ["extrapolate", "fitness", "free", "random", "uniform"]
 WIDE = {"model.layers.0.a": (24, 40), "model.layers.0.b": (40, 24), "model.layers.1.a": (90, 90)}
 
 
@@ -128,27 +121,3 @@ def test_low_rank_together_is_low_rank_of_each() -> None:
     for index, matrix in enumerate(matrices):
         own_a, own_b = low_rank(matrix, rank=6, start=start[index])
         assert torch.allclose(b[index] @ a[index], own_b @ own_a, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("num_parents", [2, 3])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_config_that_passes_can_be_carried_out(
-    kind: str, num_parents: int, rule: WeightRule
-) -> None:
-    method: MergeConfig = TypeAdapter(MergeConfig).validate_python({"type": kind})
-    negative = may_be_negative(rule, reach=0.5)
-    try:
-        check_operator(method, name=kind, num_parents=num_parents, has_negative_weights=negative)
-        fits = True
-    except ValueError as error:
-        assert "takes" in str(error) and "write" in str(error)
-        fits = False
-    weights = parent_weights(rule, shares=[0.5] * num_parents, reach=0.5, rng=stream(1))
-    parents = [made(seed) for seed in range(num_parents)]
-    try:
-        merge(parents, weights=weights, method=method, key=(1,))
-        is_made = True
-    except AdapterError:
-        is_made = False
-    assert fits == is_made

@@ -96,7 +96,7 @@ class SampleIndex:
     def note(self, tokens: Sequence[int], drawn: Drawn, logprobs: Sequence[float] = ()) -> None:
         """`tokens` are the prompt with the answer, `logprobs` those of the answer."""
         key, way = _key(tokens), _Way(drawn, array("d", logprobs[-NUM_LOGPROBS:]))
-        others = [own for own in self._ways.get(key, ()) if not own.is_like(way)]
+        others = [other for other in self._ways.get(key, ()) if not other.is_like(way)]
         self._put(key, (*others, way)[-MAX_WAYS:])
         while self._kept_bytes > MAX_KEPT_BYTES:
             oldest = next(iter(self._with_kept))
@@ -132,16 +132,16 @@ class SampleIndex:
         if newest is None:
             return None
         ends = [*(run[-1] + 1 for run in earlier), end]
-        found = [*(self._nearest(tokens, own, told) for own in ends[:-1]), newest]
-        rows = list(map(_rows, found, (*earlier, last), ends))
-        answers = [own for own in found if own is not None]
-        is_cut = any(own.is_cut for own in answers)
+        each = [*(self._nearest(tokens, place, told) for place in ends[:-1]), newest]
+        rows = list(map(_rows, each, (*earlier, last), ends))
+        answers = [answer for answer in each if answer is not None]
+        is_cut = any(answer.is_cut for answer in answers)
         return Drawn(
-            step=max(0, min(newest.step - 1 if own is None else own.step for own in found)),
+            step=max(0, min(newest.step - 1 if one is None else one.step for one in each)),
             temperature=_temperature(answers),
             is_cut=is_cut,
             kept=_joined(rows) if is_cut else _NONE,
-            is_penalised=any(own.is_penalised for own in answers),
+            is_penalised=any(answer.is_penalised for answer in answers),
         )
 
     def _nearest(self, tokens: Sequence[int], end: int, told: Mapping[int, float]) -> Drawn | None:
@@ -151,7 +151,7 @@ class SampleIndex:
         def distance(way: _Way) -> tuple[float, bool]:
             places = range(end - len(way.logprobs), end)
             pairs = zip(places, way.logprobs, strict=True)
-            gaps = [abs(told[place] - own) for place, own in pairs if place in told]
+            gaps = [abs(told[place] - logprob) for place, logprob in pairs if place in told]
             return round(max(gaps, default=0.0), 5), way.drawn.temperature == 0
 
         ways = self._ways.get(_key(tokens[:end]), ())
@@ -164,30 +164,32 @@ def _runs(places: Sequence[int]) -> list[Sequence[int]]:
     return [places[i:j] for i, j in zip(starts, [*starts[1:], len(places)], strict=True)]
 
 
-def _rows(own: Drawn | None, run: Sequence[int], end: int) -> list[Sequence[int]] | None:
+def _rows(answer: Drawn | None, run: Sequence[int], end: int) -> list[Sequence[int]] | None:
     """What the tokens of one answer were drawn from, which ends at `end`; None: it is not known."""
-    if own is None or not own.is_cut:
+    if answer is None or not answer.is_cut:
         return [()] * len(run)
-    first = end - len(own.kept)
+    first = end - len(answer.kept)
     if run[0] < first:
         return None
-    rows = own.kept.rows
+    rows = answer.kept.rows
     return [rows[place - first] for place in run]
 
 
 def _joined(rows: Sequence[Sequence[Sequence[int]] | None]) -> KeptTokens:
     """Of all answers; nothing when it is not known of one."""
-    known = [own for own in rows if own is not None]
-    return KeptTokens.of([row for own in known for row in own] if len(known) == len(rows) else ())
+    known = [row_list for row_list in rows if row_list is not None]
+    return KeptTokens.of(
+        [row for row_list in known for row in row_list] if len(known) == len(rows) else ()
+    )
 
 
 def _temperature(answers: Sequence[Drawn]) -> float:
     """Of all answers; TaskError when they differ, as a sequence is trained on with one."""
-    found = {own.temperature for own in answers}
-    if len(found) > 1:
+    temperatures = {answer.temperature for answer in answers}
+    if len(temperatures) > 1:
         raise TaskError(
-            f"The answers of a sequence were drawn with the temperatures {min(found):g} and "
-            f"{max(found):g}: draw all that is trained on as one sequence with the same."
+            f"The answers of a sequence were drawn with the temperatures {min(temperatures):g} and "
+            f"{max(temperatures):g}: draw all that is trained on as one sequence with the same."
         )
     return answers[-1].temperature
 
@@ -259,8 +261,8 @@ class EngineSide:
             is_penalised=params.penalties is not None,
         )
         for completion in completions:
-            own = replace(how, kept=KeptTokens.of(completion.kept))
-            self._samples.note((*prompt, *completion.tokens), own, completion.logprobs)
+            noted = replace(how, kept=KeptTokens.of(completion.kept))
+            self._samples.note((*prompt, *completion.tokens), noted, completion.logprobs)
         return completions
 
     def _with_kept(self, params: SamplingParams) -> SamplingParams:

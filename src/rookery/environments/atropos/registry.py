@@ -244,15 +244,15 @@ class Registry:
     def status(self, env_id: int, queue: Sequence[ScoredGroup], *, step: int) -> dict[str, object]:
         """What `/status-env` answers: sizes in groups of this environment."""
         environment = self.hear(env_id)
-        own = [group.size for group in queue if group.env_id == env_id]
-        size = max([environment.group_size, *own])
+        sizes = [group.size for group in queue if group.env_id == env_id]
+        size = max([environment.group_size, *sizes])
         self.environments[env_id] = replace(environment, group_size=size)
         largest = max([1, *(group.size for group in queue)])
         return {
             "current_step": step,
-            "queue_size": (sum(own) + self._from_others(env_id, queue, largest)) // size,
+            "queue_size": (sum(sizes) + self._from_others(env_id, queue, largest)) // size,
             "unallocated_fraction": 1.0 - min(sum(self.minimums.values()), 1.0),
-            "self_queue_size": sum(own) // size,
+            "self_queue_size": sum(sizes) // size,
             "max_group_size": largest,
             "env_weight": self.weight(environment),
         }

@@ -106,12 +106,12 @@ def _check_numbers(group: ScoredGroup) -> None:
             f"A score, advantage or ref_logprob is {max(values, key=abs):g}: send numbers of at "
             f"most {_LARGEST:g}."
         )
-    for own in (
+    for options in (
         *(group.overrides or ()),
         group.generation_params or {},
         group.group_overrides or {},
     ):
-        told = own.get("temperature")
+        told = options.get("temperature")
         low, high = _TEMPERATURES
         if told and not (isinstance(told, int | float) and low <= told <= high):
             raise TaskError(
@@ -153,7 +153,7 @@ def _check_rows(group: ScoredGroup) -> None:
 
 
 def _check_drawn(row: int, mask: Sequence[int], group: ScoredGroup) -> None:
-    drawn = [place for place, own in enumerate(mask) if own != MASKED]
+    drawn = [place for place, masked in enumerate(mask) if masked != MASKED]
     if not drawn or drawn[0] == 0:
         raise TaskError(
             f"Sequence {row} has {'no' if not drawn else 'its first'} token drawn by the model: "
@@ -180,19 +180,19 @@ def _numbers(rows: Sequence[Sequence[float]] | None) -> list[float]:
 def drawn_sequences(group: ScoredGroup) -> list[TokenSequence]:
     """What to train on, one for each sequence of a group that was checked."""
     assert group.inference_logprobs is not None, "the group was checked"
-    found = []
+    sequences = []
     for tokens, mask, logprobs in zip(
         group.tokens, group.masks, group.inference_logprobs, strict=True
     ):
-        drawn = tuple(place for place, own in enumerate(mask) if own != MASKED)
-        found.append(
+        drawn = tuple(place for place, masked in enumerate(mask) if masked != MASKED)
+        sequences.append(
             TokenSequence(
                 tokens=tuple(tokens),
                 drawn=drawn,
                 logprobs=tuple(logprobs[place] for place in drawn),
             )
         )
-    return found
+    return sequences
 
 
 # Which groups make the next batch: exactly so many sequences, of whole groups.
@@ -270,8 +270,8 @@ def _fill(
         return chosen
     # Sizes that do not divide a batch: others of them may.
     left = num_sequences - begun
-    found = complete_groups([queue[place][1] for place in others], left)
-    return [*first, *(others[place] for place in found)] if found else []
+    completing = complete_groups([queue[place][1] for place in others], left)
+    return [*first, *(others[place] for place in completing)] if completing else []
 
 
 def _packed(queue: Sequence[Sized], *, by_environment: bool, has_others: bool) -> list[int]:

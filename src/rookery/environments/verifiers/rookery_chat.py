@@ -25,12 +25,12 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
     async def launch(self, ctx: Any, *args: Any, **named: Any) -> Any:
         """verifiers gives (trace, runtime, endpoint, secret, mcp_urls, data, ...)."""
         names = ("trace", "runtime", "endpoint", "secret", "mcp_urls", "data")
-        given = dict(zip(names, args, strict=False)) | named
-        system, prompt = self.resolve_prompt(given["data"])
+        arguments = dict(zip(names, args, strict=False)) | named
+        system, prompt = self.resolve_prompt(arguments["data"])
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         async with AsyncOpenAI(
-            base_url=given["endpoint"], api_key=given["secret"], max_retries=0
+            base_url=arguments["endpoint"], api_key=arguments["secret"], max_retries=0
         ) as client:
             answer = await client.chat.completions.create(model=ctx.model, messages=messages)
         said = answer.choices[0].message.content or ""

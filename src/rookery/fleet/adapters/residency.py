@@ -336,8 +336,8 @@ async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
             async with asyncio.timeout(LEFT_S):
                 names = sorted(await list_names(client, *tokens), key=_token)
                 known = {_token(name) for name in names}
-                for token, own in groupby(names, key=_token):
-                    for name in own:
+                for token, group in groupby(names, key=_token):
+                    for name in group:
                         await client.unload_adapter(name)
                         logger.info("%s: unregistered %s: its process died", client.url, name)
                     known.discard(token)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,32 +144,44 @@ class _Read:
 class AdapterBridge:
     """A Publisher: every server shows that it has the new weights before the old ones are retired.
 
-    Publications follow one another: await one before the next.
+    Publications of one name follow one another: await one before the next. Those of several names
+    are made side by side.
     """
 
-    def __init__(self, fleet: Fleet, *, canary: Canary, logprobs: Logprobs) -> None:
-        """`logprobs` computes with the weights that are published next."""
+    def __init__(self, fleet: Fleet, *, canary: Canary, logprobs: Logprobs | None = None) -> None:
+        """`logprobs` computes with the weights that `publish` is given next."""
         self._fleet = fleet
         self._canary = canary
         self._logprobs = logprobs
         self._published: dict[str, ModelRef] = {}
-        self._newest: _Newest | None = None
-        self._leaving: asyncio.Task[None] | None = None
-        """Takes the version before the newest from the servers; ends before the next comes."""
+        self._newest: dict[str, _Newest] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """By name: takes the version before the newest from the servers; ends before the next
+        comes."""
         self._lock = asyncio.Lock()
-        """Held while servers show a version: one that comes back meanwhile shows the next."""
+        """Held while a server that came back shows what it has."""
+        self._num_showing = 0
+        """Publications that servers show right now: one that comes back meanwhile waits for them
+        and shows the next."""
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         for replica in fleet.pool.replicas:
             replica.renew = self._renew
 
     async def publish(self, weights: Weights) -> ModelRef:
+        assert self._logprobs is not None, "else `publish_with` is called"
+        return await self.publish_with(weights, self._logprobs)
+
+    async def publish_with(self, weights: Weights, logprobs: Logprobs) -> ModelRef:
+        """`publish`, where `logprobs` computes with these weights."""
         adapter = require_adapter(weights)
-        await self._retire_leaving()
+        await self._retire_leaving(weights.name)
         async with task_group() as group:
             # The trainer computes while the adapter is handed over.
-            computing = group.create_task(self._compute())
+            computing = group.create_task(self._compute(logprobs))
             ref = await self._fleet.load(adapter)
             try:
-                async with self._lock:
+                async with self._showing():
                     await self._prove(ref, computing)
             except BaseException:  # whatever it was: nobody will name this version
                 await self._fleet.unload(ref)
@@ -176,7 +189,7 @@ class AdapterBridge:
         before = self._published.get(weights.name)
         self._published[weights.name] = ref
         if before is not None:
-            self._leaving = asyncio.create_task(self._fleet.unload(before))
+            self._leaving[weights.name] = asyncio.create_task(self._fleet.unload(before))
             await asyncio.sleep(0)  # it is refused from here on
         return ref
 
@@ -185,18 +198,31 @@ class AdapterBridge:
         replicas = self._fleet.pool.replicas
         async with task_group() as group:
             reading = [group.create_task(self._read_if_open(r, ref)) for r in replicas]
-        newest = self._newest = _Newest(ref, await computing)
+        newest = self._newest[ref.name] = _Newest(ref, await computing)
         for replica, task in zip(replicas, reading, strict=True):
             read = task.result()
             if read is not None:
                 self._judge(replica, read, newest)
 
-    async def _compute(self) -> Sequence[float]:
-        return await self._logprobs(self._canary)
+    @asynccontextmanager
+    async def _showing(self) -> AsyncIterator[None]:
+        """Several at a time, and none while a server comes back."""
+        async with self._lock:
+            self._num_showing += 1
+            self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_showing -= 1
+            if not self._num_showing:
+                self._is_idle.set()
 
-    async def _retire_leaving(self) -> None:
+    async def _compute(self, logprobs: Logprobs) -> Sequence[float]:
+        return await logprobs(self._canary)
+
+    async def _retire_leaving(self, name: str) -> None:
         """The version before the last one leaves the servers while the last one is used."""
-        leaving, self._leaving = self._leaving, None
+        leaving = self._leaving.pop(name, None)
         if leaving is not None:
             await asyncio.wait([leaving])
             leaving.result()
@@ -217,11 +243,11 @@ class AdapterBridge:
         return _Read(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
 
     async def _renew(self, replica: Replica) -> None:
-        """A server that is back shows that it computes with the newest version."""
+        """A server that is back shows that it computes with the newest versions."""
         async with self._lock:
-            newest = self._newest
+            await self._is_idle.wait()
             try:
-                if newest is not None:
+                for newest in self._newest.values():
                     self._judge(replica, await self._read(replica, newest.ref), newest)
             except ServerLost:
                 raise

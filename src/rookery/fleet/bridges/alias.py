@@ -149,17 +149,18 @@ class SharedBase:
                 self.served = {name: view(memory, entry) for name, entry in entries}
             else:
                 self.served = open_tensors(manifest)
-        self._views: Mapping[str, torch.Tensor] = {}
+        self.views: Mapping[str, torch.Tensor] = {}
+        """What `find` has found."""
 
     def find(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, "torch.Tensor"]:
         """The weights of the model's folder by their names there, as views."""
-        self._views = alias_weights(self.served, self._packed, shapes)
-        return self._views
+        self.views = alias_weights(self.served, self._packed, shapes)
+        return self.views
 
     def sums(self) -> dict[str, int]:
         """What a server's weights must add up to, by its own names."""
         totals: dict[str, int] = {}
-        for name, own in self._views.items():
+        for name, own in self.views.items():
             fused = None if name in self.served else fused_name(name, self._packed)
             key = name if fused is None else fused[0]
             totals[key] = totals.get(key, 0) + bit_sum(own)

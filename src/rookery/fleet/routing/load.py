@@ -67,8 +67,8 @@ class Call:
 
     def __post_init__(self) -> None:
         self.num_sequences = len(self.prompts) * self.fields.n
-        given = sum(len(prompt) for prompt in self.prompts)
-        self.work = float(given + self.num_sequences * self.fields.max_tokens)
+        num_prompt = sum(len(prompt) for prompt in self.prompts)
+        self.work = float(num_prompt + self.num_sequences * self.fields.max_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,10 +114,10 @@ class ReplicaLoad:
     def begin(self, call: Call, now_s: float) -> None:
         if not self.in_flight:
             self._busy_since_s = now_s
-        own = self.own_work(call)
-        self.in_flight[call] = (now_s, own)
+        work = self.own_work(call)
+        self.in_flight[call] = (now_s, work)
         self.num_sequences += call.num_sequences
-        self.work += own
+        self.work += work
         call.replicas.append(self)
         if not call.is_base:
             self.active[call.ref] += 1
@@ -128,9 +128,9 @@ class ReplicaLoad:
             self._prefixes.popitem(last=False)
 
     def end(self, call: Call, now_s: float, *, is_done: bool) -> None:
-        began_s, own = self.in_flight.pop(call)
+        began_s, work = self.in_flight.pop(call)
         self.num_sequences -= call.num_sequences
-        self.work = max(0.0, self.work - own) if self.in_flight else 0.0
+        self.work = max(0.0, self.work - work) if self.in_flight else 0.0
         call.replicas.remove(self)
         if not call.is_base:
             self.active[call.ref] -= 1
@@ -139,7 +139,7 @@ class ReplicaLoad:
         self._busy_s += now_s - self._busy_since_s
         self._busy_since_s = now_s
         if is_done:
-            self._measure(call, own, now_s - began_s)
+            self._measure(call, work, now_s - began_s)
 
     def own_work(self, call: Call) -> float:
         """The work of a call without the leading tokens that this replica has seen before."""
@@ -161,7 +161,7 @@ class ReplicaLoad:
 
     def alone(self) -> float:
         """Work in flight that no other replica does too."""
-        return sum(own for call, (_, own) in self.in_flight.items() if len(call.replicas) == 1)
+        return sum(work for call, (_, work) in self.in_flight.items() if len(call.replicas) == 1)
 
     @property
     def has_measured(self) -> bool:
@@ -183,8 +183,8 @@ class ReplicaLoad:
         """The server restarted: it has no prefixes."""
         self._prefixes.clear()
 
-    def _measure(self, call: Call, own: float, seconds: float) -> None:
-        self._done_work += own
+    def _measure(self, call: Call, work: float, seconds: float) -> None:
+        self._done_work += work
         newest = seconds / max(call.work, 1.0)
         old = self._pace
         self._pace = newest if old is None else old + SMOOTHING * (newest - old)

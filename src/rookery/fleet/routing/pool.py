@@ -32,8 +32,7 @@ from rookery.fleet.http.wire import Choice
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.routing.router import Router
-from rookery.fleet.servers.launch import LocalServer
-from rookery.fleet.servers.upkeep import HANG_S
+from rookery.fleet.servers.launch import HANG_S, LocalServer
 from rookery.types import Adapter, ModelRef
 
 __all__ = ["Pool"]

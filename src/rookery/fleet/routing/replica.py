@@ -219,25 +219,25 @@ class Replica:
         if self._fingerprint is None:
             return
         await self._require_own_weights()
-        own = self.capabilities
+        known = self.capabilities
         name, root = await read_base(self.client)
-        if name != own.model or base_names(root) != base_names(own.root):
+        if name != known.model or base_names(root) != base_names(known.root):
             raise FleetError(
-                f"{self.url} was started again on another model: it served {own.root} as "
-                f"{own.model}, and serves {root} as {name} now. Start it on {own.root}."
+                f"{self.url} was started again on another model: it served {known.root} as "
+                f"{known.model}, and serves {root} as {name} now. Start it on {known.root}."
             )
         process = await self.proof.running()
         if self.proof.is_recognised(process) or (self.proof.was_given and not process):
             return
-        found = await read_fingerprint(self.client, own)
-        gap = gap_between(found, self._fingerprint)
-        if is_other(gap, own):
+        fingerprint = await read_fingerprint(self.client, known)
+        gap = gap_between(fingerprint, self._fingerprint)
+        if is_other(gap, known):
             raise FleetError(
-                f"{self.url} was started again with other weights than {own.root} had: "
+                f"{self.url} was started again with other weights than {known.root} had: "
                 f"log-probabilities of fixed texts are off by {gap:.2g} nats. Start it on "
                 "the model that it had."
             )
-        self._systems.add(found.system)
+        self._systems.add(fingerprint.system)
         self.is_marked = False
         self.proof.recognise(process)
 
@@ -305,7 +305,7 @@ class Replica:
         choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
         if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
-        return [[compact(choice) for choice in own] for own in choices]
+        return [[compact(choice) for choice in row] for row in choices]
 
     async def _check_system(self, answer: Any) -> None:
         """An answer of a server with another config counts when that has shown its model."""
@@ -424,9 +424,9 @@ class Replica:
         elif not await self.client.is_healthy():
             raise ServerLost(f"{self.url} answers neither /metrics nor /health.", is_broken=False)
 
-    async def _attach(self, found: Capabilities) -> dict[str, Any]:
+    async def _attach(self, probed: Capabilities) -> dict[str, Any]:
         """The worker extension's report; empty where it is not, which only our own servers tell."""
-        if self.local is None or not self.local.config.has_extension or not found.has_worker_calls:
+        if self.local is None or not self.local.config.has_extension or not probed.has_worker_calls:
             return {}
         try:
             reports = await self.client.call_workers("rookery_attach")
@@ -445,11 +445,11 @@ class Replica:
                 "cuda_graphs: auto."
             )
 
-    def _is_on_cpu(self, found: Capabilities) -> bool | None:
+    def _is_on_cpu(self, probed: Capabilities) -> bool | None:
         if self.local is not None:
             # A build for the CPU does not care for the GPUs of its machine.
-            return self.local.config.is_on_cpu or bool(found.is_on_cpu)
-        return self._settings.is_on_cpu if found.is_on_cpu is None else found.is_on_cpu
+            return self.local.config.is_on_cpu or bool(probed.is_on_cpu)
+        return self._settings.is_on_cpu if probed.is_on_cpu is None else probed.is_on_cpu
 
     def _limits(self) -> "_Limits":
         """What the config says of adapters, for servers that do not tell."""

@@ -83,9 +83,9 @@ class AffinityHomes:
     def with_fewest(self, replicas: Iterable[ReplicaLoad]) -> list[ReplicaLoad]:
         """Those of the replicas that are home to the fewest affinities."""
         counts = Counter(replica.name for replica, _ in self._homes.values())
-        found = list(replicas)
-        least = min((counts[replica.name] for replica in found), default=0)
-        return [replica for replica in found if counts[replica.name] == least]
+        candidates = list(replicas)
+        least = min((counts[replica.name] for replica in candidates), default=0)
+        return [replica for replica in candidates if counts[replica.name] == least]
 
 
 LOAD_S = 0.2
@@ -304,20 +304,20 @@ class Router:
 
     def _cost(self, replica: ReplicaLoad, call: Call, now_s: float) -> float:
         """Seconds until the call would be done there, and the seconds of work it would add."""
-        own = replica.own_work(call)
+        work = replica.own_work(call)
         others = replica.foreign * call.work / max(call.num_sequences, 1)
         load_s = 0.0 if call.is_base or replica.holds(call.ref) else LOAD_S
         speed = self._speed(replica, now_s)
-        return (replica.work + replica.promised + others + 2 * own) / speed + load_s
+        return (replica.work + replica.promised + others + 2 * work) / speed + load_s
 
     def _speed(self, replica: ReplicaLoad, now_s: float) -> float:
         """The replica's own speed; before it has one, the average of the others if known."""
-        own = replica.speed(now_s)
-        if own is not None and replica.has_measured:
-            return own
+        speed = replica.speed(now_s)
+        if speed is not None and replica.has_measured:
+            return speed
         known = [s for x in self.replicas if x.has_measured and (s := x.speed(now_s)) is not None]
         average = sum(known) / len(known) if known else 1e6
-        return average if own is None else min(own, average)
+        return average if speed is None else min(speed, average)
 
     def _worth_stealing(self, thief: ReplicaLoad, now_s: float) -> Call | None:
         """The call with most to gain from running on `thief` too."""

@@ -10,6 +10,7 @@ registry finds what is left.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -48,11 +49,13 @@ from rookery.runtime.guard import STOP_S
 from rookery.runtime.process import ChildProcess
 
 __all__ = [
+    "HANG_S",
     "LaunchProgress",
     "LocalServer",
     "Progress",
     "Reservation",
     "is_free",
+    "keep_alive",
     "open_servers",
     "reserve_port",
 ]
@@ -427,3 +430,37 @@ async def _stop_all(servers: Sequence[LocalServer]) -> None:
         for server in servers:
             server.kill()
         raise
+
+
+# Starts servers again that died or hang, where no pool sends them requests and notices.
+
+
+HEALTH_S = 10.0
+"""How often a server is asked for its health."""
+HANG_S = 180.0
+"""A server that lives and is not healthy for this long is started again."""
+
+
+async def keep_alive(server: LocalServer) -> FleetError:
+    """Start a server again whenever it dies or hangs; ends when it is given up, with the reason."""
+    while True:
+        why = await _wait_failed(server)
+        try:
+            await server.restart(why)
+        except FleetError as error:
+            logger.error("%s", error)
+            return error
+
+
+async def _wait_failed(server: LocalServer) -> str:
+    """Wait until it serves no more. Empty: its process has ended; else what is wrong."""
+    healthy_s = time.monotonic()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEALTH_S):
+                await server.wait_ended()
+                return ""
+        if await server.is_healthy():
+            healthy_s = time.monotonic()
+        elif (late_s := time.monotonic() - healthy_s) >= HANG_S:
+            return f"was not healthy for {late_s:.0f} s"

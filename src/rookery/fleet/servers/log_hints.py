@@ -116,10 +116,10 @@ def first_error(log: Path, *, since: int = 0, was_ready: bool = False) -> list[s
     lines = [_parse(line) for line in _read(log, since=since, limit=_FIRST_BYTES)]
     begins = [i for i, line in enumerate(lines) if line.text == _TRACEBACK]
     inside = [i for i in begins if lines[i].is_inside]
-    found = inside if inside or was_ready else begins
-    if not found:
+    starts = inside if inside or was_ready else begins
+    if not starts:
         return []
-    begin = found[0]
+    begin = starts[0]
     record = lines[begin].who, lines[begin].level
     return _exception(
         [line.text for line in lines[begin + 1 :] if (line.who, line.level) == record]

@@ -26,9 +26,8 @@ from typing import Any
 from rookery.config import parse_config
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.executors.ray import connect_ray
-from rookery.fleet.servers.launch import open_servers
+from rookery.fleet.servers.launch import keep_alive, open_servers
 from rookery.fleet.servers.settings import LaunchConfig, check_launch, gpus_each
-from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["Placed", "place_on_ray"]
 

@@ -128,9 +128,9 @@ def find_registries(root: Path) -> list[FoundRegistry]:
     """Every registry under a folder, oldest first; those that say nothing yet are left out."""
     registries = []
     for file in _files(root):
-        with _locked(file, is_shared=True) as found:
-            if found is not None:
-                registries.append(found)
+        with _locked(file, is_shared=True) as registry:
+            if registry is not None:
+                registries.append(registry)
     return registries
 
 
@@ -155,12 +155,12 @@ def reap_orphans(root: Path) -> int:
     """
     num = 0
     _remove_old_logs(root)
-    for found in _claim_ownerless(root):
-        stopped = stop_processes(found.records)
+    for registry in _claim_ownerless(root):
+        stopped = stop_processes(registry.records)
         if stopped:
-            logger.warning("stopped %d servers that process %d left", stopped, found.owner_pid)
+            logger.warning("stopped %d servers that process %d left", stopped, registry.owner_pid)
         num += stopped
-        shutil.rmtree(found.folder, ignore_errors=True)
+        shutil.rmtree(registry.folder, ignore_errors=True)
     return num
 
 
@@ -176,9 +176,9 @@ def _claim_ownerless(root: Path) -> Iterator[FoundRegistry]:
     """The registries whose owners are dead, each held while the loop is at it, so that one process
     clears it up."""
     for file in _files(root):
-        with _locked(file, is_shared=False) as found:
-            if found is not None and not found.is_locked:
-                yield found
+        with _locked(file, is_shared=False) as registry:
+            if registry is not None and not registry.is_locked:
+                yield registry
 
 
 def _files(root: Path) -> list[Path]:

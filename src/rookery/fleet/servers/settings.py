@@ -62,6 +62,8 @@ _CLOSED_FLAGS = {
 }
 """Flags that `args` may not hold, and what to write instead: they decide who can reach a server
 and its open routes, or what Rookery checks before it starts one."""
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""Sequences that a graph is captured for where a short start counts; others are padded to these."""
 _CLOSED_ENV = {
     _KEY: "write launch.api_key, or export it where Rookery runs",
     "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
@@ -112,6 +114,10 @@ class LaunchConfig(Config):
     prefix_caching: bool = True
     enforce_eager: bool = False
     """No compilation and no CUDA graphs: starts sooner, runs slower."""
+    compile: bool | None = None
+    """torch.compile, which takes a minute unless an earlier start has left its results. false keeps
+    the CUDA graphs of decoding. null: no for a server that is started for one training, else yes.
+    """
     cuda_graphs: Literal["auto", "full"] = "auto"
     """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
     all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
@@ -204,6 +210,17 @@ class LaunchConfig(Config):
         return self.cuda_graphs == "full" and not self.enforce_eager and not self.is_on_cpu
 
     @property
+    def compilation(self) -> dict[str, object]:
+        """What differs from vLLM's own choice."""
+        if self.is_on_cpu or self.enforce_eager:
+            return {}
+        chosen: dict[str, object] = {"cudagraph_mode": "FULL"} if self.has_whole_graphs else {}
+        if self.compile is False:
+            sizes = {"cudagraph_capture_sizes": list(_GRAPH_SIZES)}
+            chosen = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **sizes} | chosen
+        return chosen
+
+    @property
     def lora_rank(self) -> int:
         """The rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
@@ -261,8 +278,8 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
         flags["--gpu-memory-utilization"] = config.gpu_memory_utilization or GPU_SHARE
-    if config.has_whole_graphs:
-        flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
+    if config.compilation:
+        flags["--compilation-config"] = json.dumps(config.compilation)
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
     words += [caching]
@@ -295,6 +312,9 @@ def environment(
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
+    # The engine's process begins with what the API's has imported: vLLM spawns it only where a fork
+    # is not possible.
+    env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     if config.api_key:
         # In the environment, not on the command line, which every user of the machine can read.
         env[_KEY] = config.api_key
@@ -361,8 +381,8 @@ def _closed_flag(word: str) -> str:
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
     size = gpus_each(config)
-    own = _own_gpus(config)[index * size : (index + 1) * size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+    gpus = _own_gpus(config)[index * size : (index + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
@@ -371,7 +391,7 @@ def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
     if num_servers > 1 and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         size = len(cores) // num_servers
-        own = cores[index * size : (index + 1) * size]
-        bind = ",".join(str(core) for core in own) if own else "nobind"
+        bound = cores[index * size : (index + 1) * size]
+        bind = ",".join(str(core) for core in bound) if bound else "nobind"
         env["VLLM_CPU_OMP_THREADS_BIND"] = bind
     return env

@@ -147,14 +147,14 @@ def _name(url: str) -> str:
 
 def _bind(name: str) -> int | None:
     """The descriptor of the name; None when it is taken."""
-    with socket.socket(socket.AF_UNIX) as own:
+    with socket.socket(socket.AF_UNIX) as bound:
         try:
-            own.bind(name)
+            bound.bind(name)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             return None
-        return own.detach()
+        return bound.detach()
 
 
 _held: dict[str, TrainerLock] = {}

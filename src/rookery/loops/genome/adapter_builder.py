@@ -12,18 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rookery.errors import AdapterError, boundary
 from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge, merge_by_block
-from rookery.weights.mutate import MutateConfig, mutate, rounded, unrounded
+from rookery.weights.mutate import GaussianConfig, mutate, rounded, unrounded
 
 __all__ = ["AdapterBuilder", "check_device", "rebuild"]
 
 _MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
-_MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
 _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
 }
@@ -31,8 +30,8 @@ _FORMAT = 3
 """Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
 mutations had `adapt`, of which 0 was the default."""
 _COMBINATION = LinearConfig(normalise=False)
-"""A move of a swarm, a random sum and a point of CMA-ES: a linear combination whose weights are
-taken as they are. They have names of their own, whatever the config calls its merges."""
+"""A random sum and a point of CMA-ES: a linear combination whose weights are taken as they
+are. They have names of their own, whatever the config calls its merges."""
 
 
 _RECIPES: Mapping[str, TypeAdapter[Any]] = {
@@ -50,7 +49,7 @@ class AdapterBuilder:
         founders: Mapping[str, Adapter],
         *,
         merges: Mapping[str, MergeConfig],
-        mutations: Mapping[str, MutateConfig],
+        mutations: Mapping[str, GaussianConfig],
         rank: int,
         device: str = "cpu",
     ) -> None:
@@ -175,9 +174,7 @@ class AdapterBuilder:
             "rank": self._rank,
             "device": self._device,
             "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
-            "mutations": {
-                n: _MUTATE.dump_python(m, mode="json") for n, m in self._mutations.items()
-            },
+            "mutations": {n: m.model_dump(mode="json") for n, m in self._mutations.items()},
             "founders": {name: self._versions[name] for name in self._founders},
             "candidates": [
                 {"kind": type(recipe).__name__, **asdict(recipe), "version": self._versions[name]}
@@ -251,14 +248,22 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
     changes = {} if "format" in lineage else {"sigma": None}
-    mutations = {
-        name: {key: value for key, value in {**method, **changes}.items() if key != "adapt"}
-        for name, method in lineage["mutations"].items()
-    }
+    named = {name for plan in lineage["candidates"] for name in _methods_of(plan)}
+    try:
+        merges = {n: _MERGE.validate_python(m) for n, m in lineage["merges"].items() if n in named}
+        mutations = {
+            name: GaussianConfig(**{k: v for k, v in {**m, **changes}.items() if k != "adapt"})
+            for name, m in lineage["mutations"].items()
+            if name in named
+        }
+    except ValidationError as error:
+        raise AdapterError(
+            f"The lineage uses an operator that this version does not have: {error}"
+        ) from None
     builder = AdapterBuilder(
         known,
-        merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
-        mutations={n: _MUTATE.validate_python(m) for n, m in mutations.items()},
+        merges=merges,
+        mutations=mutations,
         rank=lineage["rank"],
         device=lineage.get("device", "cpu"),
     )
@@ -276,6 +281,10 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
             "rebuild it with the versions of torch and numpy that made it."
         )
     return adapter
+
+
+def _methods_of(plan: Mapping[str, Any]) -> tuple[str | None, ...]:
+    return plan.get("merge"), plan.get("mutation")
 
 
 def _make_alone(builder: AdapterBuilder, candidate: str) -> Adapter:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
+from rookery.loops.genome.stages import CmaesStage
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
-from rookery.search.emitters import CmaesOperatorConfig
 from rookery.search.es import load_library
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset
@@ -56,32 +55,15 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
             )
     init = config.init
     uses_pairs = isinstance(init, FileInit) and init.use != "adapters"
-    uses_cmaes = any(_uses_cmaes(stage) for stage in config.stages)
+    uses_cmaes = any(isinstance(stage, CmaesStage) for stage in config.stages)
     if uses_cmaes:
         load_library()
     if len(founders) < 2 and (uses_pairs or uses_cmaes):
         what = "init.use: " + init.use if isinstance(init, FileInit) and uses_pairs else "cmaes"
         raise ConfigError(
             f"{what} combines founders, and there is only one: add an adapter to the founders, or "
-            + ("write init.use: adapters." if uses_pairs else "take another stage or operator.")
+            + ("write init.use: adapters." if uses_pairs else "take another stage.")
         )
-    num_first = len(founders)
-    if isinstance(init, FileInit) and init.use != "adapters":
-        num_first = init.num_pairs + (len(founders) if init.use == "both" else 0)
-    for stage in config.stages:
-        if isinstance(stage, GaStage) and stage.islands.num_islands > num_first:
-            raise ConfigError(
-                f"There are {stage.islands.num_islands} islands and {num_first} candidates to "
-                f"begin with: write islands.num_islands of at most {num_first}, or begin with more."
-            )
-        num_first += stage.num_candidates(list(founders.values()))
-
-
-def _uses_cmaes(stage: StageConfig) -> bool:
-    if not isinstance(stage, GaStage):
-        return isinstance(stage, CmaesStage)
-    children = stage.population.children
-    return any(isinstance(children.operators[i], CmaesOperatorConfig) for i in children.emitted)
 
 
 def _check_rank(config: GenomeConfig, founders: Mapping[str, Adapter], *, max_rank: int) -> None:
@@ -112,13 +94,9 @@ def _check_splits(tasksets: Sequence[Taskset]) -> None:
 
 def _check_names(config: GenomeConfig, tasksets: Sequence[Taskset]) -> None:
     searched = {taskset.name for taskset in tasksets if taskset.split("search")}
-    named = {("floors", name) for name in config.floors}
-    for stage in config.stages:
-        if isinstance(stage, GaStage) and stage.archive is not None:
-            named |= {("archive.features", feature.name) for feature in stage.archive.features}
-    for key, name in sorted(named):
+    for name in sorted(config.floors):
         if name not in searched:
             raise ConfigError(
-                f"{key} names {name!r}, and no taskset of that name has search tasks; there are "
+                f"floors names {name!r}, and no taskset of that name has search tasks; there are "
                 f"{', '.join(sorted(searched))}."
             )

@@ -9,27 +9,24 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
+from rookery.loops.comparison import ReportConfig
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig, SurrogateStage
 from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
-from rookery.search.children import CrossoverConfig, may_be_negative
 from rookery.search.merit import Merit
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.weights.merge import (
     DareConfig,
     DareTiesConfig,
-    ExtrapolateConfig,
     LayerwiseConfig,
     LinearConfig,
     MergeConfig,
-    SlerpConfig,
     TiesConfig,
-    check_operator,
 )
-from rookery.weights.mutate import GaussianConfig, MutateConfig, SvdConfig
+from rookery.weights.mutate import GaussianConfig
 
 __all__ = ["MERGES", "MUTATIONS", "GenomeConfig"]
 
@@ -39,15 +36,13 @@ MERGES: Mapping[str, MergeConfig] = {
     "ties": TiesConfig(),
     "dare": DareConfig(),
     "dare_ties": DareTiesConfig(),
-    "slerp": SlerpConfig(),
     "layerwise": LayerwiseConfig(),
     "layers": LayerwiseConfig(unit="layer"),
     "mixture": LayerwiseConfig(mode="mix", unit="layer"),
-    "extrapolate": ExtrapolateConfig(),
 }
 """The crossovers that operators can name; a config may change them or add its own."""
 
-MUTATIONS: Mapping[str, MutateConfig] = {"gaussian": GaussianConfig(), "svd": SvdConfig()}
+MUTATIONS: Mapping[str, GaussianConfig] = {"gaussian": GaussianConfig()}
 
 
 class GenomeConfig(Config):
@@ -78,13 +73,16 @@ class GenomeConfig(Config):
     """The children's rank; null takes the founders' largest."""
     merges: dict[str, MergeConfig] = Field(default_factory=dict)
     """Changes and additions to the crossovers by name."""
-    mutations: dict[str, MutateConfig] = Field(default_factory=dict)
+    mutations: dict[str, GaussianConfig] = Field(default_factory=dict)
     """Changes and additions to the mutations by name."""
     merge_device: Literal["cpu", "cuda"] = "cpu"
     """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
     layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
     2 GB there beside them. The last bits of a child depend on it."""
     finals: FinalConfig = FinalConfig()
+    report: ReportConfig = ReportConfig()
+    """`{samples: 8}` draws answers to each report task besides, for pass@k: at the temperature of
+    the taskset's `sampling`, or at 1 where that is greedy."""
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
@@ -98,24 +96,7 @@ class GenomeConfig(Config):
             if isinstance(stage, GaStage):
                 _require(stage.merges, {*MERGES, *self.merges}, "crossover")
                 _require(stage.mutations, {*MUTATIONS, *self.mutations}, "mutation")
-                self._check_crossovers(stage)
-                if stage.population.objective == "pareto" and self.race.enabled:
-                    raise ValueError(
-                        "objective pareto compares every taskset by itself, and a race only the "
-                        "weighted score: write race: {enabled: false}"
-                    )
         return self
-
-    def _check_crossovers(self, stage: GaStage) -> None:
-        methods = {**MERGES, **self.merges}
-        for operator in stage.population.children.operators:
-            if isinstance(operator, CrossoverConfig):
-                check_operator(
-                    methods[operator.name],
-                    name=operator.name,
-                    num_parents=operator.num_parents,
-                    has_negative_weights=may_be_negative(operator.weights, reach=operator.reach),
-                )
 
     def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""

@@ -18,8 +18,8 @@ from rookery.reports import (
     TasksetRecord,
 )
 from rookery.runs import Run
-from rookery.search.archive import fronts
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
+from rookery.search.fronts import first_front
 from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter
@@ -108,8 +108,7 @@ def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
     """Those that no other candidate beats on every taskset by its rewards, of all that saw every
     task."""
     complete = [name for name in names if search.measured[name].is_complete]
-    first = fronts([search.plain_fitness(name) for name in complete])[0]
-    return [complete[index] for index in sorted(first)]
+    return [complete[i] for i in first_front([search.plain_fitness(name) for name in complete])]
 
 
 def _draw_lineage(

@@ -16,12 +16,12 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.loops.comparison import compare, complete_means
+from rookery.loops.comparison import Samples, compare, complete_means
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import Cost
 from rookery.loops.genome.loading import CandidateLoader, LoadFailure
 from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.reports import ReportRow
+from rookery.reports import ReportRow, SampledRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
@@ -84,8 +84,12 @@ class FinalReport:
         search: SearchEvaluator,
         weights: Mapping[str, float],
         settings: FinalConfig = _DEFAULTS,
+        samples: Samples | None = None,
     ) -> None:
         self._settings = settings
+        self._samples = samples
+        self._sampled: dict[str, SampledRecord] = {}
+        """What answers that were drawn to the report tasks came to."""
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
@@ -227,21 +231,32 @@ class FinalReport:
             for voter in entry.voters
         }
         makers |= {f"entry {entry.name}": entry.make for entry in entries if entry.make is not None}
-        groups = await self._rollout(makers, tasks, phase="report")
+        groups = await self._rollout(makers, tasks, phase="report", seed=seed)
         rewards = {}
         for entry in entries:
             if entry.voters:
                 panel = [groups[f"voter {voter}"] for voter in entry.voters]
                 rewards[entry.name] = self.vote(panel)
             else:
-                is_base = entry.make is None
-                rewards[entry.name] = _rewards(groups[_BASE if is_base else f"entry {entry.name}"])
+                rewards[entry.name] = _rewards(groups[_key(entry)])
         rows = await asyncio.to_thread(compare, rewards, tasks, weights=self._weights, seed=seed)
-        costs = {entry.name: {"note": entry.note, **asdict(entry.cost)} for entry in entries}
-        return [row.model_copy(update=costs[row.name]) for row in rows]
+        further = {
+            entry.name: {
+                "note": entry.note,
+                "sampled": None if entry.voters else self._sampled.get(_key(entry)),
+                **asdict(entry.cost),
+            }
+            for entry in entries
+        }
+        return [row.model_copy(update=further[row.name]) for row in rows]
 
     async def _rollout(
-        self, makers: Mapping[str, Callable[[], Adapter]], tasks: Sequence[Task], *, phase: str
+        self,
+        makers: Mapping[str, Callable[[], Adapter]],
+        tasks: Sequence[Task],
+        *,
+        phase: str,
+        seed: int = 0,
     ) -> dict[str, list[Group]]:
         """Every task under the base model and every adapter, all in one batch, by name.
 
@@ -253,6 +268,11 @@ class FinalReport:
             if phase == "report":
                 refs[_BASE] = self._base
             groups = await self._evaluator.rollout(list(refs.values()), tasks)
+            if phase == "report" and self._samples is not None:
+                own = {name: ref for name, ref in refs.items() if not name.startswith("voter ")}
+                self._sampled = await self._samples.measure(
+                    self._evaluator, own, tasks, weights=self._weights, seed=seed
+                )
         count = len(tasks)
         found = {name: groups[i * count : (i + 1) * count] for i, name in enumerate(refs)}
         failed = {n: fail.error for n, fail in loaded.items() if isinstance(fail, LoadFailure)}
@@ -273,6 +293,11 @@ class FinalReport:
 
 
 _BASE = "base"
+
+
+def _key(entry: ReportEntry) -> str:
+    """Of an entry that is no panel: a founder may be called like one."""
+    return _BASE if entry.make is None else f"entry {entry.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What a run remembers of its search, and tells the observer: one record per generation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,6 @@ from rookery.ports import Observer
 from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
-from rookery.types import Json
 
 __all__ = ["Cost", "GenerationLog", "RunCost"]
 
@@ -124,22 +123,6 @@ class GenerationLog:
         self._observer.on_step(generation)
         return generation
 
-    async def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
-        """Where emitters stand after the last generation. Keyed as generations are: a resumed run
-        whose emitters learnt something else is refused."""
-        number = len(self.generations) - 1
-        await self._append(
-            [
-                NewEvent(kind="emitter", key=f"{number}/{name}", payload=dict(state))
-                for name, state in states.items()
-            ]
-        )
-
-    async def _append(self, news: Sequence[NewEvent]) -> None:
-        for new in news:
-            check_repeated(self._run, new.kind, new.key, new.payload)
-        await self._run.append_many(news)
-
     async def _write(self, generation: GenerationRecord, measured: Mapping[str, Measured]) -> None:
         """Events are keyed: a resumed run that comes out otherwise is refused."""
         news = [
@@ -148,7 +131,9 @@ class GenerationLog:
         ]
         key = str(generation.generation)
         last = NewEvent(kind="generation", key=key, payload=generation.model_dump(mode="json"))
-        await self._append([*news, last])
+        for new in (*news, last):
+            check_repeated(self._run, new.kind, new.key, new.payload)
+        await self._run.append_many([*news, last])
         values = {"genome/best": generation.best, "genome/mean": generation.mean}
         values["genome/num_tokens"] = float(generation.num_tokens)
         self._run.log_metrics(

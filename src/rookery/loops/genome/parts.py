@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rookery.loops.comparison import Samples
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
 from rookery.loops.genome.final_report import FinalReport
@@ -90,6 +91,7 @@ def assemble(
             search=search,
             weights=weights,
             settings=config.finals,
+            samples=None if config.report.samples is None else Samples(config.report.samples),
         ),
         log=GenerationLog(run, builder=builder, evaluator=evaluator, observer=observer),
         run=run,

@@ -35,6 +35,10 @@ __all__ = [
 _CAUTION = 0.75
 """Of the groups that will probably have to be replaced, the part that is begun at once."""
 
+_GROWTH = 8
+"""By how much a check draws more, while all rewards are equal: a server takes as long for eight
+groups as for one."""
+
 # Which task each draw of a run takes: every task once per epoch, each epoch in its own order.
 
 
@@ -112,10 +116,10 @@ class BatchDrawer:
 
     async def check(self, model: ModelRef) -> None:
         """TaskError when the first step would have no group to learn from: rewards never differ, or
-        rollouts fail. Draws as few groups as show one, often a single one."""
+        rollouts fail. Draws few groups at first: often a single one shows it."""
         drawn: list[Group] = []
         while len(drawn) < self.config.max_groups:
-            num = min(max(1, len(drawn)), self.config.max_groups - len(drawn))
+            num = min(max(1, _GROWTH * len(drawn)), self.config.max_groups - len(drawn))
             groups = await self.draw_from(len(drawn), num, model)
             if any(_teaches(_drawn(0, group)) for group in groups):
                 return

@@ -1,8 +1,9 @@
 """What a grpo run is told: the config, with every default the vetted setting."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -12,6 +13,7 @@ from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
+from rookery.loops.comparison import ReportConfig, Samples
 from rookery.loops.grpo.batch import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -23,11 +25,11 @@ from rookery.train.losses.variants import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
-__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig"]
+__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig", "SweepConfig"]
 
-BridgeName = Literal["auto", "alias", "slot", "adapter", "copy", "reload", "restart"]
+BridgeName = Literal["auto", "alias", "merge", "slot", "adapter", "copy", "reload", "restart"]
 _FULL_BRIDGES = ("auto", "alias", "copy", "reload", "restart")
-_ADAPTER_BRIDGES = ("auto", "slot", "adapter")
+_ADAPTER_BRIDGES = ("auto", "merge", "slot", "adapter")
 
 
 class DrawingConfig(Config):
@@ -50,6 +52,47 @@ class DrawingConfig(Config):
     def params(self, *, group_size: int) -> SamplingParams:
         params = SamplingParams(n=group_size, **self.model_dump())
         return replace(params, return_kept=params.is_cut)
+
+
+FIXED = (
+    "engine", "tokenizer", "share", "bridge", "tasksets", "lora", "full", "init_from", "reference",
+    "environment", "trainer", "keep", "keep_rollouts", "track", "report", "sweep",
+)  # fmt: skip
+"""Keys that all adapters of a sweep have in common."""
+
+
+class SweepConfig(Config):
+    """Which adapters are trained together."""
+
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Values by key, such as {learning_rate: [1e-5, 1e-4], loss.type: [grpo, dr_grpo]}: every
+    combination is trained."""
+    seeds: int = Field(default=1, ge=1)
+    """Adapters of each combination, with the seeds `seed`, `seed` + 1, ..."""
+
+    @property
+    def num_adapters(self) -> int:
+        return self.seeds * math.prod(map(len, self.vary.values()))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, values in self.vary.items():
+            first = key.partition(".")[0]
+            if first in FIXED:
+                raise ValueError(
+                    f"vary has {key}, and adapters of one sweep have {first} in common: give each "
+                    "value a run of its own. Learning rate, loss, drawing, optimizer and the like "
+                    "can be varied"
+                )
+            texts = [str(value) for value in values]
+            if not values or len(set(texts)) < len(texts):
+                raise ValueError(
+                    f"vary has {key} with the values {', '.join(texts) or 'none'}: give one or "
+                    "more, each once"
+                )
+        if "seed" in self.vary and self.seeds > 1:
+            raise ValueError("vary has seed, and seeds is given too: leave one of them out")
+        return self
 
 
 def _section(value: object) -> object:
@@ -84,8 +127,9 @@ class GrpoConfig(ScheduleConfig):
     answers on a CPU, where an engine of its own packs them. false: a copy for each."""
     bridge: BridgeName = "auto"
     """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
-    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `slot`
-    (from memory) or `adapter` (a PEFT folder). auto: the first that fits, and it says why."""
+    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `merge`
+    (added to the weights of a server on the trainer's GPU), `slot` (from memory) or `adapter` (a
+    PEFT folder). auto: the first that fits, and it says why."""
     tasksets: tuple[TasksetConfig, ...] = ()
     """Trained on `search`, the checkpoint chosen on `select`, measured on `report`. Where groups
     come from an Atropos environment they may be left out: the newest checkpoint is chosen then, and
@@ -132,9 +176,10 @@ class GrpoConfig(ScheduleConfig):
     """The part of all steps in which the learning rate rises from 0."""
     optimizer: AdamWConfig = AdamWConfig()
     trainer: TrainerConfig = TrainerConfig()
-    staleness: Literal[0, 1] = 0
+    staleness: Literal[0, 1] | None = None
     """0: step k draws with the weights of step k, then trains. 1: it draws with those of step k - 1
-    while that step is trained, so that engine and trainer work at the same time."""
+    while that step is trained, so that engine and trainer work at the same time. null: 1 where a
+    server is started on the trainer's GPU, else 0."""
     publish_every: int = Field(default=1, ge=1)
     """Steps after which the engine gets the new weights."""
     save_every: int = Field(default=20, ge=1)
@@ -146,14 +191,31 @@ class GrpoConfig(ScheduleConfig):
     max_gap: float = Field(default=0.2, gt=0.0)
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats. In bfloat16 rounding alone reaches 0.05."""
+    report: ReportConfig = ReportConfig()
+    """`{samples: 8}` draws answers to each report task besides, as `drawing` says, for pass@k."""
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
+    sweep: SweepConfig | None = None
+    """Train many adapters in one: all combinations of some values, each with several seeds."""
+
+    @property
+    def num_policies(self) -> int:
+        """Adapters that are trained together."""
+        return 1 if self.sweep is None else self.sweep.num_adapters
 
     @property
     def advantage_name(self) -> AdvantageName:
         """The advantages in use."""
         return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
+
+    @property
+    def samples(self) -> Samples | None:
+        """Answers that are drawn to each report task."""
+        if self.report.samples is None:
+            return None
+        params = self.drawing.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        return Samples(self.report.samples, params)
 
     @property
     def max_drawn_tokens(self) -> int:
@@ -197,7 +259,7 @@ class GrpoConfig(ScheduleConfig):
 
         With staleness 1 and publish_every 2, steps 0 to 5 are drawn at 0, 0, 0, 2, 2, 4.
         """
-        newest = max(0, step - self.staleness)
+        newest = max(0, step - (self.staleness or 0))
         return newest - newest % self.publish_every
 
     def is_checkpoint(self, step: int) -> bool:
@@ -232,6 +294,14 @@ class GrpoConfig(ScheduleConfig):
         self._check_reference()
         self._check_bridge()
         self._check_tasks()
+        if self.sweep is not None and (self.full is not None or self.atropos is not None):
+            what = "full trains one model" if self.full is not None else "environment feeds one"
+            raise ValueError(f"sweep trains many adapters, and {what}: leave one of them out")
+        if self.game is not None and self.report.samples is not None:
+            raise ValueError(
+                "report.samples is for answers to prompts, and environment plays games: leave one "
+                "of them out"
+            )
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
         if self.game is not None and scored:
             raise ValueError(

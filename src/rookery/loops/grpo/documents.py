@@ -18,6 +18,7 @@ from rookery.reports import (
     CheckpointRecord,
     GrpoReport,
     ReportRow,
+    SweepRecord,
     TasksetRecord,
     TrainStepRecord,
     describe_task,
@@ -138,8 +139,9 @@ class RunSummary:
     rows: Sequence[ReportRow]
 
 
-def write_report(run: Run, summary: RunSummary) -> GrpoReport:
-    """Leave everything in the run directory; the report is also the result."""
+def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = None) -> GrpoReport:
+    """Leave everything in the run directory; the report is also the result. `sweep` tells among
+    which adapters the trained one was chosen."""
     best = summary.selection.best
     saved = summary.checkpoints.read(best)
     run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
@@ -151,7 +153,7 @@ def write_report(run: Run, summary: RunSummary) -> GrpoReport:
         seed=summary.config.seed,
         loss=summary.config.loss.type,
         advantages=summary.config.advantage_name,
-        staleness=summary.config.staleness,
+        staleness=summary.config.staleness or 0,
         game="" if summary.config.game is None else summary.config.game.function,
         tasksets=tuple(_describe_taskset(taskset) for taskset in summary.tasksets),
         rows=tuple(summary.rows),
@@ -161,10 +163,11 @@ def write_report(run: Run, summary: RunSummary) -> GrpoReport:
             for step, mean in sorted(summary.selection.means.items())
         ),
         steps=steps,
+        sweep=sweep,
         num_rollouts=int(_total(steps, "grpo/num_rollouts")),
         num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
         seconds=run.worked_s,
-        warnings=(*_warn_of_scorers(run), *_make_warnings(summary, steps)),
+        warnings=(*_warn_of_scorers(run), *_make_warnings(summary, steps), *_warn_of_sweep(sweep)),
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return report
@@ -224,6 +227,24 @@ def _warn_of_scorers(run: Run) -> list[str]:
     return [
         f"The run was scored again after {num} steps were drawn: those were trained with the "
         "rewards they had before."
+    ]
+
+
+def _warn_of_sweep(sweep: SweepRecord | None) -> list[str]:
+    if sweep is None:
+        return []
+    errors = [adapter.error for adapter in sweep.adapters if adapter.error]
+    failed = [
+        f"{len(errors)} of {len(sweep.adapters)} adapters could not be trained to their end and "
+        f"are not ranked. The first error: {error}"
+        for error in errors[:1]
+    ]
+    if len(sweep.settings) < 2 or sweep.settings[0].num_seeds > 1:
+        return failed
+    return [
+        *failed,
+        f"Each of {len(sweep.settings)} settings was trained with one seed: what the best has over "
+        "the others may be luck. Write --seeds 3, for example.",
     ]
 
 

@@ -49,11 +49,11 @@ from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
 from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
-from rookery.reports import GrpoReport
+from rookery.reports import GrpoReport, ReportRow
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
-__all__ = ["GrpoInputs", "Source", "train_policy"]
+__all__ = ["GrpoInputs", "Parts", "Source", "assemble", "train", "train_policy"]
 
 
 class Source(Protocol):
@@ -91,48 +91,63 @@ async def train_policy(
 ) -> GrpoReport:
     """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
     base = engine.base.version  # all weights that are trained are published under another
-    parts = _assemble(inputs, engine=engine, run=run, observer=observer)
-    await _train(parts)
+    parts = assemble(inputs, engine=engine, run=run, observer=observer)
+    await train(parts)
     observer.on_phase("report")
-    entries: dict[str, SavedWeights | None] = {
-        "trained": parts.checkpoints.read(parts.selection.best)
-    }
-    if inputs.config.init_from is not None:
-        entries["start"] = parts.checkpoints.read(0)
-    rows = await parts.selection.report({**entries, "base model": None}, seed=inputs.config.seed)
-    summary = RunSummary(
-        config=inputs.config,
-        base=base,
-        engine=engine,
-        tasksets=inputs.tasksets,
-        checkpoints=parts.checkpoints,
-        selection=parts.selection,
-        log=parts.log,
-        rows=rows,
+    rows = await parts.selection.report(
+        {"trained": parts.trained, **parts.baselines}, seed=inputs.config.seed
     )
+    summary = parts.summary(base, engine=engine, rows=rows)
     return await asyncio.to_thread(write_report, run, summary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class Parts:
     """Who draws, who trains, who measures, who writes down."""
 
     config: GrpoConfig
+    tasksets: Sequence[Taskset]
     source: Source
     trainer: PolicyTrainer
     checkpoints: Checkpoints
     selection: Selection
     log: StepLog
 
+    @property
+    def trained(self) -> SavedWeights:
+        """The best checkpoint."""
+        return self.checkpoints.read(self.selection.best)
 
-def _assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer[Step]) -> _Parts:
+    @property
+    def baselines(self) -> dict[str, SavedWeights | None]:
+        """What it is compared with, gains being over the first."""
+        start = {} if self.config.init_from is None else {"start": self.checkpoints.read(0)}
+        return {**start, "base model": None}
+
+    def summary(self, base: str, *, engine: Engine, rows: Sequence[ReportRow]) -> RunSummary:
+        return RunSummary(
+            config=self.config,
+            base=base,
+            engine=engine,
+            tasksets=self.tasksets,
+            checkpoints=self.checkpoints,
+            selection=self.selection,
+            log=self.log,
+            rows=rows,
+        )
+
+
+def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer[Step]) -> Parts:
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
-    return _Parts(
+    return Parts(
         config=config,
+        tasksets=tasksets,
         source=_source(inputs, engine, run),
         trainer=PolicyTrainer(weights, engine=engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
-        selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
+        selection=Selection(
+            inputs.evaluator, tasksets=tasksets, weights=weights, run=run, samples=config.samples
+        ),
         log=StepLog(run, observer=observer),
     )
 
@@ -150,7 +165,7 @@ def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> Source:
     )
 
 
-async def _train(parts: _Parts) -> None:
+async def train(parts: Parts) -> None:
     """From the newest checkpoint to the last step."""
     config, source = parts.config, parts.source
     first = await parts.checkpoints.restore()
@@ -178,7 +193,7 @@ async def _train(parts: _Parts) -> None:
 
 
 async def _train_and_draw(
-    parts: _Parts, batch: Batch, policy: Policy, seconds: "_Seconds"
+    parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds"
 ) -> tuple[dict[str, float], Batch | None]:
     """Train a batch and, with staleness 1, draw the next one meanwhile.
 
@@ -203,7 +218,7 @@ async def _train_and_draw(
     return trained, ahead
 
 
-async def _save(parts: _Parts, policy: Policy) -> None:
+async def _save(parts: Parts, policy: Policy) -> None:
     """A checkpoint of the published weights, measured on the select tasks; what is no longer
     needed is removed."""
     await parts.checkpoints.save(policy.step)

@@ -32,6 +32,7 @@ __all__ = [
     "POLICY",
     "REFERENCE",
     "AdapterPolicy",
+    "AdapterTrainer",
     "BaseModel",
     "Evaluate",
     "FullPolicy",
@@ -108,6 +109,16 @@ class PolicyWeights(Protocol):
 # A LoRA adapter as the policy: served beside the base model, versions next to one another.
 
 
+class AdapterTrainer(Trainer, Protocol):
+    """A trainer in this process, whose trainees are adapters."""
+
+    def add(self, trainee: str, start: Adapter) -> None: ...
+
+    def adapter(self, trainee: str) -> Adapter: ...
+
+    async def export(self, trainee: str, folder: Path) -> None: ...
+
+
 class AdapterPolicy:
     """The PolicyWeights of an adapter."""
 
@@ -116,16 +127,20 @@ class AdapterPolicy:
 
     def __init__(
         self,
-        trainer: LoraTrainer,
+        trainer: AdapterTrainer,
         *,
         start: Adapter,
         engine: Engine,
         reference: Adapter | LoraTrainer | None,
+        publisher: Publisher | None = None,
     ) -> None:
         """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
-        REFERENCE over another; None when the loss needs none."""
-        self.trainer = trainer
-        self.reference = reference if isinstance(reference, LoraTrainer) else trainer
+        REFERENCE over another; None when the loss needs none. `publisher` serves an adapter in
+        place of the base model, where the engine does not serve adapters beside it."""
+        self.trainer: AdapterTrainer = trainer
+        self._base = engine.base
+        self._publisher = publisher
+        self.reference: Trainer = reference if isinstance(reference, LoraTrainer) else trainer
         self._engine = engine
         trainer.add(POLICY, start)
         if isinstance(reference, Adapter):
@@ -139,7 +154,18 @@ class AdapterPolicy:
         await self.trainer.export(POLICY, folder)
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
-        await measure_adapters(self._engine, saved, evaluate)
+        if self._publisher is None:
+            await measure_adapters(self._engine, saved, evaluate)
+            return
+        for name, weights in saved.items():
+            adapter = (
+                self._unchanged() if weights is None else await asyncio.to_thread(_read, weights)
+            )
+            await evaluate({name: await self._publisher.publish(adapter)})
+
+    def _unchanged(self) -> Adapter:
+        """The base model as an adapter of it."""
+        return Adapter(name=self._base.name, base="", factors={}, version=self._base.version)
 
 
 async def measure_adapters(

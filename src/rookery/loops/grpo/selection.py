@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
-from rookery.loops.comparison import compare, complete_means
+from rookery.loops.comparison import Samples, compare, complete_means
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.ports import Evaluator
-from rookery.reports import ReportRow
-from rookery.rollout import mean_by_source
+from rookery.reports import ReportRow, SampledRecord
+from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
@@ -41,11 +41,16 @@ class Selection:
         tasksets: Sequence[Taskset],
         weights: PolicyWeights,
         run: Run,
+        samples: Samples | None = None,
     ) -> None:
+        """`samples` are drawn to each report task besides."""
         self._evaluator = evaluator
         self._tasksets = tasksets
         self._weights = weights
         self._run = run
+        self._samples = samples
+        self._sampled: dict[str, SampledRecord] = {}
+        """What they came to, by name."""
         self.means: dict[int, float | None] = {}
         """By checkpoint, on the select tasks; None for one that failed on any of them."""
         self._best: tuple[int, ModelRef] | None = None
@@ -116,19 +121,38 @@ class Selection:
     ) -> list[ReportRow]:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
+        rewards = await self.rewards(saved, seed=seed)
+        return await asyncio.to_thread(self.compare, rewards, seed=seed) if rewards else []
+
+    def compare(self, rewards: Mapping[str, Mapping[str, float]], *, seed: int) -> list[ReportRow]:
+        """The rows of what `rewards` found."""
+        rows = compare(rewards, self._split("report"), weights=self._shares, seed=seed)
+        return [row.model_copy(update={"sampled": self._sampled.get(row.name)}) for row in rows]
+
+    async def rewards(
+        self, saved: Mapping[str, SavedWeights | None], *, seed: int
+    ) -> dict[str, Mapping[str, float]]:
+        """What each earned on the report tasks, by task; empty without such tasks."""
         tasks = self._split("report")
         if not tasks:
-            return []
+            return {}
         rewards: dict[str, Mapping[str, float]] = {}
 
         async def evaluate(refs: Mapping[str, ModelRef]) -> None:
             evaluations = await self._evaluator.evaluate(list(refs.values()), tasks)
             for name, evaluation in zip(refs, evaluations, strict=True):
                 rewards[name] = evaluation.rewards
+            if self._samples is not None and isinstance(self._evaluator, TasksetEvaluator):
+                self._sampled |= await self._samples.measure(
+                    self._evaluator, refs, tasks, weights=self._shares, seed=seed
+                )
 
         await self._weights.measure(saved, evaluate)
-        weights = {taskset.name: taskset.weight for taskset in self._tasksets}
-        return await asyncio.to_thread(compare, rewards, tasks, weights=weights, seed=seed)
+        return rewards
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        return {taskset.name: taskset.weight for taskset in self._tasksets}
 
     def _split(self, name: SplitName) -> list[Task]:
         return [task for taskset in self._tasksets for task in taskset.split(name)]

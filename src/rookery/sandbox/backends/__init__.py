@@ -8,9 +8,8 @@ unsafe       a plain process with limits
 from collections.abc import Callable
 
 from rookery.sandbox.backends.bubblewrap import bubblewrap_jail
-from rookery.sandbox.backends.jail import Jail
+from rookery.sandbox.backends.jail import Jail, unsafe_jail
 from rookery.sandbox.backends.sandlock import sandlock_jail
-from rookery.sandbox.backends.unsafe import unsafe_jail
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import BackendName, SandboxConfig
 

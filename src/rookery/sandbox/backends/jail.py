@@ -20,6 +20,7 @@ __all__ = [
     "python_folders",
     "readable_paths",
     "server_command",
+    "unsafe_jail",
 ]
 
 Isolation = Literal["namespaces", "landlock", "jail", "none"]
@@ -108,3 +109,14 @@ def readable_paths(config: SandboxConfig) -> list[Path]:
         if not path.exists():
             raise SandboxError(f"`readable` or `devices` of the sandbox names {path}: not there.")
     return [path.absolute() for path in config.readable]
+
+
+# No jail: a plain process with limits. A generated program can do what its user can do.
+
+
+def unsafe_jail(config: SandboxConfig, box: Box) -> Jail:
+    """The server's command as it is. Only the environment is hidden."""
+    command = server_command(config, box, inside=box.inside, scratch=box.scratch, isolation="none")
+    return Jail(
+        command=command, environment=environment(config, box.scratch), aliases=box_aliases(box)
+    )

@@ -1,7 +1,6 @@
 """The Atropos API over HTTP, for environments and trainers of Atropos.
 
-app.py            the application: keys, limits, compression
-groups.py         the thirteen routes of `run-api`
+app.py            the application: keys, limits, compression, the thirteen routes of `run-api`
 engine.py         the routes that environments ask the engine by
 """
 

@@ -1,4 +1,4 @@
-"""Training runs and checkpoints: listed, published, given a time to live, deleted, downloaded."""
+"""What is kept: training runs and checkpoints, with their downloads, and stored turns of chats."""
 
 import asyncio
 import hashlib
@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fastapi.responses import FileResponse, RedirectResponse
 from starlette.background import BackgroundTask
 
 from rookery.errors import RunError
-from rookery.service.commands import CheckpointPath, CheckpointTtl
+from rookery.service.commands import CheckpointPath, CheckpointTtl, SequenceId
 from rookery.service.config import write_archive
 from rookery.service.records import Checkpoint, Model
 from rookery.service.routes.json_route import JsonRoute
@@ -42,7 +43,12 @@ def make_router(api: RequestContext) -> APIRouter:
     _add_lists(router, api)
     _add_changes(router, api)
     _add_downloads(router, api, Links(api.service.link_secret))
-    return router
+    sequences = APIRouter(prefix="/api/v1", tags=["sequences"], route_class=JsonRoute)
+    _add_sequences(sequences, api)
+    whole = APIRouter()
+    for part in (router, sequences):
+        whole.include_router(part)
+    return whole
 
 
 def _add_lists(router: APIRouter, api: RequestContext) -> None:
@@ -239,3 +245,23 @@ def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
 
 def _iso(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat()
+
+
+def _add_sequences(router: APIRouter, api: RequestContext) -> None:
+    @router.get("/sequences")
+    async def sequences(tenant: Tenant, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+        stored = list(api.state.sequences.get(tenant, {}).values())
+        page = stored[max(offset, 0) :][: max(limit, 0)]
+        rows = [{"id": one.id, "model": one.model, "created": one.created} for one in page]
+        return {"sequences": rows, "total_count": len(stored)}
+
+    @router.get("/sequences/{sequence_id}")
+    async def sequence(sequence_id: str, tenant: Tenant) -> dict[str, Any]:
+        """The turn, and `datum`: its arrays as forward_backward takes them."""
+        stored = api.state.sequence(tenant, sequence_id)
+        return {**asdict(stored), "datum": stored.datum()}
+
+    @router.delete("/sequences/{sequence_id}", status_code=204)
+    async def remove(sequence_id: str, tenant: Tenant) -> Response:
+        await api.service.change("remove_sequence", tenant, SequenceId(id=sequence_id))
+        return Response(status_code=204)

@@ -1,7 +1,6 @@
 """What travels: protobuf and JSON bodies as records, and results as bodies.
 
-schema.py       the protobuf messages
-tensors.py      tensors of both formats as arrays
+schema.py       the protobuf messages; tensors of both formats as arrays
 body.py         raw bodies: size, zstd, which format; large JSON in slices
 records.py      the trainer's own requests and outputs, for Rookery's client
 requests.py     JSON requests, one class each

@@ -20,7 +20,7 @@ import numpy as np
 
 from rookery.service.records import CustomLoss
 from rookery.service.wire.records import RecordCall
-from rookery.service.wire.tensors import Array
+from rookery.service.wire.schema import Array
 from rookery.service.wire.training import DatumArrays, TrainCall
 from rookery.service.work import bad
 from rookery.types import Datum, Json, TrainOutput, TrainRequest

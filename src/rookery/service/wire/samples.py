@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from rookery.service.wire.requests import Prompt, Sample
-from rookery.service.wire.schema import DTYPES, STOP_REASONS, SampleResponse
-from rookery.service.wire.tensors import Array, json_tensor
+from rookery.service.wire.schema import DTYPES, STOP_REASONS, Array, SampleResponse, json_tensor
 from rookery.service.work import bad
 from rookery.types import (
     Completion,

@@ -12,8 +12,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from rookery.service.wire.records import RecordCall, read_record_call
-from rookery.service.wire.schema import DTYPES, ForwardBackwardOutput, ForwardBackwardRequest
-from rookery.service.wire.tensors import Array, json_tensor, proto_tensor
+from rookery.service.wire.schema import (
+    DTYPES,
+    Array,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    json_tensor,
+    proto_tensor,
+)
 from rookery.service.work import bad
 
 __all__ = [

@@ -11,14 +11,16 @@ import json
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import RunError
-from rookery.reports import GenomeReport, GrpoReport, IcmReport
+from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
+from rookery.ui import wording
+from rookery.ui.grpo import SETTING_COLUMNS, setting_rows
 from rookery.ui.live.curves import Curves
 from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
 from rookery.ui.live.folder import RunsFolder, describe_run
@@ -197,11 +199,7 @@ class OpenRun:
         event = self._view.get("step", str(number))
         if event is None:
             raise RunError(f"The run {self.name!r} has no step {number}.")
-        tasks: dict[str, list[dict[str, Any]]] = {}
-        for example in event.payload.get("examples", []):
-            row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}
-            tasks.setdefault(str(example.get("task")), []).append(row)
-        groups = [{"task": task, "rollouts": rows} for task, rows in tasks.items()]
+        groups = _examples(event.payload.get("examples", []))
         return {"step": number, "is_whole": False, "groups": groups}
 
     def labels(self) -> dict[str, Any]:
@@ -226,13 +224,47 @@ def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
     if isinstance(report, GenomeReport):
         answer["sources"] = report.sources
         answer["weights"] = {row.id: row.weights for row in report.lineage if row.weights}
+    if isinstance(report, GenomeReport | GrpoReport | EvaluationReport):
+        answer["sampled"] = _sampled(report)
     if isinstance(report, GrpoReport):
+        if report.sweep is not None:
+            answer["chosen"] = _chosen(report)
+            answer["settings"] = {"columns": SETTING_COLUMNS, "rows": setting_rows(report)}
         examples = [example for step in report.steps for example in step.examples]
         answer["prompts"] = {one.task: [one.prompt, one.reference] for one in examples}
     if isinstance(report, IcmReport):
         for chain in answer["chains"]:
             del chain["steps"]
     return answer
+
+
+def _sampled(report: GenomeReport | GrpoReport | EvaluationReport) -> dict[str, Any] | None:
+    """Several answers to each task, as strings under their columns; None where none were drawn."""
+    rows = report.models if isinstance(report, EvaluationReport) else report.rows
+    cells = wording.sampled_rows(rows)
+    return {"columns": wording.sampled_columns(rows), "rows": cells} if cells else None
+
+
+def _chosen(report: GrpoReport) -> dict[str, Any]:
+    """The steps of the chosen adapter of a sweep: they are in the run of that adapter alone."""
+    names = {name for step in report.steps for name in step.metrics}
+    curves = {
+        name: [(step.step, step.metrics[name]) for step in report.steps if name in step.metrics]
+        for name in sorted(names)
+    }
+    steps = {
+        step.step: _examples([one.model_dump() for one in step.examples]) for step in report.steps
+    }
+    return {"curves": curves, "steps": steps}
+
+
+def _examples(examples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the completions that a step remembers."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for example in examples:
+        row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}
+        tasks.setdefault(str(example.get("task")), []).append(row)
+    return [{"task": task, "rollouts": rows} for task, rows in tasks.items()]
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:

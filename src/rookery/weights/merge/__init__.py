@@ -3,30 +3,22 @@
 from rookery.weights.merge.by_block import adapted_blocks, block_names, merge_by_block
 from rookery.weights.merge.children import change_rank, merge, merge_stack
 from rookery.weights.merge.cross import Cross, Space
-from rookery.weights.merge.linear import (
-    ExtrapolateConfig,
-    LayerwiseConfig,
-    LinearConfig,
-    SlerpConfig,
-)
-from rookery.weights.merge.method import MergeConfig, check_operator, is_dense
+from rookery.weights.merge.linear import LayerwiseConfig, LinearConfig
+from rookery.weights.merge.method import MergeConfig, is_dense
 from rookery.weights.merge.ties import DareConfig, DareTiesConfig, TiesConfig
 
 __all__ = [
     "Cross",
     "DareConfig",
     "DareTiesConfig",
-    "ExtrapolateConfig",
     "LayerwiseConfig",
     "LinearConfig",
     "MergeConfig",
-    "SlerpConfig",
     "Space",
     "TiesConfig",
     "adapted_blocks",
     "block_names",
     "change_rank",
-    "check_operator",
     "is_dense",
     "merge",
     "merge_by_block",

@@ -5,7 +5,7 @@
     children = merge_stack(population, crosses=crosses, method=LinearConfig())
 
 In delta space a child is the best approximation of rank `rank` to what the operator makes of
-delta W. Linear, slerp, layerwise and extrapolate never build delta W: their cost per layer is
+delta W. Linear and layerwise never build delta W: their cost per layer is
 O((in + out) * (n * rank)^2) for a few parents and O((in + out) * n * rank^2) for many. TIES and
 DARE build it, a few children of one layer at a time: O(in * out * n * rank), about a hundred times
 as much.
@@ -22,16 +22,9 @@ import torch
 from rookery.errors import AdapterError
 from rookery.seeding import Key
 from rookery.types import Adapter
-from rookery.weights.delta import (
-    inner_products,
-    low_rank,
-    truncate,
-    truncate_dense,
-    truncate_many,
-)
+from rookery.weights.delta import low_rank, truncate, truncate_dense, truncate_many
 from rookery.weights.merge.cross import Cross, Rows, delta_rows, each, factor_rows
-from rookery.weights.merge.linear import Gram
-from rookery.weights.merge.method import BLENDS, UNIFORM, WEIGHINGS, MergeConfig
+from rookery.weights.merge.method import BLENDS, WEIGHINGS, MergeConfig
 from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack, unstack
 
 __all__ = ["change_rank", "merge", "merge_stack"]
@@ -155,14 +148,8 @@ def _combined(
     """Stacked factors [C, n * rank, in] and [C, out, n * rank] of children with n parents each."""
     index_C_n = torch.tensor([cross.parents for cross in crosses])
     a, b = population.a(layer)[index_C_n], population.b(layer)[index_C_n]
-    grams = [
-        Gram(layer=layer, products=partial(inner_products, a[child], b[child]))
-        for child in range(len(crosses))
-    ]
     weigh = WEIGHINGS[method.type]
-    coefficients = [
-        weigh(method, cross=cross, gram=gram) for cross, gram in zip(crosses, grams, strict=True)
-    ]
+    coefficients = [weigh(method, cross=cross, layer=layer) for cross in crosses]
     weighted = b * torch.tensor(coefficients, device=b.device)[:, :, None, None]
     return a.flatten(1, 2), weighted.transpose(1, 2).flatten(2)
 
@@ -303,24 +290,17 @@ def _stretches(
     population: Stack, cross: Cross, method: MergeConfig
 ) -> Iterator[tuple[int, int, tuple[float, ...]]]:
     """(begin, end, coefficients) of neighbouring factors that share them; for linear, one."""
-    weigh, rows = WEIGHINGS[method.type], list(cross.parents)
+    weigh = WEIGHINGS[method.type]
     begin, current = 0, None
     all_places = places(population.layout)
-    for place in all_places[:1] if method.type in UNIFORM else all_places:
-        vectors = population.data[:, place.start : place.stop]
-        gram = Gram(layer=place.layer, products=partial(_products, vectors, rows))
-        coefficients = weigh(method, cross=cross, gram=gram)
+    for place in all_places[:1] if method.type == "linear" else all_places:
+        coefficients = weigh(method, cross=cross, layer=place.layer)
         if current is not None and coefficients != current:
             yield begin, place.start, current
             begin = place.start
         current = coefficients
     if current is not None:
         yield begin, population.data.shape[1], current
-
-
-def _products(vectors: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    chosen = [vectors[row] for row in rows]
-    return torch.tensor([[float(torch.dot(x, y)) for y in chosen] for x in chosen])
 
 
 def _weighted_sum(

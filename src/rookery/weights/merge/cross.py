@@ -20,13 +20,11 @@ __all__ = [
     "Piece",
     "Rows",
     "Space",
-    "Takes",
     "blocks",
     "delta_rows",
     "each",
     "factor_rows",
     "normalised",
-    "require_parents",
     "shares",
 ]
 
@@ -151,32 +149,6 @@ def shares(cross: Cross) -> tuple[float, ...]:
     if min(cross.weights) < 0:
         raise AdapterError(
             f"Got the weights {list(cross.weights)}; this operator needs weights of at least 0. "
-            "Use `extrapolate` or `linear` to go beyond the parents."
+            "Use `linear` to go beyond the parents."
         )
     return normalised(cross)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Takes:
-    """What an operator is defined for; asked before a run, and again of each child."""
-
-    least: int = 1
-    """Parents."""
-    most: int | None = None
-    """None: any number."""
-    is_convex: bool = False
-    """Weights are parts of a whole: none may be negative."""
-
-    @property
-    def parents(self) -> str:
-        """In words."""
-        if self.most is None:
-            return f"at least {self.least}"
-        return f"{self.least}" if self.most == self.least else f"{self.least} to {self.most}"
-
-
-def require_parents(cross: Cross, *, takes: Takes, method: str) -> None:
-    """AdapterError unless the number of parents is one the operator is defined for."""
-    num = len(cross.parents)
-    if num < takes.least or (takes.most is not None and num > takes.most):
-        raise AdapterError(f"`{method}` got {num} parents; it needs {takes.parents}.")

@@ -8,7 +8,7 @@ divided once, over the parents that take part: equal parents give the parent.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from rookery.weights.merge.cross import (
     Cross,
     Rows,
     Space,
-    Takes,
     blocks,
     each,
     normalised,
@@ -56,7 +55,6 @@ _STEPS = 1 << 16
 
 
 class DareConfig(Config):
-    takes: ClassVar[Takes] = Takes()
     type: Literal["dare"] = "dare"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""
@@ -127,7 +125,6 @@ def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[F
 
 
 class TiesConfig(Config):
-    takes: ClassVar[Takes] = Takes(is_convex=True)
     type: Literal["ties"] = "ties"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""
@@ -168,7 +165,6 @@ def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch
 
 
 class DareTiesConfig(Config):
-    takes: ClassVar[Takes] = Takes(is_convex=True)
     type: Literal["dare_ties"] = "dare_ties"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.search.archive import fronts
 from rookery.search.fitness import Fitness
+from rookery.search.fronts import first_front
 from rookery.search.programs.ranking import Front
 from rookery.seeding import stream
 
@@ -18,7 +18,7 @@ def test_one_at_a_time_gives_the_first_front_of_all(points: list[tuple[int, int,
         assert not {*change.removed} & {*front.ids}
         dropped |= {*change.removed} | (set() if change.is_member else {str(place)})
     assert {*front.ids} | dropped == {str(place) for place in range(len(points))}
-    first = fronts([Fitness(score=0, objectives=point) for point in points])[0]
+    first = first_front([Fitness(score=0, objectives=point) for point in points])
     assert {points[int(id)] for id in front.ids} == {points[place] for place in first}
     # Of equal ones the first stays.
     assert all(points.index(points[int(id)]) == int(id) for id in front.ids)

@@ -1,33 +1,21 @@
 """What every stage is handed: the candidates so far, how to make more, how to measure them."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rookery.concurrency import together
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import GenerationLog
-from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
+from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
-from rookery.search.children import ChildrenConfig
-from rookery.search.emitters import (
-    CmaesEmitter,
-    CmaesOperatorConfig,
-    Emitter,
-    EmitterPlace,
-    EsEmitter,
-    EsOperatorConfig,
-)
 from rookery.search.fitness import Fitness, rank_key
-from rookery.search.population import Population
 from rookery.seeding import stream_seed
-from rookery.types import Adapter, Json
+from rookery.types import Adapter
 from rookery.weights.merge import adapted_blocks, block_names
 from rookery.weights.mutate import spread
 
 __all__ = [
-    "Emission",
     "StageContext",
     "Unit",
     "count_blocks",
@@ -82,36 +70,18 @@ class StageContext:
         self, recipes: Sequence[Recipe], *, rivals: Iterable[str], keep: int, stage: str
     ) -> dict[str, Fitness]:
         """Make the candidates, measure them together and record the generation."""
-        return await self.measure_apart([(recipes, rivals)], keep=keep, stage=stage)
-
-    async def measure_apart(
-        self, races: Sequence[tuple[Sequence[Recipe], Iterable[str]]], *, keep: int, stage: str
-    ) -> dict[str, Fitness]:
-        """The same for candidates that race apart, each list against its own rivals: `keep` of
-        each may survive. They are asked at the same time and recorded as one generation."""
         number = len(self.log.generations)
         with self.log.phase(f"{stage} {number}") as cost:
-            measured: dict[str, Measured] = {}
-            for part in await together(
-                self._race(recipes, rivals, keep=keep, key=(number, *([k] if k else ())))
-                for k, (recipes, rivals) in enumerate(races)
-            ):
-                measured |= part
+            self.builder.plan(recipes)
+            measured = await self.search.measure(
+                [recipe.id for recipe in recipes],
+                rivals=[name for name in rivals if name in self.search.measured],
+                seed=stream_seed(self.seed, "race", self.index, number),
+                keep=keep,
+            )
             self.search.put_last(measured)
             await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
-
-    async def _race(
-        self, recipes: Sequence[Recipe], rivals: Iterable[str], *, keep: int, key: tuple[int, ...]
-    ) -> dict[str, Measured]:
-        self.builder.plan(recipes)
-        known = [name for name in rivals if name in self.search.measured]
-        return await self.search.measure(
-            [recipe.id for recipe in recipes],
-            rivals=known,
-            seed=stream_seed(self.seed, "race", self.index, *key),
-            keep=keep,
-        )
 
 
 # What the stages that search coefficients share: sums of all founders, as a whole or by block.
@@ -161,74 +131,3 @@ async def measure_sums(
     )
     context.builder.keep([best] if best else [])
     return {plan.id: fitness[plan.id] for plan in plans}
-
-
-# The emitters of a genetic search, those of every island apart: started, asked and told.
-
-
-class Emission:
-    """What emitters ask for in one generation after another."""
-
-    def __init__(
-        self, config: ChildrenConfig, *, context: StageContext, islands: Sequence[str]
-    ) -> None:
-        """`islands` are the prefixes of the populations' ids."""
-        self._context = context
-        self._asked: dict[str, tuple[Recipe, ...]] = {}
-        self._emitters: list[dict[str, Emitter]] = []
-        """Of each island, by name, in the order of the operators."""
-        for island in islands:
-            places = [
-                EmitterPlace(seed=context.seed, island=island, index=index)
-                for index in config.emitted
-            ]
-            self._emitters.append({at.name: _open(config, context, at) for at in places})
-
-    @property
-    def references(self) -> frozenset[str]:
-        """Candidates that the next children are made of."""
-        emitters = [emitter for island in self._emitters for emitter in island.values()]
-        return frozenset(id for emitter in emitters for id in emitter.references)
-
-    async def ask(self, populations: Sequence[Population]) -> list[tuple[Recipe, ...]]:
-        """The children for each population; an emitter without a start begins from its best."""
-        emitted = []
-        for emitters, population in zip(self._emitters, populations, strict=True):
-            for name, emitter in emitters.items():
-                if isinstance(emitter, EsEmitter) and emitter.needs_start and population.best:
-                    start = population.best.id
-                    emitter.begin(start, scale=await self._context.spread(start))
-                self._asked[name] = emitter.ask(generation=population.generation + 1)
-            emitted.append(tuple(plan for name in emitters for plan in self._asked[name]))
-        return emitted
-
-    async def tell(self, fitness: Mapping[str, Fitness], populations: Sequence[Population]) -> None:
-        """Each emitter is told of its own children; the populations are those after them."""
-        states = await asyncio.to_thread(self._tell, fitness, populations)
-        if states:
-            await self._context.log.record_emitters(states)
-
-    def _tell(
-        self, fitness: Mapping[str, Fitness], populations: Sequence[Population]
-    ) -> dict[str, Mapping[str, Json]]:
-        states: dict[str, Mapping[str, Json]] = {}
-        for emitters, population in zip(self._emitters, populations, strict=True):
-            best = None if population.best is None else population.best.id
-            for name, emitter in emitters.items():
-                emitter.tell({p.id: fitness[p.id] for p in self._asked[name]}, best=best)
-                states[name] = emitter.state
-        return states
-
-
-def _open(config: ChildrenConfig, context: StageContext, at: EmitterPlace) -> Emitter:
-    operator, count = config.operators[at.index], config.emitted[at.index]
-    if isinstance(operator, EsOperatorConfig):
-        return EsEmitter(operator, count=count, at=at)
-    assert isinstance(operator, CmaesOperatorConfig)
-    return CmaesEmitter(
-        operator,
-        count=count,
-        at=at,
-        founders=context.builder.founders,
-        mutation_sigma=config.sigma.start,
-    )

@@ -1,7 +1,7 @@
 // An evaluation: every task with its answers, right and wrong.
 
 import { choice, emptyNote, errorNote, h, lead, note, place, section } from "./dom.js";
-import { comparison, costsLine } from "./report.js";
+import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
 import { count, isNumber, number } from "./words.js";
@@ -43,7 +43,7 @@ export class EvalView {
     const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
     const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
     const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: rows.length > 1 && row === best }));
-    this.models.replaceChildren(section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)));
+    this.models.replaceChildren(section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
   makeTable() {

@@ -3,7 +3,7 @@
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
 import { emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
-import { comparison, costsLine } from "./report.js";
+import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
 import { count, isNumber, number, score, seconds } from "./words.js";
@@ -74,7 +74,7 @@ export class GenomeView {
       ? [lead(["Accuracy on the report tasks, with 95 % intervals.", h("span", { class: "plot-only" }, " The dashed line is the best founder.")]),
           comparison({ rows, name: "Method", what: "Accuracy", gain: "Gain over best founder", reference }),
           rows.some((row) => row.num_candidates) && folded("Cost of each method", () => table(["Method", ["Candidates tried"], ["Tokens"], ["Time"]], costs))]
-      : emptyNote("Nothing is measured on the report tasks yet.")));
+      : emptyNote("Nothing is measured on the report tasks yet.")), sampledSection(report));
     this.bars.forEach((chart) => chart.close());
     this.bars = sources.map((source) => this.sourceChart(source, rows));
     const isWeighted = new Set(tasksets.map((t) => t.weight)).size > 1;

@@ -2,9 +2,9 @@
 
 import { lineChart } from "./charts.js";
 import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
-import { comparison, costsLine } from "./report.js";
+import { comparison, costsLine, sampledSection, stringTable } from "./report.js";
 import { listed, Metrics } from "./source.js";
-import { count, isNumber, number, score } from "./words.js";
+import { count, interval, isNumber, number, score, signed } from "./words.js";
 
 // Panels of metrics that belong together; what a run does not measure is left out, and what does not
 // change is one line. A name that ends with a stroke or a slash stands for all that begin so.
@@ -56,8 +56,10 @@ export class GrpoView {
 
   async update(view, report) {
     this.report = report;
-    this.checkpoints = listed(view, "selects");
-    this.steps = listed(view, "steps").map((row) => Number(row.id)).sort((a, b) => a - b);
+    const { chosen } = report; // of a sweep, whose adapters have runs of their own
+    this.checkpoints = chosen ? report.checkpoints.map((one) => ({ id: String(one.step), mean: one.mean, is_best: one.is_chosen })) : listed(view, "selects");
+    const steps = chosen ? Object.keys(chosen.steps) : listed(view, "steps").map((row) => row.id);
+    this.steps = steps.map(Number).sort((a, b) => a - b);
     this.slider.max = Math.max(0, this.steps.length - 1);
     this.slider.disabled = this.steps.length < 2;
     this.drawReport(report);
@@ -70,9 +72,9 @@ export class GrpoView {
     }
   }
 
-  drawReport({ rows, summary, sweep }) {
-    const settings = sweep ? [section("Settings of the sweep", lead("Ranked by the select tasks; measured once on the report tasks, on average over their seeds."), comparison({ rows: sweep.settings, name: "Setting", what: "Reward", gain: "Gain over the start" }), folded(count(sweep.adapters.length, "adapter"), () => table(["Adapter", "Setting", ["Seed"], ["Select tasks"], ["Step"]], sweep.adapters.map((one) => ({ class: one.is_chosen ? "winner" : null, cells: [h("span", { class: "name" }, one.name), one.setting, String(one.seed), score(one.select), count(one.chosen_step)] })))))] : [];
-    this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), ...settings);
+  drawReport(report) {
+    const { rows, summary } = report;
+    this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), sampledSection(report), this.sweepSection(report));
     const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
     const isOpen = this.selects.querySelector("details")?.open;
     const best = this.checkpoints.filter((row) => row.is_best).at(-1);
@@ -82,8 +84,15 @@ export class GrpoView {
     this.costs.replaceChildren(costsLine(summary.costs.filter((cost) => !cost.startsWith("0 "))));
   }
 
+  sweepSection({ sweep, settings }) {
+    if (!sweep) return "";
+    const result = ({ row }) => row && [h("b", null, score(row.mean)), " ", h("span", { class: "interval" }, interval(row.low, row.high))];
+    const line = (one) => ({ class: one.is_chosen ? "winner" : null, cells: [[h("span", { class: "name" }, one.name), one.error && h("span", { class: "note" }, ` ${one.error}`)], score(one.select), count(one.chosen_step), result(one), isNumber(one.row?.gain?.mean) ? signed(one.row.gain.mean) : ""] });
+    return section(`${count(sweep.adapters.length, "adapter")} in one run`, lead("Ranked by the select tasks alone; the report tasks were read once, after the choice. Each setting is the mean of its seeds. All other sections are about the chosen adapter."), stringTable(settings, 0), folded("Every adapter", () => table(["Adapter", ["Select"], ["Step"], ["Report"], ["Gain over the start"]], sweep.adapters.map(line))));
+  }
+
   drawCurves(curves) {
-    const named = new Map(curves);
+    const named = new Map([...Object.entries(this.report.chosen?.curves ?? {}), ...curves]);
     const answers = new Map(curves.get("grpo/num_rollouts") ?? []);
     const lengths = (curves.get("grpo/num_drawn_tokens") ?? []).filter(([x]) => answers.get(x)).map(([x, y]) => [x, y / answers.get(x)]);
     if (lengths.length) named.set("length", lengths);
@@ -131,7 +140,8 @@ export class GrpoView {
     this.slider.value = this.steps.indexOf(step);
     this.stepName.textContent = `step ${step}`;
     try {
-      const found = await this.source.get(`${this.path}/step/${step}`);
+      const own = this.report.chosen?.steps[step];
+      const found = own ? { groups: own, is_whole: false } : await this.source.get(`${this.path}/step/${step}`);
       if (this.shown !== step) return;
       this.found = found;
       this.drawStep();

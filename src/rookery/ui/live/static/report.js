@@ -1,6 +1,6 @@
 // What every report opens with: the result in large numbers and a sentence, warnings, the comparison.
 
-import { h, svg } from "./dom.js";
+import { h, lead, section, svg, table } from "./dom.js";
 import { count, isNumber, minus, number, score } from "./words.js";
 
 // The result; before there is one, the number so far.
@@ -64,3 +64,9 @@ export function comparison({ rows, name, what, gain, reference }) {
     h("thead", null, h("tr", null, heads.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)))),
     h("tbody", null, rows.map(line))));
 }
+
+// Rows of strings under their columns, as the terminal has them; the first column names the row.
+export const stringTable = ({ columns, rows }, mark = -1) => table(columns.map((name, k) => (k ? [name] : name)), rows.map((cells, k) => ({ class: k === mark ? "winner" : null, cells: [h("span", { class: "name" }, cells[0]), ...cells.slice(1).map(minus)] })));
+
+// pass@k, where several answers were drawn to each task.
+export const sampledSection = ({ sampled }) => (sampled ? section("Several answers to each task", lead("Drawn at random. pass@k is the best of k answers on average (the unbiased estimate); the majority is the answer that most gave."), stringTable(sampled)) : "");

@@ -6,7 +6,7 @@ split. Each starts from a seed of its own, so that they read different direction
 and disturb one another less. The same command gives the same files, byte for byte on the same
 versions of torch.
 
-    python examples/make_founders.py
+    python benchmarks/demo_founders.py
 """
 
 import subprocess

@@ -1,0 +1,504 @@
+"""Many trainings in one: adapters of one engine and one trainer, in lockstep.
+
+    adapters = swept(config)                       # config.sweep: {vary: ..., seeds: 3}
+    report = await train_sweep(inputs, engine=engine, run=run, observer=observer)
+
+    policy-0   draw | gradients, step | publish | draw | ...      each has a run of its own,
+    policy-1   draw | with all others | publish | draw | ...      in adapters/NAME of the run
+
+| stage     | consumes                     | produces                | waits for               |
+|-----------|------------------------------|-------------------------|-------------------------|
+| draw      | groups of all adapters       | a batch of each         | the engine, the scorer  |
+| gradients | the batches of all adapters  | gradients, in one call  | all that still train    |
+| step      | the gradients of all         | new weights, in one     | all that still train    |
+| report    | the best checkpoint of each  | one ranking             | the report tasks, once  |
+
+Every adapter is trained by the loop that trains one alone (`loop.py`), and has the bits that it has
+alone on the CPU: neither the engine nor the trainer lets a row depend on the rows beside it.
+"""
+
+import asyncio
+import itertools
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rookery.concurrency import task_group
+from rookery.config import Config, assign, parse_config
+from rookery.errors import RookeryError, TaskError, TrainError
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.documents import STEP, Step, write_report
+from rookery.loops.grpo.loop import GrpoInputs, Parts, assemble, train
+from rookery.loops.grpo.policy_weights import AdapterTrainer, SavedWeights
+from rookery.loops.grpo.selection import Selection
+from rookery.ports import UNOBSERVED, Engine, Evaluator, Observer
+from rookery.reports import GrpoReport, ReportRow, SettingRow, SweepRecord, SweptAdapter
+from rookery.runs import NewEvent, Run
+from rookery.types import Adapter, ModelRef, OptimStep, StepOutput, TrainOutput, TrainRequest
+
+__all__ = [
+    "ADAPTERS",
+    "AdapterInputs",
+    "JointTrainer",
+    "PolicyOfMany",
+    "SweepInputs",
+    "Swept",
+    "SweptStep",
+    "swept",
+    "train_sweep",
+]
+
+ADAPTERS = "adapters"
+"""The folder of a run with a run of each adapter."""
+ADAPTER = "adapter"
+"""The event that tells of one."""
+FAILED = "adapter_failed"
+"""The event that tells that one cannot be trained on."""
+
+# Which adapters a sweep has: every combination of values, each with several seeds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """One adapter of a sweep."""
+
+    name: str
+    """Of its folder."""
+    setting: str
+    """`learning_rate=1e-5 loss.type=grpo`: adapters that differ in their seed alone have one."""
+    config: GrpoConfig
+    """What `rookery grpo run` would train it with alone."""
+
+
+def swept(config: GrpoConfig) -> list[Swept]:
+    """Of a config with a sweep, in the order of its values; ConfigError where one does not fit."""
+    assert config.sweep is not None, "asked of sweeps only"
+    vary, found = config.sweep.vary, list[Swept]()
+    for values in itertools.product(*vary.values()):
+        chosen = dict(zip(vary, values, strict=True))
+        setting = " ".join(f"{key}={value}" for key, value in chosen.items() if key != "seed")
+        for number in range(config.sweep.seeds):
+            own = _varied(config, chosen, seed=config.seed + number)
+            name = _folder_name(f"{setting} seed={own.seed}")
+            if name in {other.name for other in found}:
+                name = f"{len(found)}_{name}"
+            found.append(Swept(name=name, setting=setting or "as configured", config=own))
+    return found
+
+
+def _varied(config: GrpoConfig, values: Mapping[str, Any], *, seed: int) -> GrpoConfig:
+    document: dict[str, Any] = config.model_dump(mode="json", exclude={"sweep"})
+    document["seed"] = seed
+    for key, value in sorted(values.items(), key=lambda one: one[0] != "loss.type"):
+        if key == "loss.type":
+            document["loss"] = {**_told(config.loss), "type": value}
+        else:
+            assign(document, key.replace("-", "_").split("."), value)
+    return parse_config(GrpoConfig, document, origin="The sweep")
+
+
+def _told(section: Config) -> dict[str, Any]:
+    """What differs from its defaults: another type has other ones."""
+    document = section.model_dump(mode="json")
+    defaults = type(section)().model_dump(mode="json")
+    return {key: value for key, value in document.items() if value != defaults[key]}
+
+
+def _folder_name(text: str) -> str:
+    """`learning_rate=1e-5 loss.type=grpo seed=0` -> `learning_rate-1e-5_loss.type-grpo_seed-0`."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", text.strip().replace(" ", "_"))
+    return name if len(name) <= 100 else f"{name[:80]}_{name[-19:]}"
+
+
+# One trainer for all of them: what they ask for is computed together.
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one adapter asks for, and where its answer goes."""
+
+    method: str
+    asked: Sequence[Any]
+    answer: asyncio.Future[list[Any]]
+
+
+class JointTrainer:
+    """Waits until every adapter that is still trained asks for something, then does all of it: one
+    call for all that ask for the same."""
+
+    def __init__(self, trainer: AdapterTrainer, *, num_adapters: int) -> None:
+        self.trainer = trainer
+        self._num_adapters = num_adapters
+        self._waiting: list[_Call] = []
+        self._methods: dict[str, Callable[[Sequence[Any]], Awaitable[list[Any]]]] = {
+            "forward": trainer.forward,
+            "forward_backward": trainer.forward_backward,
+            "optim_step": trainer.optim_step,
+        }
+
+    async def call(self, method: str, asked: Sequence[Any]) -> list[Any]:
+        """The answers to these; the last adapter to ask computes for all."""
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Call(method, asked, answer))
+        await self._answer_all()
+        return await answer
+
+    async def leave(self) -> None:
+        """An adapter is trained to its end: the others wait for it no longer."""
+        self._num_adapters -= 1
+        await self._answer_all()
+
+    async def _answer_all(self) -> None:
+        if not self._waiting or len(self._waiting) < self._num_adapters:
+            return
+        calls, self._waiting = self._waiting, []
+        for method, compute in self._methods.items():
+            same = [call for call in calls if call.method == method]
+            if not same:
+                continue
+            try:
+                answers = iter(await compute([one for call in same for one in call.asked]))
+            except Exception as error:  # noqa: BLE001 (whatever it was, it is everybody's answer)
+                for call in same:
+                    call.answer.set_exception(error)
+                continue
+            for call in same:
+                call.answer.set_result([next(answers) for _ in call.asked])
+
+
+class PolicyOfMany:
+    """The trainer as one adapter sees it: its trainees have their usual names."""
+
+    def __init__(self, joint: JointTrainer, number: int) -> None:
+        self._joint, self._trainer, self._number = joint, joint.trainer, number
+
+    def _name(self, trainee: str) -> str:
+        return f"{trainee}-{self._number}"
+
+    def add(self, trainee: str, start: Adapter) -> None:
+        self._trainer.add(self._name(trainee), start)
+
+    def adapter(self, trainee: str) -> Adapter:
+        return self._trainer.adapter(self._name(trainee))
+
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        return await self._joint.call("forward_backward", self._renamed(requests))
+
+    async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        return await self._joint.call("forward", self._renamed(requests))
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        return await self._joint.call(
+            "optim_step", [replace(step, trainee=self._name(step.trainee)) for step in steps]
+        )
+
+    def _renamed(self, requests: Sequence[TrainRequest]) -> list[TrainRequest]:
+        return [replace(own, trainee=self._name(own.trainee)) for own in requests]
+
+    async def save(self, trainee: str, path: Path) -> None:
+        await self._trainer.save(self._name(trainee), path)
+
+    async def load(self, trainee: str, path: Path) -> None:
+        await self._trainer.load(self._name(trainee), path)
+
+    async def publish(self, trainee: str) -> ModelRef:
+        return await self._trainer.publish(self._name(trainee))
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        await self._trainer.export(self._name(trainee), folder)
+
+
+# The sweep itself.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInputs:
+    """One adapter: what it is trained with, and the run that it leaves."""
+
+    swept: Swept
+    inputs: GrpoInputs
+    run: Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepInputs:
+    """What a sweep is made of."""
+
+    adapters: Sequence[AdapterInputs]
+    joint: JointTrainer
+    """What the weights of all adapters are trained by."""
+    evaluator: Evaluator
+    """For the report tasks, with the log of the whole run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptStep:
+    """A step that all adapters have taken."""
+
+    step: int
+    rewards: Mapping[str, float]
+    """The mean reward of each, by name; one without any is left out."""
+    num_tokens: int
+    """Drawn by all."""
+
+
+async def train_sweep(
+    inputs: SweepInputs, *, engine: Engine, run: Run, observer: Observer[SweptStep] = UNOBSERVED
+) -> GrpoReport:
+    """Run or resume all trainings; `run` is left with the best adapter as `trained` and the report
+    of all, and the run of each adapter with its own."""
+    base = engine.base.version
+    progress = _Progress(run, inputs.adapters, observer)
+    all_parts = [
+        assemble(own.inputs, engine=engine, run=own.run, observer=_OneOfMany(own, progress))
+        for own in inputs.adapters
+    ]
+    await run.append_many([_adapter_event(own.swept) for own in inputs.adapters])
+    trained = list(zip(inputs.adapters, all_parts, strict=True))
+    failures = await _train_together(trained, inputs.joint, progress, run)
+    observer.on_phase("report")
+    ranked = _rank(trained, failures)
+    record, rows = await _measure(inputs, ranked, run)
+    failed = tuple(_describe_failed(own, failures) for own in inputs.adapters)
+    adapters = (*record.adapters, *(one for one in failed if one.error))
+    record = record.model_copy(update={"adapters": adapters})
+    for own, parts in ranked:
+        summary = parts.summary(base, engine=engine, rows=rows[own.swept.name])
+        await asyncio.to_thread(write_report, own.run, summary)
+    chosen, parts = ranked[0]
+    summary = parts.summary(base, engine=engine, rows=rows[chosen.swept.name])
+    return await asyncio.to_thread(write_report, run, summary, sweep=record)
+
+
+def _adapter_event(swept: Swept) -> NewEvent:
+    payload = {"setting": swept.setting, "seed": swept.config.seed}
+    return NewEvent(kind=ADAPTER, key=swept.name, payload=payload, first_wins=True)
+
+
+Trained = tuple[AdapterInputs, Parts]
+
+
+async def _train_together(
+    trained: Sequence[Trained], joint: JointTrainer, progress: "_Progress", run: Run
+) -> dict[str, str]:
+    """All to their ends. One that cannot be trained on, as one whose loss is NaN, ends alone: why,
+    by name, also of former processes. When none is left, the first error ends the run."""
+    failures = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
+    errors: list[RookeryError] = []
+
+    async def train_one(own: AdapterInputs, parts: Parts) -> None:
+        name = own.swept.name
+        try:
+            if name not in failures:
+                await train(parts)
+        except (TaskError, TrainError) as error:
+            errors.append(error)
+            if len(errors) == len(trained):
+                raise errors[0] from None
+            await run.append(FAILED, {"error": str(error)}, key=name)
+            failures[name] = str(error)
+        if name in failures:
+            progress.drop(name)
+            await asyncio.to_thread(own.run.finish, "failed", message=failures[name])
+        await joint.leave()
+
+    async with task_group() as tasks:
+        for own, parts in trained:
+            tasks.create_task(train_one(own, parts))
+    return failures
+
+
+def _rank(trained: Sequence[Trained], failures: Collection[str]) -> list[Trained]:
+    """Those that did not fail, the best first, by the select tasks alone: settings by the mean of
+    their adapters, those with a failed one last; then adapters of one setting."""
+    broken = {own.swept.setting for own, _ in trained if own.swept.name in failures}
+    whole = [one for one in trained if one[0].swept.name not in failures]
+    settings = _settings(whole)
+
+    def merit(one: Trained) -> tuple[bool, float, float]:
+        setting, alone = _select_mean(settings[one[0].swept.setting]), _select(one[1])
+        low = float("-inf")
+        return (
+            one[0].swept.setting not in broken,
+            low if setting is None else setting,
+            low if alone is None else alone,
+        )
+
+    return sorted(whole, key=merit, reverse=True)
+
+
+def _settings(trained: Sequence[Trained]) -> dict[str, list[Trained]]:
+    found: dict[str, list[Trained]] = {}
+    for one in trained:
+        found.setdefault(one[0].swept.setting, []).append(one)
+    return found
+
+
+def _select(parts: Parts) -> float | None:
+    """What the best checkpoint earned on the select tasks."""
+    return parts.selection.means[parts.selection.best]
+
+
+def _select_mean(trained: Sequence[Trained]) -> float | None:
+    means = [_select(parts) for _, parts in trained]
+    known = [mean for mean in means if mean is not None]
+    return fmean(known) if len(known) == len(means) else None
+
+
+async def _measure(
+    inputs: SweepInputs, ranked: Sequence[Trained], run: Run
+) -> tuple[SweepRecord, dict[str, list[ReportRow]]]:
+    """The report tasks are read once, with the best checkpoint of every adapter. Returns the
+    ranking, and the rows of each adapter beside the baselines."""
+    first, parts = ranked[0]
+    selection = Selection(
+        inputs.evaluator,
+        tasksets=parts.tasksets,
+        weights=first.inputs.weights,
+        run=run,
+        samples=parts.config.samples,
+    )
+    saved: dict[str, SavedWeights | None] = {first.swept.name: parts.trained, **parts.baselines}
+    saved |= {own.swept.name: other.trained for own, other in ranked[1:]}
+    seed = first.swept.config.seed
+    rewards = await selection.rewards(saved, seed=seed)
+    by_name = {row.name: row for row in selection.compare(rewards, seed=seed)}
+    baselines = [by_name[name].model_copy(update={"lead": None}) for name in parts.baselines]
+    rows = {first.swept.name: [by_name[name] for name in (first.swept.name, *parts.baselines)]}
+    for own, _ in ranked[1:]:
+        rows[own.swept.name] = [by_name[own.swept.name], *baselines]
+    named = {name: [_as_trained(own[0]), *own[1:]] for name, own in rows.items()}
+    record = SweepRecord(
+        settings=_setting_rows(ranked, rewards, selection, list(parts.baselines), seed),
+        adapters=tuple(_describe(one, by_name, is_chosen=one is ranked[0]) for one in ranked),
+        num_rollouts=_total(ranked, "grpo/num_rollouts"),
+        num_tokens=_total(ranked, "grpo/num_drawn_tokens"),
+    )
+    return record, named
+
+
+def _as_trained(row: ReportRow) -> ReportRow:
+    return row.model_copy(update={"name": "trained", "is_winner": True, "lead": None})
+
+
+def _setting_rows(
+    ranked: Sequence[Trained],
+    rewards: Mapping[str, Mapping[str, float]],
+    selection: Selection,
+    baselines: Sequence[str],
+    seed: int,
+) -> tuple[SettingRow, ...]:
+    """What the adapters of each setting earned on average, task by task."""
+    settings = _settings(ranked)
+    earned = {
+        setting: _mean_rewards([rewards[own.swept.name] for own, _ in trained])
+        for setting, trained in settings.items()
+    }
+    first = next(iter(settings))
+    all_earned = {first: earned[first], **{name: rewards[name] for name in baselines}} | earned
+    rows = {row.name: row for row in selection.compare(all_earned, seed=seed)}
+    return tuple(
+        SettingRow(
+            **rows[setting].model_dump(),
+            num_seeds=len(trained),
+            select=_select_mean(trained),
+        )
+        for setting, trained in settings.items()
+    )
+
+
+def _mean_rewards(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of tasks that all have a reward for."""
+    common = set.intersection(*(set(own) for own in rewards))
+    return {task: fmean(own[task] for own in rewards) for task in rewards[0] if task in common}
+
+
+def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -> SweptAdapter:
+    own, parts = one
+    return SweptAdapter(
+        name=own.swept.name,
+        setting=own.swept.setting,
+        seed=own.swept.config.seed,
+        select=_select(parts),
+        chosen_step=parts.selection.best,
+        is_chosen=is_chosen,
+        row=rows[own.swept.name],
+        rewards=tuple(step.metrics.get("reward/mean") for step in parts.log.read()),
+    )
+
+
+def _describe_failed(own: AdapterInputs, failures: Mapping[str, str]) -> SweptAdapter:
+    swept, error = own.swept, failures.get(own.swept.name, "")
+    rewards = tuple(event.payload["metrics"].get("reward/mean") for event in own.run.events(STEP))
+    return SweptAdapter(
+        name=swept.name,
+        setting=swept.setting,
+        seed=swept.config.seed,
+        rewards=rewards if error else (),
+        error=error,
+    )
+
+
+def _total(trained: Sequence[Trained], name: str) -> int:
+    return int(
+        sum(step.metrics.get(name) or 0 for _, parts in trained for step in parts.log.read())
+    )
+
+
+# What the whole sweep tells of its steps: one line of metrics when all adapters have taken one.
+
+
+class _Progress:
+    """The steps of all adapters, those of former processes too."""
+
+    def __init__(
+        self, run: Run, adapters: Sequence[AdapterInputs], observer: Observer[SweptStep]
+    ) -> None:
+        self._run = run
+        self.observer = observer
+        self._names = [own.swept.name for own in adapters]
+        self._num_steps = {own.swept.name: own.swept.config.steps for own in adapters}
+        self._taken: dict[int, dict[str, Mapping[str, float]]] = {}
+        for own in adapters:
+            for event in own.run.events(STEP):
+                self._note(own.swept.name, event.payload["step"], event.payload["metrics"])
+
+    def _note(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether all adapters that have such a step have taken it."""
+        taken = self._taken.setdefault(step, {})
+        keys = ("reward/mean", "grpo/num_drawn_tokens")
+        taken[name] = {key: metrics[key] for key in keys if key in metrics}
+        return all(other in taken for other, num in self._num_steps.items() if num > step)
+
+    def drop(self, name: str) -> None:
+        """It takes no further steps."""
+        self._num_steps[name] = 0
+
+    def take(self, name: str, step: Step) -> None:
+        if not self._note(name, step.step, step.metrics):
+            return
+        taken = self._taken[step.step]
+        found = {other: taken[other].get("reward/mean") for other in self._names if other in taken}
+        rewards = {other: reward for other, reward in found.items() if reward is not None}
+        shown = {f"reward/{other}": reward for other, reward in rewards.items()}
+        if rewards:
+            shown["reward/mean"] = fmean(rewards.values())
+        tokens = sum(int(own.get("grpo/num_drawn_tokens", 0)) for own in taken.values())
+        self._run.log_metrics(step.step, {**shown, "grpo/num_drawn_tokens": float(tokens)})
+        self.observer.on_step(SweptStep(step=step.step, rewards=rewards, num_tokens=tokens))
+
+
+class _OneOfMany(Observer[Step]):
+    """What one adapter tells."""
+
+    def __init__(self, own: AdapterInputs, progress: _Progress) -> None:
+        self._name, self._progress = own.swept.name, progress
+
+    def on_phase(self, name: str) -> None:
+        self._progress.observer.on_phase(name)
+
+    def on_step(self, step: Step) -> None:
+        self._progress.take(self._name, step)
