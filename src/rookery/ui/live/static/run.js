@@ -119,7 +119,7 @@ class RunPage {
     const { row } = this.overview;
     document.title = `${row.name} · Rookery`;
     const told = [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)], ["Folder", row.path]];
-    const own = this.report?.summary?.facts ?? [["Model", row.model]];
+    const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
