@@ -48,7 +48,6 @@ from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import EVENTS, check_changes, find_changes
 from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
-from rookery.ui.evolve import render_evolve_page
 
 __all__ = [
     "EVOLVE",
@@ -471,7 +470,7 @@ async def _evolve(
                 )
             report = _with_warnings(result.report, inputs.warnings)
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-            await write_page(run, render_evolve_page, report)
+            await write_page(run)
     return Outcome(report, run.path)
 
 

@@ -45,7 +45,6 @@ from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
-from rookery.ui.page import render_genome_page
 
 __all__ = ["GENOME", "plan_rollouts", "run_genome"]
 
@@ -111,7 +110,6 @@ def _plan(config: GenomeConfig, open_run: OpenRun, display: Display) -> RunPlan[
         digests=_digests(inputs),
         scorers=digest_scorers(inputs.tasksets),
         opened=_open(config, inputs, display),
-        render=render_genome_page,
     )
 
 

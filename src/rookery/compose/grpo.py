@@ -72,7 +72,7 @@ from rookery.loops.grpo.sweep import (
     train_sweep,
 )
 from rookery.ports import Engine, Evaluator, GroupDrawer, Observer
-from rookery.reports import GrpoReport, parse_grpo_report
+from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -82,7 +82,6 @@ from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
-from rookery.ui.grpo import render_grpo_page
 
 __all__ = ["GRPO", "run_grpo"]
 
@@ -129,7 +128,6 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
         digests=_digests(files),
         scorers=digest_scorers(files.tasksets, game=config.game),
         opened=_open_loop(config, files, plan, open_run, display),
-        render=render_grpo_page,
     )
 
 
@@ -348,8 +346,7 @@ async def _train_all(
         for each in adapters:
             if not (each.run.path / "report.json").is_file():
                 continue  # it failed
-            own_report = parse_grpo_report(each.run.read_json("report.json"))
-            await write_page(each.run, render_grpo_page, own_report)
+            await write_page(each.run)
     return report
 
 

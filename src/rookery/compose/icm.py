@@ -44,7 +44,6 @@ from rookery.tasks.template import load_template
 from rookery.train.sft import sft
 from rookery.types import Adapter, Datum, ModelRef
 from rookery.ui.display import Bar, Display
-from rookery.ui.icm import render_icm_page
 from rookery.weights import read_adapter
 
 __all__ = ["ICM", "run_icm"]
@@ -99,9 +98,7 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
 def _plan(config: IcmConfig, open_run: OpenRun, display: Display) -> RunPlan[IcmReport]:
     del open_run
     inputs = _read_inputs(config)
-    return RunPlan(
-        digests=_digests(inputs), opened=_open(config, inputs, display), render=render_icm_page
-    )
+    return RunPlan(digests=_digests(inputs), opened=_open(config, inputs, display))
 
 
 ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda config: config.track))
