@@ -283,7 +283,7 @@ def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path
     assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
-MERGES = {
+MERGES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
     "sum": {"type": "linear", "normalise": False},
     "ties": {"type": "ties"},
