@@ -16,6 +16,7 @@ import pytest
 import torch
 from fleet.stub import Stub, serve
 from loops.evolution import Genome, Inputs, clockless
+from marks import long
 from peft import PeftModel
 from tiny import tiny_adapter
 from transformers import AutoModelForCausalLM
@@ -138,6 +139,7 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
     assert len({node.score for node in reports[0].lineage}) > 1
 
 
+@long
 async def test_a_run_killed_anywhere_resumes_to_the_same_report(
     genome: Genome, tmp_path: Path
 ) -> None:
