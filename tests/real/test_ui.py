@@ -1,7 +1,7 @@
 """`rookery ui` in a real browser: the table, links, live updates, hostile texts, large runs."""
 
-import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ui.browser import CHROMIUM, Visit, open_browser
 from ui.made_runs import (
     HOSTILE,
     append_generation,
@@ -23,10 +24,6 @@ from rookery.runs import NewEvent, Run
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MAKERS: Sequence[Callable[..., Path]] = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
 NAMES = ("demo", "train", "labels", "programs", "scores")
 FRAMES = """() => new Promise((done) => {
@@ -50,44 +47,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-class Visit:
-    """A page that remembers what went wrong and what it asked for."""
-
-    def __init__(self, browser: Any, url: str, place: str = "", **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", self._dialog)
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.origin = url.partition("?")[0]
-        self.begun = time.monotonic()
-        self.page.goto(url + place)
-
-    def _dialog(self, dialog: Any) -> None:
-        self.complaints.append(f"dialog: {dialog.message}")
-        dialog.dismiss()
-
-    def see(self, selector: str, *, text: str = "") -> Any:
-        found = self.page.locator(selector).filter(has_text=text).first
-        found.wait_for(state="visible", timeout=20_000)
-        return found
-
-    def close(self) -> None:
-        root = "document.documentElement"
-        assert not self.page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"), "too wide"
-        assert self.page.locator("img").count() == 0
-        self.context.close()
-        assert self.complaints == []
-        assert all(url.startswith(self.origin) for url in self.requests if url[:5] != "data:")
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +113,84 @@ def test_programs_open_with_their_line_and_answers_are_text(
     visit.close()
 
 
+def test_clicks_follow_a_candidate_a_cell_and_an_item(
+    browser: Any, served: tuple[LivePage, Path], tmp_path: Path
+) -> None:
+    visit = Visit(browser, served[0].url, "#/run/demo")
+    visit.see(".dropped .lt-space button").click()
+    name = visit.see(".detail h3").inner_text().removesuffix(" clear")
+    assert "candidate=" in visit.page.url and HOSTILE in name
+    visit.page.reload()
+    assert visit.see(".detail h3").inner_text().startswith(name), "a link is a view"
+    visit.close()
+    make_evolve(tmp_path, report={"cells": [{"cell": "1-1", "program": "p1", "score": 0.1}]})
+    make_icm(tmp_path, report={"labels": ["yes", "no"]})
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/programs")
+        grid = visit.page.get_by_label("Cells of island 0")
+        grid.scroll_into_view_if_needed()
+        grid.locator("canvas").first.wait_for(state="visible")
+        place = grid.evaluate(
+            "(box) => echarts.getInstanceByDom(box).convertToPixel({ seriesIndex: 0 }, [1, 1])"
+        )
+        grid.click(position={"x": place[0], "y": place[1]})
+        visit.see(".detail h3", text="p1")
+        assert "program=p1" in visit.page.url
+        visit.page.goto(visit.origin + "#/run/labels?item=i1")
+        visit.see(".detail dd", text="yes")
+        visit.close()
+
+
+def test_no_script_but_the_page_s_own_runs(browser: Any, served: tuple[LivePage, Path]) -> None:
+    """Should a text ever become markup, the policy of the page refuses to run it."""
+    visit = Visit(browser, served[0].url)
+    visit.see(".runs a.name")
+    refused = visit.page.evaluate(
+        """() => new Promise((done) => {
+            document.addEventListener("securitypolicyviolation", (e) => done(e.effectiveDirective));
+            const script = document.createElement("script");
+            script.textContent = "window.injected = true";
+            document.body.append(script);
+        })"""
+    )
+    assert refused == "script-src-elem" and not visit.page.evaluate("window.injected")
+    visit.complaints.clear()
+    visit.close()
+
+
+def test_fleet_and_service_show_themselves_and_names_stay_text(
+    browser: Any, tmp_path: Path
+) -> None:
+    with open_page(tmp_path, port=0, fleet=["http://127.0.0.1:9"]) as page:
+        visit = Visit(browser, page.url, "#/fleet")
+        visit.see(".mark", text="down")
+        visit.page.get_by_role("link", name="service").click()
+        visit.see(".trouble", text="rookery ui --service URL")
+        status = {
+            "url": HOSTILE, "models": [HOSTILE], "journal_bytes": 0,
+            "queues": [
+                {"name": HOSTILE, "num_waiting": 1, "tokens_waiting": 5, "tokens_per_s": 2.5}
+            ],
+            "tenants": [
+                {"name": HOSTILE, "num_pending": 1, "num_models": 0, "num_checkpoints": 0,
+                 "tokens": {"sampled": 1234}}
+            ],
+        }  # fmt: skip
+        visit.page.route("**/api/service", lambda route: route.fulfill(json=status))
+        sampled = {"text": HOSTILE, "finish_reason": "stop", "usage": {"completion_tokens": 1}}
+        listed = {"models": [HOSTILE], "checkpoints": []}
+        visit.page.route("**/api/service/models", lambda route: route.fulfill(json=listed))
+        visit.page.route("**/api/service/sample", lambda route: route.fulfill(json=sampled))
+        visit.see("td", text="1,234")
+        visit.complaints.clear()  # of the answer before, which was an error
+        visit.page.get_by_text("Show its models and checkpoints").click()
+        visit.see(".sample .empty", text="no checkpoint")
+        visit.page.get_by_label("Prompt").fill("2 + 2 =")
+        visit.page.get_by_role("button", name="Sample").click()
+        assert visit.see("pre.answer").inner_text() == HOSTILE
+        visit.close()
+
+
 def test_two_runs_are_compared(browser: Any, served: tuple[LivePage, Path]) -> None:
     visit = Visit(browser, served[0].url)
     for name in ("demo", "programs"):
@@ -159,13 +198,6 @@ def test_two_runs_are_compared(browser: Any, served: tuple[LivePage, Path]) -> N
         visit.page.get_by_label(f"Select {name}").check()
     visit.see("a.button", text="Compare 2 runs").click()
     visit.see(".diff-table th", text="max_iterations")
-    visit.close()
-
-
-def test_the_report_is_shown_in_a_frame(browser: Any, served: tuple[LivePage, Path]) -> None:
-    visit = Visit(browser, served[0].url, "#/run/demo?tab=report")
-    inner = visit.page.frame_locator("iframe.report").get_by_text("The report page")
-    inner.wait_for(state="visible", timeout=10_000)
     visit.close()
 
 
@@ -188,6 +220,32 @@ def test_a_run_is_followed_while_it_writes_and_when_it_dies(browser: Any, tmp_pa
         visit.see(".state .mark", text="killed")
         table.see(".runs .mark", text="killed")
         table.close()
+        visit.close()
+
+
+def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from rookery.runs import Run\n"
+        "run = Run.create(Path(sys.argv[1]), kind='eval', name='live', config={})\n"
+        "run.append_blocking('note', {'number': 1}, key='first')\n"
+        "print('written', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        subprocess.Popen(words, text=True, **pipes) as process,
+        open_page(tmp_path, port=0) as page,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+        visit = Visit(browser, page.url, "#/run/live?tab=events")
+        visit.see(".state .mark", text="running")
+        visit.see(".events .key", text="first")
+        process.kill()
+        visit.see(".state .mark", text="killed")
+        visit.see(".state .reason", text="Its process ended without a word")
         visit.close()
 
 

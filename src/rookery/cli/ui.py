@@ -16,12 +16,15 @@ def ui(
     port: int | None = None,
     host: str = "127.0.0.1",
     key: Annotated[str, Parameter(env_var="ROOKERY_UI_KEY")] = "",
+    fleet: Annotated[tuple[str, ...], Parameter(name="--fleet")] = (),
+    service: str = "",
     export: Annotated[tuple[Path, Path] | None, Parameter(name="--export")] = None,
 ) -> int:
     """Serve a page over the runs of a folder, live and read-only; Ctrl-C ends it.
 
         rookery ui
         rookery ui runs --port 7700
+        rookery ui --service http://127.0.0.1:8000
         rookery ui --export runs/demo demo.html
 
     Parameters
@@ -34,6 +37,10 @@ def ui(
         The address to listen on. Beyond this machine a key is needed.
     key
         What a visitor has to know, at least 16 characters; by default the printed address has one.
+    fleet
+        Servers to show, by their addresses; by default those that your pools started here.
+    service
+        The address of a service to show, and to sample from with a tenant's key.
     export
         A run, by its folder or its name, and the HTML file to write: it opens offline.
     """
@@ -48,7 +55,7 @@ def ui(
         return 0
     from rookery.ui.live.server import open_page
 
-    with open_page(runs_dir, host=host, port=port, key=key) as page:
+    with open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service) as page:
         console.print(page.url, highlight=False, markup=False, soft_wrap=True)
         console.print(
             f"Shows the runs of {runs_dir}. Ctrl-C ends it.", markup=False, soft_wrap=True

@@ -48,7 +48,6 @@ from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
-from rookery.ui.page import render_evaluation_page
 from rookery.weights import read_adapter
 
 __all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate"]
@@ -166,7 +165,6 @@ def _plan(
         digests=_digests(inputs),
         scorers=digest_scorers([inputs.taskset]),
         opened=_open(config, inputs, display),
-        render=render_evaluation_page,
     )
 
 

@@ -48,7 +48,6 @@ from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import EVENTS, check_changes, find_changes
 from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
-from rookery.ui.evolve import render_evolve_page
 
 __all__ = [
     "EVOLVE",
@@ -204,6 +203,9 @@ RUNS = Path("runs")
 MAX_CHARS = 100
 """Of the sentence of a failure: a line of a log is read at a glance."""
 
+BASELINE = "baseline"
+"""The kind of work of iterations that are not of the evolution."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -222,6 +224,7 @@ class IterationLines:
         self._num_tokens += iteration.tokens or 0
         self._display.say(describe(iteration))
         if iteration.series:
+            self._bar.left.did(1, BASELINE)
             return  # the bar is of the evolution
         self._run.log_metrics(iteration.num_decided, _metrics(iteration))
         self._bar.update(
@@ -453,6 +456,8 @@ async def _evolve(
     ):
         with resumable(config.output, display), open_run() as run:
             with display.bar("evolving", total=settings.max_iterations) as bar:
+                num_baselines = len(settings.rookery.baselines)
+                bar.left.expect(num_baselines * settings.max_iterations, BASELINE)
                 result = await evolve(
                     settings,
                     programs=inputs.programs,
@@ -465,7 +470,7 @@ async def _evolve(
                 )
             report = _with_warnings(result.report, inputs.warnings)
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-            await write_page(run, render_evolve_page, report)
+            await write_page(run)
     return Outcome(report, run.path)
 
 

@@ -44,7 +44,6 @@ from rookery.tasks.template import load_template
 from rookery.train.sft import sft
 from rookery.types import Adapter, Datum, ModelRef
 from rookery.ui.display import Bar, Display
-from rookery.ui.icm import render_icm_page
 from rookery.weights import read_adapter
 
 __all__ = ["ICM", "run_icm"]
@@ -99,9 +98,7 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
 def _plan(config: IcmConfig, open_run: OpenRun, display: Display) -> RunPlan[IcmReport]:
     del open_run
     inputs = _read_inputs(config)
-    return RunPlan(
-        digests=_digests(inputs), opened=_open(config, inputs, display), render=render_icm_page
-    )
+    return RunPlan(digests=_digests(inputs), opened=_open(config, inputs, display))
 
 
 ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda config: config.track))
@@ -152,7 +149,7 @@ async def _search(
     if config.iterate is not None:
         tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
         labeller = replace(labeller, tune=tune)
-    with display.bar("labelling", total=config.search.iterations) as bar:
+    with display.bar("labelling", total=None) as bar:
         loop_inputs = IcmInputs(
             config=config,
             items=inputs.items,
@@ -174,9 +171,11 @@ class _LabelBar(Observer[ChainStep]):
             f"{num_labelled} of {step.num_items}, {decision.num_frustrated} frustrated, "
             f"U {decision.utility:.1f}"
         )
-        self._bar.update(
-            done=step.num_done, total=step.num_expected, tokens=step.num_tokens, name=text
-        )
+        self._bar.update(tokens=step.num_tokens, name=text)
+
+    def on_progress(self, done: float, expected: float) -> None:
+        """Reads of contexts."""
+        self._bar.update(done=done, total=expected)
 
 
 def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tuner:

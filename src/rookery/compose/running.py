@@ -36,6 +36,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -52,6 +53,7 @@ from rookery.errors import (
     boundary,
 )
 from rookery.ports import Engine
+from rookery.reports import Report as AnyReport
 from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
@@ -62,6 +64,8 @@ from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
 from rookery.types import Adapter
 from rookery.ui.display import Display
+from rookery.ui.live.export import render_run
+from rookery.ui.summary import render_summary
 
 if TYPE_CHECKING:
     from rookery.engines import AnyEngineConfig
@@ -98,7 +102,7 @@ __all__ = [
     "write_page",
 ]
 
-Report = TypeVar("Report")
+Report = TypeVar("Report", bound=AnyReport)
 Result = TypeVar("Result")
 Settings = TypeVar("Settings", bound=Config)
 
@@ -109,6 +113,12 @@ class Outcome(Generic[Report]):
 
     report: Report
     path: Path
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the result, and where its page is."""
+        page = self.path / "report.html"
+        link = f'<a href="{escape(page.absolute().as_uri())}">{escape(str(page))}</a>'
+        return f"{render_summary(self.report)}<p>{link}</p>"
 
 
 ConfigSource = str | Path | Mapping[str, Any]
@@ -143,8 +153,6 @@ class RunPlan(Generic[Report]):
     scorers: Mapping[str, str] = field(default_factory=dict)
     opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
     """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
-    render: Callable[[Report], str]
-    """The page of the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +205,7 @@ async def _carry_out(
     async with planned.opened as loop:
         with open_run() as run, resumable(run.path, display):
             report = await loop(run)
-            await write_page(run, planned.render, report)
+            await write_page(run)
     return Outcome(report, run.path)
 
 
@@ -293,8 +301,9 @@ def is_run(path: Path) -> bool:
 
 @contextmanager
 def resumable(path: Path, display: Display) -> Iterator[None]:
-    """What ends a run before its end says how to go on with it: Ctrl-C, SIGTERM, and the loss of
-    servers or workers. A run that left no folder is begun again."""
+    """Says where to watch a run. What ends it before its end says how to go on with it: Ctrl-C,
+    SIGTERM, and the loss of servers or workers. A run that left no folder is begun again."""
+    display.hint(f"See it live with: rookery ui {shlex.quote(str(path.parent))}")
     resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield
@@ -307,9 +316,9 @@ def resumable(path: Path, display: Display) -> Iterator[None]:
         raise
 
 
-async def write_page(run: Run, render: Callable[[Report], str], report: Report) -> None:
-    """Write the page of a report, which ends its run."""
-    page = await asyncio.to_thread(render, report)
+async def write_page(run: Run) -> None:
+    """Write the page of a run whose report is written, which ends the run."""
+    page = await asyncio.to_thread(render_run, run.path, status="done")
     await run_in_thread(run.write_text, "report.html", page)
     await run_in_thread(run.finish, "finished")
 

@@ -42,7 +42,7 @@ from rookery.tasks.template import Template, load_template
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.losses import make_loss
 from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
-from rookery.ui.page import render_service_page
+from rookery.ui.service import render_service_page
 from rookery.weights import read_adapter, write_adapter
 from rookery.weights.merged_model import write_merged
 

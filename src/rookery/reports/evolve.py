@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.reports.record import Measured, Record, Report, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -120,7 +120,7 @@ class BaselineRecord(Record):
     note: Text = ""
 
 
-class EvolveReport(Record):
+class EvolveReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["evolve"] = "evolve"
@@ -175,7 +175,6 @@ class EvolveReport(Record):
     baselines: tuple[BaselineRecord, ...] = ()
     is_forgeable: bool = False
     """Whether programs ran in their evaluator's process, and so could write their own scores."""
-    warnings: tuple[Text, ...] = ()
 
 
 def parse_evolve_report(document: Mapping[str, Json]) -> EvolveReport:

@@ -9,7 +9,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Estimate, Measured, Record, SampledRecord, Text, parse_record
+from rookery.reports.record import (
+    Estimate,
+    Measured,
+    Record,
+    Report,
+    SampledRecord,
+    Text,
+    parse_record,
+)
 from rookery.types import Json
 
 __all__ = [
@@ -108,7 +116,7 @@ class LineageRecord(Record):
     """Whether the winner descends from it."""
 
 
-class GenomeReport(Record):
+class GenomeReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["genome"] = "genome"
@@ -133,7 +141,6 @@ class GenomeReport(Record):
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
-    warnings: tuple[Text, ...] = ()
 
     @property
     def winner(self) -> ReportRow | None:

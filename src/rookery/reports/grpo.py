@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.reports.genome import ReportRow, TasksetRecord
-from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.reports.record import Measured, Record, Report, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -89,7 +89,7 @@ class SweepRecord(Record):
     num_tokens: int = 0
 
 
-class GrpoReport(Record):
+class GrpoReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["grpo"] = "grpo"
@@ -111,7 +111,6 @@ class GrpoReport(Record):
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
-    warnings: tuple[Text, ...] = ()
 
     @property
     def trained(self) -> ReportRow | None:

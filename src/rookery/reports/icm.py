@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.reports.record import Measured, Record, Report, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -124,7 +124,7 @@ class TokensRecord(Record):
     num_requests: int = 0
 
 
-class IcmReport(Record):
+class IcmReport(Report):
     """Everything the page and the table show."""
 
     kind: Literal["icm"] = "icm"
@@ -139,7 +139,6 @@ class IcmReport(Record):
     """Questions: of items of one group, or that constraints tie together."""
     verdict: Text = ""
     support: SupportRecord | None = None
-    warnings: tuple[Text, ...] = ()
     utility: Measured = None
     num_frustrated: int = 0
     num_violated: int = 0

@@ -6,9 +6,9 @@ known here are left out: an older page can show a newer report.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,6 +23,7 @@ __all__ = [
     "ModelRow",
     "QueueStatus",
     "Record",
+    "Report",
     "SampledRecord",
     "ServiceStatus",
     "TaskRecord",
@@ -59,6 +60,17 @@ class Record(BaseModel):
         if isinstance(document, Mapping):
             return {key: value for key, value in document.items() if value is not None}
         return document
+
+
+class Report(Record):
+    """The parent of the reports, which notebooks show as HTML."""
+
+    render: ClassVar[Callable[["Report"], str] | None] = None
+    """Makes the HTML; `rookery.ui.summary` sets it."""
+    warnings: tuple[Text, ...] = ()
+
+    def _repr_html_(self) -> str | None:
+        return Report.render(self) if Report.render is not None else None
 
 
 class Estimate(Record):
@@ -116,10 +128,10 @@ def describe_task(task: Task) -> dict[str, str]:
     return {"prompt": prompt, "reference": reference}
 
 
-Report = TypeVar("Report", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def parse_record(report: type[Report], document: Mapping[str, Json], *, kind: str) -> Report:
+def parse_record(report: type[AnyRecord], document: Mapping[str, Json], *, kind: str) -> AnyRecord:
     """Read a report, or raise a RunError that names the first value that does not fit."""
     try:
         return report.model_validate(dict(document))
@@ -149,7 +161,7 @@ class ModelRow(Estimate):
     """Where `report.samples` asks for it."""
 
 
-class EvaluationReport(Record):
+class EvaluationReport(Report):
     """A model and its adapters on one taskset."""
 
     kind: Literal["eval"] = "eval"
@@ -160,7 +172,6 @@ class EvaluationReport(Record):
     num_questions: int = 0
     """Tasks of one question are not independent. 0: not recorded."""
     num_skipped_rows: int = 0
-    warnings: tuple[Text, ...] = ()
     models: tuple[ModelRow, ...] = ()
     tasks: tuple[TaskRecord, ...] = ()
     """The first ones, with the answers of all models; the run's events have all."""

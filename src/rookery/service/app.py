@@ -5,10 +5,11 @@ app = make_app(service, keys=Keys(path))
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from rookery.app_shell import ErrorAnswers
 from rookery.app_shell import make_app as make_shell
@@ -132,11 +133,12 @@ def _add_pages(
         text = service.context.metrics.text(has_tenants=_is_local(request))
         return PlainTextResponse(text)
 
-    @app.get("/status", include_in_schema=False)
-    async def status(request: Request) -> HTMLResponse:
+    @app.get("/status", include_in_schema=False, response_model=None)
+    async def status(request: Request, format: Literal["html", "json"] = "html") -> Response:
         if render is None or not _is_local(request):
             raise missing("page", "/status")
-        return HTMLResponse(render(read_status(service)))
+        found = read_status(service)
+        return JSONResponse(asdict(found)) if format == "json" else HTMLResponse(render(found))
 
 
 def _is_local(request: Request) -> bool:

@@ -1,16 +1,17 @@
 """What a person sees of runs: a page over all of them, one page of each, the rows of a table.
 
 display    progress while something runs               wording  numbers and rows as people read them
-headline   the result in one number and one sentence
-page       the self-contained HTML page                vendor/  the chart library, as published
-grpo, icm, evolve  the same of a training, a labelling, an evolution of programs
-live/      `rookery ui`, the page over all runs
+headline   the result of a search in one sentence      grpo, icm, evolve  the same of other loops
+summary    the top of any report, as HTML too          service  the status page of a service
+live/      the page: `rookery ui` over all runs, `report.html` of one
+vendor/    the chart library, as published
 
 The module itself can be called: `rookery.ui("runs").url` is the address of the page over a folder
 of runs. Python has no other way for a name that is a package too.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -31,11 +32,13 @@ class _Ui(ModuleType):
         host: str = "127.0.0.1",
         port: int | None = None,
         key: str = "",
+        fleet: Sequence[str] = (),
+        service: str = "",
     ) -> "LivePage":
         """Serve the page over a folder of runs, from a thread of this process, until `close`."""
         from rookery.ui.live.server import open_page
 
-        return open_page(runs_dir, host=host, port=port, key=key)
+        return open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service)
 
 
 sys.modules[__name__].__class__ = _Ui

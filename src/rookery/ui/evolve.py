@@ -1,60 +1,30 @@
-"""The page and the table of an evolution of programs.
+"""The sentence, the table and the costs of an evolution of programs.
 
-path.write_text(render_evolve_page(report), encoding="utf-8")
 for cells in evolve_rows(report):
     table.add_row(*cells)       # under the names in COLUMNS
 """
 
 from rookery.reports import EvolveReport
-from rookery.reports.evolve import ProgramRow
 from rookery.ui import wording
-from rookery.ui.page import render_template
 
-__all__ = ["COLUMNS", "evolve_rows", "evolve_sentence", "render_evolve_page"]
+__all__ = [
+    "COLUMNS",
+    "evolve_costs",
+    "evolve_rows",
+    "evolve_sentence",
+    "gain_over_first",
+    "six_digits",
+]
 
 COLUMNS = ("program", "score", "iteration", "model", "failed")
 """Of the table: what fits 80 characters."""
-
-LISTED_CELLS = 400
-"""Rows of the folded list of cells; report.json has them all."""
-DIFF_CHARS = 20_000
-"""Of one diff on the page; the whole program is in `best/` and in the checkpoints."""
-CODE_CHARS = 100_000
-
-
-def render_evolve_page(report: EvolveReport) -> str:
-    """The page of a report; what is not there yet is named as missing."""
-    return render_template(
-        "evolve.html.jinja",
-        scripts=("frame.js", "evolve.js", "draw.js"),
-        report=report,
-        sentence=evolve_sentence(report),
-        is_better=_gain(report) is not None and (_gain(report) or 0.0) > 0,
-        gain=_gain(report),
-        line=[(row, _diff_lines(row)) for row in report.winning_line],
-        code=report.best.code[:CODE_CHARS] if report.best else "",
-        cells=report.cells[:LISTED_CELLS],
-        islands=sorted({cell.island for cell in report.cells}),
-        costs=_costs(report),
-        document=report.model_dump(
-            mode="json",
-            include={
-                "bins",
-                "cells",
-                "curve",
-                "feature_dimensions",
-                "num_iterations",
-                "staleness",
-            },
-        ),
-    )
 
 
 def evolve_sentence(report: EvolveReport) -> str:
     """The result in a sentence that says no more than was measured."""
     if report.best is None or report.best.score is None:
         return "No result yet: no program has a score."
-    gain = _gain(report)
+    gain = gain_over_first(report)
     if gain is None:
         return "The first program has no score to compare with."
     if gain <= 0:
@@ -68,22 +38,23 @@ def evolve_rows(report: EvolveReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, row in (("first program", report.first), ("best program", report.best)):
         if row is not None:
-            rows.append((name, _score(row.score), str(row.iteration), row.model, ""))
+            rows.append((name, six_digits(row.score), str(row.iteration), row.model, ""))
     if rows and report.num_iterations:
         failed = f"{wording.count(report.num_failed)} of {wording.count(report.num_iterations)}"
         rows[-1] = (*rows[-1][:-1], failed)
     for baseline in report.baselines:
         failed = f"{wording.count(baseline.num_failed)} of {wording.count(baseline.num_iterations)}"
-        rows.append((baseline.name, _score(baseline.best), "", "", failed))
+        rows.append((baseline.name, six_digits(baseline.best), "", "", failed))
     return rows
 
 
-def _score(value: float | None) -> str:
+def six_digits(value: float | None) -> str:
     """Six digits: scores have any size, and the last digits are what an evolution is about."""
     return wording.MISSING if value is None else f"{value:.6g}"
 
 
-def _gain(report: EvolveReport) -> float | None:
+def gain_over_first(report: EvolveReport) -> float | None:
+    """What the best program scores more than the first; None where one has no score."""
     if report.best is None or report.first is None:
         return None
     if report.best.score is None or report.first.score is None:
@@ -95,35 +66,20 @@ def _beside_baselines(report: EvolveReport) -> str:
     assert report.best is not None and report.best.score is not None
     best = report.best.score
     scores = [(each.best, each.name) for each in report.baselines if each.best is not None]
-    as_good = [f"{name} ({_score(score)})" for score, name in scores if score >= best]
+    as_good = [f"{name} ({six_digits(score)})" for score, name in scores if score >= best]
     if as_good:
         return f" As good or better with as much to spend: {', '.join(as_good)}."
     if not scores:
         return " No baseline has a score."
     score, name = max(scores)
     return (
-        f" The best baseline with as much to spend, {name}, reached {_score(score)}, which is "
+        f" The best baseline with as much to spend, {name}, reached {six_digits(score)}, which is "
         f"{wording.signed(score - best)}. One run of each tells nothing of chance: repeat it with "
         "other seeds before you call one better."
     )
 
 
-def _diff_lines(row: ProgramRow) -> list[tuple[str, str]]:
-    """Each line of a diff with its class: added, removed, or nothing."""
-    text = row.diff[:DIFF_CHARS]
-    lines = [(_line_class(line), line) for line in text.splitlines()]
-    if len(row.diff) > DIFF_CHARS:
-        lines.append(("", f"... {wording.count(len(row.diff) - DIFF_CHARS)} more characters"))
-    return lines
-
-
-def _line_class(line: str) -> str:
-    if line.startswith(("+++", "---", "@@")):
-        return "place"
-    return {"+": "added", "-": "removed"}.get(line[:1], "")
-
-
-def _costs(report: EvolveReport) -> list[str]:
+def evolve_costs(report: EvolveReport) -> list[str]:
     """What the run used: ["50 iterations", "12,345 tokens", "0.12 USD", "2 min 0 s"]."""
     costs = [wording.plural(report.num_iterations, "iteration")]
     tokens = report.tokens

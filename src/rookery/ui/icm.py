@@ -1,24 +1,27 @@
-"""The page and the table of a labelling.
+"""What is said of a labelling, and its table.
 
-path.write_text(render_icm_page(report), encoding="utf-8")
 for cells in icm_rows(report):
     table.add_row(*cells)       # under the names in COLUMNS
 """
 
-from rookery.reports import IcmReport, IcmRow, TokensRecord
+from rookery.reports import IcmReport, IcmRow
 from rookery.ui import wording
-from rookery.ui.page import render_template
 
-__all__ = ["COLUMNS", "SENTENCES", "icm_rows", "render_icm_page", "verdict_words"]
+__all__ = [
+    "COLUMNS",
+    "SENTENCES",
+    "WEAK",
+    "icm_contexts",
+    "icm_costs",
+    "icm_rows",
+    "verdict_words",
+]
 
 COLUMNS = ("method", "labelled", "balance", "broken", "utility", "true", "95 % interval")
 """Of the table: what fits 80 characters."""
 
 WEAK = 0.5
 """Below this strength most of what labels do to one another does not go along with the result."""
-
-LISTED_ITEMS = 500
-"""Rows of the folded list of items; labels.jsonl has them all."""
 
 SENTENCES: dict[str, str] = {
     "coherent": "Coherent. Every item is labelled, no other labels that were found are as good, "
@@ -38,22 +41,34 @@ SENTENCES: dict[str, str] = {
 }
 
 
-def render_icm_page(report: IcmReport) -> str:
-    """The page of a report; what is not there yet is named as missing."""
-    unsure = sorted(report.items, key=lambda item: (item.margin is not None, item.margin or 0.0))
-    return render_template(
-        "icm.html.jinja",
-        scripts=("frame.js", "icm.js", "draw.js"),
-        report=report,
-        sentence=SENTENCES.get(report.verdict, report.verdict),
-        weak=WEAK,
-        winner=next((row for row in report.rows if row.is_winner), None),
-        balance=_balance,
-        is_true_known=any(row.accuracy is not None for row in report.rows),
-        unsure=unsure[:LISTED_ITEMS],
-        saving=_saving(report.tokens),
-        document=report.model_dump(mode="json", exclude={"items": {"__all__": {"text"}}}),
-    )
+def icm_contexts(report: IcmReport) -> list[str]:
+    """What a reader of the labels must know."""
+    support = report.support
+    said = []
+    if support is not None and support.gain is not None and support.random_gain is not None:
+        own, random = (round(gain, 1) + 0.0 for gain in (support.gain, support.random_gain))
+        said.append(
+            f"The labels raise one another's log-odds by {own:.1f} standard deviations of what "
+            f"random labels do; the best labels of a random model reach {random:.1f}."
+        )
+    unknown = all(row.accuracy is None for row in report.rows)
+    missing = " No true labels were given to compare with." if unknown else ""
+    return [
+        *said,
+        f"Coherence is not truth: labels can predict one another well and be wrong.{missing}",
+    ]
+
+
+def icm_costs(report: IcmReport) -> list[str]:
+    """["100 tokens for the search", "50 for the comparison", "12.0 s"]."""
+    tokens = report.tokens
+    if not tokens.computed:
+        return []
+    costs = [
+        f"{wording.plural(tokens.computed, 'token')} for the search",
+        f"{wording.count(tokens.baselines)} for the comparison",
+    ]
+    return [*costs, wording.duration(report.seconds)] if report.seconds else costs
 
 
 def verdict_words(report: IcmReport) -> str:
@@ -92,8 +107,3 @@ def _interval(row: IcmRow) -> str:
     if row.low is None or row.high is None:
         return wording.MISSING
     return f"{wording.score(row.low)} to {wording.score(row.high)}"
-
-
-def _saving(tokens: TokensRecord) -> str:
-    """How many times fewer tokens: "13.4"; empty when nothing was computed."""
-    return f"{tokens.naive / tokens.computed:.1f}" if tokens.computed else ""

@@ -9,6 +9,7 @@ import pytest
 from driving import Command, status_of, write_rows
 from forked import forked, kill_at_event, run_command
 from marks import long
+from ui.made_runs import read_saved
 
 from rookery.loops.grpo.batch import Batch, decode_batch
 from rookery.runs import Run
@@ -105,8 +106,10 @@ def test_the_report_ranks_all_by_the_select_tasks(rookery: Command, config: Path
     assert report["rows"][0]["mean"] == chosen["row"]["mean"]
     own = json.loads((trained.parent / "report.json").read_text())
     assert own["rows"][0]["mean"] == chosen["row"]["mean"] and "sweep" not in own
-    for adapter in sweep["adapters"]:
-        assert adapter["name"] in (config / "runs/s/report.html").read_text()
+    shown = read_saved((config / "runs/s/report.html").read_text())["answers"]["runs/s/report"]
+    assert [a["name"] for a in shown["sweep"]["adapters"]] == [a["name"] for a in (chosen, *others)]
+    assert len(shown["chosen"]["curves"]["train/loss"]) == len(shown["chosen"]["steps"]) == 3
+    assert len(shown["settings"]["rows"]) == 4
     with Run.view(config / "runs/s") as run:
         assert {event.key for event in run.events("adapter")} == {
             a["name"] for a in [chosen, *others]

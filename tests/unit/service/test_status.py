@@ -5,7 +5,7 @@ from pathlib import Path
 from service.tenants import serve, train_body
 
 from rookery.service.app import read_status
-from rookery.ui.page import render_service_page
+from rookery.ui.service import render_service_page
 
 
 async def test_queues_and_tenants_are_counted(tmp_path: Path) -> None:

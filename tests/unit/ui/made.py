@@ -1,8 +1,17 @@
-"""A small genome report as the loop writes it, for the tests of the table and the page."""
+"""A small report of each loop as it is written, for the tests of summaries, tables and pages."""
 
 from typing import Any
 
-__all__ = ["made_report", "made_row"]
+__all__ = [
+    "made_evolve",
+    "made_grpo",
+    "made_icm",
+    "made_icm_row",
+    "made_program",
+    "made_report",
+    "made_row",
+    "made_step",
+]
 
 
 def made_row(name: str, mean: float, /, **keys: Any) -> dict[str, Any]:
@@ -91,3 +100,147 @@ def _lineage() -> list[dict[str, Any]]:
         made("g002-c01", ["g001-c00", "founder-a"], 0.8, ancestor=True),
         made("g002-c02", ["g001-c01"], None),
     ]
+
+
+def made_grpo(**keys: Any) -> dict[str, Any]:
+    """Two steps with one checkpoint each; `keys` replace those of the report."""
+    gain = {"mean": 0.2, "low": 0.1, "high": 0.3}
+    return {
+        "kind": "grpo",
+        "run": "adding",
+        "model": "tiny",
+        "loss": "grpo",
+        "advantages": "group_relative",
+        "tasksets": [{"name": "sums", "num_search": 60, "num_select": 20, "num_report": 20}],
+        "rows": [
+            {"name": "trained", "is_winner": True, "mean": 0.7, "low": 0.6, "high": 0.8,
+             "gain": gain},
+            {"name": "base model", "mean": 0.5, "low": 0.4, "high": 0.6},
+        ],
+        "chosen_step": 2,
+        "checkpoints": [{"step": 0, "mean": 0.5}, {"step": 2, "mean": 0.7, "is_chosen": True}],
+        "steps": [made_step(0), made_step(1)],
+    } | keys  # fmt: skip
+
+
+def made_step(number: int, **metrics: float) -> dict[str, Any]:
+    return {
+        "step": number,
+        "model_step": number,
+        "metrics": {
+            "reward/mean": 0.3 + 0.1 * number,
+            "train/grad_norm": 1.0 + number,
+            "train/ratio": 1.0 + 1e-8 * number,
+            "grpo/staleness": 0.0,
+            "time/draw_s": 0.5,
+        }
+        | metrics,
+        "examples": [{"task": "12+34", "text": "first line\nsecond line", "reward": 1.0}],
+    }
+
+
+def made_icm_row(name: str, /, **keys: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "is_winner": False,
+        "note": "",
+        "num_labelled": 4,
+        "balance": {"True": 2, "False": 2},
+        "num_violated": 0,
+        "utility": 58.8,
+        "agreement": 1.0,
+        "accuracy": 0.75,
+        "low": 0.3,
+        "high": 0.95,
+        "chance": 0.5,
+    } | keys
+
+
+def made_icm(**keys: Any) -> dict[str, Any]:
+    step = {"utility": 1.0, "best": 1.0, "temperature": 10.0, "counts": [1, 1]}
+    chain = {
+        "batch": 0,
+        "chain": 0,
+        "is_best": True,
+        "num_iterations": 9,
+        "is_settled": True,
+        "utility": 58.8,
+        "steps": [step | {"iteration": i, "num_labelled": i, "num_frustrated": 1} for i in (1, 4)],
+    }
+    return {
+        "kind": "icm",
+        "run": "demo",
+        "model": "smollm2",
+        "data": "reviews.jsonl",
+        "seed": 0,
+        "labels": ["True", "False"],
+        "num_items": 4,
+        "num_labelled": 4,
+        "verdict": "coherent",
+        "warnings": [],
+        "utility": 58.8,
+        "balance": {"True": 2, "False": 2},
+        "rows": [made_icm_row("icm", is_winner=True), made_icm_row("zero-shot", num_violated=2)],
+        "chains": [chain],
+        "items": [
+            {"id": f"r{i}", "text": f"Review {i}", "label": "True", "margin": float(i)}
+            for i in range(4)
+        ],
+        "tokens": {"naive": 1000, "requested": 300, "computed": 100, "baselines": 50},
+        "seconds": 12.0,
+    } | keys
+
+
+def made_program(id: str, /, **keys: Any) -> dict[str, Any]:
+    return {
+        "id": id,
+        "iteration": 7,
+        "generation": 2,
+        "island": 0,
+        "parent": "p0",
+        "score": 0.75,
+        "metrics": {"combined_score": 0.75, "speed": -2.5},
+        "model": "big",
+        "changes": "Change 1: tighter loop",
+        "diff": "--- a\n+++ b\n@@ -1 +1 @@\n-x = 1\n+x = 2\n unchanged",
+    } | keys
+
+
+def made_evolve(**keys: Any) -> dict[str, Any]:
+    first = made_program("p0", iteration=0, parent="", score=0.25, diff="", model="", changes="")
+    best = made_program("p7", code="x = 2\n")
+    return {
+        "kind": "evolve",
+        "run": "packing",
+        "models": [{"name": "big", "weight": 1.0, "num_plays": 9, "gain": 0.5, "cost": 900.0}],
+        "seed": 42,
+        "mode": "steady",
+        "language": "python",
+        "feature_dimensions": ["complexity", "diversity"],
+        "bins": [10, 10],
+        "num_iterations": 10,
+        "num_failed": 3,
+        "num_programs": 8,
+        "first": first,
+        "best": best,
+        "winning_line": [first, best],
+        "curve": [
+            {"iteration": 0, "num_decided": 0, "best": 0.25, "program": "p0"},
+            {"iteration": 7, "num_decided": 6, "best": 0.75, "program": "p7"},
+        ],
+        "cells": [
+            {"island": island, "cell": f"{island}-3", "program": f"p{island}", "score": 0.5}
+            for island in range(2)
+        ],
+        "failures": [
+            {"kind": "timeout", "count": 3, "first_iteration": 2, "first_message": "Over 10 s."}
+        ],
+        "staleness": {"0": 4, "3": 6},
+        "tokens": {"prompt": 1000, "completion": 234},
+        "usd": 0.125,
+        "seconds": 12.0,
+        "evaluation_seconds": 30.0,
+        "num_workers_lost": 1,
+        "baselines": [{"name": "best_of_n", "best": 0.5, "num_iterations": 10, "num_failed": 1}],
+        "warnings": [],
+    } | keys

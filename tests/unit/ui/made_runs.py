@@ -1,12 +1,15 @@
 """Runs as their loops write them, small or large, for the tests of `rookery ui`."""
 
+import gzip
+import re
 import zlib
+from base64 import b64decode
 from collections.abc import Mapping
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-from ui.made import made_report
+from ui.made import made_evolve, made_grpo, made_icm, made_report
 
 from rookery.runs import NewEvent, Run
 
@@ -18,7 +21,17 @@ __all__ = [
     "make_genome",
     "make_grpo",
     "make_icm",
+    "read_saved",
 ]
+
+
+def read_saved(html: str) -> dict[str, Any]:
+    """What an exported page holds of its run."""
+    packed = re.search(r'id="saved">([^<]*)<', html)
+    assert packed
+    document: dict[str, Any] = loads(gzip.decompress(b64decode(packed[1])))
+    return document
+
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
@@ -41,7 +54,13 @@ def _rollout(model: str, task: str, reward: float, *, text: str = "left") -> New
 
 
 def make_genome(
-    root: Path, name: str = "demo", *, generations: int = 3, size: int = 3, text: str = ""
+    root: Path,
+    name: str = "demo",
+    *,
+    generations: int = 3,
+    size: int = 3,
+    text: str = "",
+    report: Mapping[str, Any] | None = None,
 ) -> Path:
     """Two founders, then generations of `size`; the last is finished, with a report."""
     config = {"engine": {"model": "smollm2"}, "stages": [{"generations": generations}], "seed": 0}
@@ -58,8 +77,7 @@ def make_genome(
         ]
         end = [_event("phase", "select", seconds=1.0), _event("winner", "winner", id=names[-1])]
         _append(run, [*rollouts, *end])
-        run.write_json("report.json", made_report(run=name, winner_id=names[-1]))
-        run.write_text("report.html", "<!doctype html><title>r</title><p>The report page</p>")
+        run.write_json("report.json", made_report(run=name, winner_id=names[-1], **(report or {})))
         run.finish()
     return root / name
 
@@ -84,7 +102,14 @@ def append_generation(run: Run, number: int, names: list[str], *, parents: list[
     run.log_metrics(number, {"genome/best": summed["best"], "genome/mean": summed["mean"]})
 
 
-def make_grpo(root: Path, name: str = "train", *, steps: int = 4, text: str = "") -> Path:
+def make_grpo(
+    root: Path,
+    name: str = "train",
+    *,
+    steps: int = 4,
+    text: str = "",
+    report: Mapping[str, Any] | None = None,
+) -> Path:
     """Steps with metrics; the last one with all its completions."""
     with Run.create(root, kind="grpo", name=name, config={"steps": steps + 1}) as run:
         for step in range(steps):
@@ -104,11 +129,15 @@ def make_grpo(root: Path, name: str = "train", *, steps: int = 4, text: str = ""
         digest = run.blobs.put_bytes(zlib.compress(batch))
         _append(run, [NewEvent(kind="batch", payload={"digest": digest}, key=str(steps - 1))])
         _append(run, [NewEvent(kind="select", payload={"mean": 0.5, "is_best": True}, key="0")])
+        if report is not None:
+            run.write_json("report.json", made_grpo(run=name, **report))
         run.finish("failed", message=f"No server is left. {text}")
     return root / name
 
 
-def make_icm(root: Path, name: str = "labels", *, text: str = "") -> Path:
+def make_icm(
+    root: Path, name: str = "labels", *, text: str = "", report: Mapping[str, Any] | None = None
+) -> Path:
     with Run.create(root, kind="icm", name=name, config={"batch_size": 2}) as run:
         for number in range(6):
             payload = {"item": "i1", "utility": float(number), "labels": "-01", "is_accepted": True}
@@ -122,13 +151,22 @@ def make_icm(root: Path, name: str = "labels", *, text: str = "") -> Path:
                     )
                 ],
             )
+        if report is not None:
+            run.write_json("report.json", made_icm(run=name, **report))
         label = {"id": "i1", "label": f"yes{text}", "margin": 0.5, "text": f"It is so. {text}"}
         run.write_text("labels.jsonl", dumps(label) + "\n")
         run.finish()
     return root / name
 
 
-def make_evolve(root: Path, name: str = "programs", *, size: int = 3, text: str = "") -> Path:
+def make_evolve(
+    root: Path,
+    name: str = "programs",
+    *,
+    size: int = 3,
+    text: str = "",
+    report: Mapping[str, Any] | None = None,
+) -> Path:
     """A first program and `size` more, each from the one before; the last one fails."""
     with Run.create(root, kind="evolve", name=name, config={"max_iterations": size}) as run:
         first = _blob(run, f"x = 0 # {text}\n")
@@ -156,6 +194,8 @@ def make_evolve(root: Path, name: str = "programs", *, size: int = 3, text: str 
             ]
             _append(run, news)
             run.log_metrics(number, {"evolve/best_score": number / 10})
+        if report is not None:
+            run.write_json("report.json", made_evolve(run=name, **report))
     return root / name
 
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import pstdev
 
 from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
 from rookery.loops.grpo.batch import Batch, DrawnGroup
@@ -106,6 +107,9 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if counts.mean_reward is not None:
         metrics["reward/mean"] = counts.mean_reward
+    rewards = [rollout.reward for group in batch.groups for rollout in group.rollouts]
+    if rewards:
+        metrics["reward/std"] = pstdev(rewards)
     return metrics | {f"game/{name}": value for name, value in counts.metrics.items()}
 
 

@@ -122,7 +122,7 @@ class GenomeDigest(Digest):
         candidates = self.rows("candidates")
         founders = [c for c in candidates.values() if c["operator"] == "founder"]
         founder = max(founders, key=_score, default=None)
-        others = [c for c in candidates.values() if c not in founders and not c["error"]]
+        others = [c for c in candidates.values() if c["operator"] != "founder" and not c["error"]]
         best = candidates.get(name or self.facts["winner"]) or max(others, key=_score, default=None)
         if founder is None or best is None or founder is best:
             return {"founder": "", "candidate": "", "tasks": []}
@@ -162,8 +162,9 @@ class IcmDigest(Digest):
     def take(self, event: Event) -> None:
         chain, _, iteration = event.key.rpartition("/")
         labels = str(event.payload.get("labels", ""))
-        keys = ("utility", "num_frustrated", "is_accepted", "item")
+        keys = ("utility", "num_frustrated", "is_accepted", "item", "temperature")
         values = {
+            "seq": event.seq,
             "chain": chain,
             "iteration": int(iteration) if iteration.isdecimal() else 0,
             "num_labelled": len(labels) - labels.count("-"),

@@ -1,4 +1,4 @@
-"""One run as one file that opens offline, with what the page shows of it.
+"""One run as one file that opens offline, with what the page shows of it: its `report.html`.
 
 export_run(Path("runs/demo"), Path("demo.html"))
 
@@ -14,25 +14,26 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import ConfigError, RunError
+from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs import find_runs
-from rookery.ui.live.folder import RunsFolder
-from rookery.ui.live.reading import OpenRun, OpenRuns
-from rookery.ui.live.server import read_file
+from rookery.ui.live.reading import OpenRun
+from rookery.ui.summary import parse_report, render_summary
 
-__all__ = ["export_run", "join_modules"]
+__all__ = ["MODULES", "export_run", "inline", "join_modules", "read_file", "render_run"]
 
 MODULES = (
-    "dom", "words", "source", "table", "charts", "lineage", "genome", "grpo", "icm", "evolve",
-    "eval", "events", "runs", "compare", "run", "app",
+    "dom", "words", "source", "table", "charts", "report", "lineage", "genome", "grpo", "icm",
+    "evolve", "eval", "events", "runs", "compare", "fleet", "run", "app",
 )  # fmt: skip
 """In the order in which they need one another; joined they are one module."""
 POINTS = 4_000
-MOST_BYTES = 200_000_000
-"""Of events and programs, before they are compressed: what a browser opens without trouble."""
+MOST_BYTES = 32_000_000
+"""Of events and programs, before they are compressed: a file to send, which opens at once."""
 
 
 def export_run(path: Path, out: Path) -> None:
@@ -42,8 +43,7 @@ def export_run(path: Path, out: Path) -> None:
         raise RunError(f"{path} is not a run: give its folder, or its name and the folder of runs.")
     if out.suffix not in {".html", ".htm"}:
         raise ConfigError(f"Got {out}: the file to write ends in .html.")
-    run = OpenRuns(RunsFolder(path.parent)).get(path.name)
-    text = render(run)
+    text = render_run(path)
     partial = out.with_name(f".{out.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -53,22 +53,28 @@ def export_run(path: Path, out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: {error.strerror}.") from error
 
 
-def render(run: OpenRun) -> str:
-    """The file as text."""
-    saved = gzip.compress(json.dumps(_saved(run), separators=(",", ":")).encode(), 6, mtime=0)
-    scripts = [_inline(read_file("vendor/echarts.min.js")), _inline(join_modules())]
+def render_run(path: Path, *, status: str = "") -> str:
+    """The file as text. `status` is what the run is about to be: its owner writes the page first,
+    then that it is done."""
+    run = OpenRun(path, path.name)
+    saved = gzip.compress(
+        json.dumps(_saved(run, status), separators=(",", ":")).encode(), 6, mtime=0
+    )
+    scripts = [inline(read_file("vendor/echarts.min.js")), inline(join_modules())]
     hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:"
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri \'none\'">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri \'none\'; '
+            "form-action 'none'\">",
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{html.escape(run.name)} · Rookery</title>",
-            f"<style>{read_file('page.css')}{read_file('live/static/live.css')}</style></head>",
-            '<body class="live"><main id="main"><p class="empty">Reading …</p></main>',
+            f"<style>{read_file('page.css')}{read_file('live.css')}</style></head>",
+            f'<body class="live"><main id="main">{_without_script(run)}</main>',
+            "<footer>Made by Rookery. Charts drawn with Apache ECharts.</footer>",
             f'<script type="text/plain" id="saved">{base64.b64encode(saved).decode()}</script>',
             f"<script>{scripts[0]}</script>",
             f'<script type="module">{scripts[1]}</script>',
@@ -77,18 +83,28 @@ def render(run: OpenRun) -> str:
     )
 
 
+def _without_script(run: OpenRun) -> str:
+    """The result in a few lines, until the page is drawn, and where JavaScript is off."""
+    try:
+        shown = render_summary(parse_report(run.kind, run.document()))
+    except RookeryError:
+        shown = ""
+    note = '<noscript><p class="empty">Charts and details need JavaScript.</p></noscript>'
+    title = f'<header class="masthead"><h1>{html.escape(run.name)}</h1></header>'
+    return f'{title}<div class="plain-summary">{shown}</div>{note}'
+
+
 def join_modules() -> str:
     """The modules of the page as one, which a file that is opened from disk may hold."""
-    texts = [read_file(f"live/static/{name}.js") for name in MODULES]
-    joined = "\n".join(texts)
+    joined = "\n".join(read_file(f"{name}.js") for name in MODULES)
     joined = re.sub(r"^import [^;]*?;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export (?=(async function|function|class|const) )", "", joined, flags=re.M)
 
 
-def _saved(run: OpenRun) -> dict[str, Any]:
+def _saved(run: OpenRun, status: str) -> dict[str, Any]:
     base = f"runs/{run.name}"
-    view = run.view()
-    overview = run.overview()
+    view, overview = run.view(), run.overview()
+    overview["row"] |= {"path": "", **({"status": status, "progress": None} if status else {})}
     answers: dict[str, Any] = {
         base: overview,
         f"{base}/report": run.report(),
@@ -97,8 +113,10 @@ def _saved(run: OpenRun) -> dict[str, Any]:
         f"{base}/curves": run.curves(points=POINTS, first=0, last=None, names=[]),
     }
     lists = view["lists"]
-    if overview["row"]["kind"] == "genome":
-        answers[f"{base}/duel"] = run.duel("")
+    wanted: set[int] = set()
+    if run.kind == "genome":
+        duel = answers[f"{base}/duel"] = run.duel("")
+        wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
     for row in lists.get("steps", []):
         answers[f"{base}/step/{row['id']}"] = run.step(int(row["id"]))
     left = MOST_BYTES
@@ -107,20 +125,36 @@ def _saved(run: OpenRun) -> dict[str, Any]:
         left -= len(program["code"]) + sum(map(len, program["diff"]))
         if left > 0:
             answers[f"{base}/program/{row['id']}"] = program
-    return {"id": run.name, "answers": answers, "events": list(_events(run, left))}
+    events = sorted(_events(run, wanted, left))
+    return {"id": run.name, "answers": answers, "events": events}
 
 
-def _events(run: OpenRun, left: int) -> Iterator[list[Any]]:
-    """Every event, whole, as long as there is room."""
-    for event in run.all_events():
-        payload = json.dumps(event.payload, ensure_ascii=False)
-        left -= len(payload)
-        if left <= 0:
-            return
-        yield [event.seq, event.kind, event.key, payload, event.time_s]
+def _events(run: OpenRun, wanted: set[int], left: int) -> Iterator[list[Any]]:
+    """Whole events as long as there is room: those that a view reads, then kinds with few first."""
+    counts = run.overview()["counts"]
+    orders: list[tuple[str, set[int]]] = [("", wanted)] if wanted else []
+    orders += [(kind, set()) for kind in sorted(counts, key=counts.__getitem__)]
+    for kind, only in orders:
+        for event in run.all_events(kind):
+            if (only and event.seq not in only) or (not only and event.seq in wanted):
+                continue
+            payload = json.dumps(event.payload, ensure_ascii=False)
+            left -= len(payload)
+            if left <= 0:
+                return
+            yield [event.seq, event.kind, event.key, payload, event.time_s]
 
 
-def _inline(script: str) -> str:
+@cache
+def read_file(name: str) -> str:
+    """A file of the page by its name, or of `rookery.ui` by its path; lines end as browsers count
+    them, or the hashes would differ."""
+    path = name if "/" in name else f"live/static/{name}"
+    text = files("rookery.ui").joinpath(path).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n")
+
+
+def inline(script: str) -> str:
     """The same program without the two texts that end or bend a script element."""
     return re.sub(r"<(?=/script|!--)", r"<\\", script, flags=re.IGNORECASE)
 

@@ -11,21 +11,34 @@ import json
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import RunError
+from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
+from rookery.ui import wording
+from rookery.ui.grpo import SETTING_COLUMNS, setting_rows
 from rookery.ui.live.curves import Curves
 from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
 from rookery.ui.live.folder import RunsFolder, describe_run
+from rookery.ui.summary import parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
 MOST_OPEN = 8
 MOST_EVENTS = 500
 LISTED_LABELS = 20_000
+ELSEWHERE: dict[str, set[str]] = {
+    "genome": {"lineage", "generations", "population"},
+    "grpo": {"steps"},
+    "icm": {"items"},
+    "evolve": set(),
+    "eval": set(),
+}
+"""Parts of each loop's report that the page has from events, curves and labels."""
 
 
 class OpenRuns:
@@ -59,7 +72,12 @@ class OpenRun:
         self._view: RunView = Run.view(path)
         self._mutex = threading.Lock()
         self._curves = Curves(path / "metrics.jsonl")
+        self._report: tuple[int, dict[str, Any]] | None = None
         self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
+
+    @property
+    def kind(self) -> str:
+        return self._view.kind
 
     def is_replaced(self) -> bool:
         """Another run has its place: it was deleted, and made again."""
@@ -85,23 +103,26 @@ class OpenRun:
             "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
             "config": self._view.config,
             "counts": self._view.counts(),
-            "has_page": (self.path / "report.html").is_file(),
             "pulse": self.pulse(),
         }
 
-    def report(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """report.json; empty before there is one."""
         if not (self.path / "report.json").is_file():
             return {}
         document = self._view.read_json("report.json")
         return document if isinstance(document, dict) else {}
 
-    def page(self) -> bytes:
-        """report.html, as it is."""
-        try:
-            return (self.path / "report.html").read_bytes()
-        except OSError:
-            raise RunError(f"The run {self.name!r} has no report page yet.") from None
+    def report(self) -> dict[str, Any]:
+        """What its report says beside what the view, the curves and the labels hold."""
+        if self.kind not in ELSEWHERE:
+            return {}
+        path = self.path / "report.json"
+        written = path.stat().st_mtime_ns if path.is_file() else 0
+        with self._mutex:
+            if self._report is None or self._report[0] != written:
+                self._report = (written, _report_answer(self.kind, self.document()))
+            return self._report[1]
 
     def curves(
         self, *, points: int, first: int, last: int | None, names: list[str]
@@ -115,9 +136,9 @@ class OpenRun:
         total, rows = self._view.page(kind, text=text, offset=offset, limit=min(limit, MOST_EVENTS))
         return {"total": total, "rows": rows}
 
-    def all_events(self) -> Iterator[Event]:
+    def all_events(self, kind: str = "") -> Iterator[Event]:
         """Whole, in their order, read in pages."""
-        return self._view.events()
+        return self._view.events(kind or None)
 
     def event(self, seq: int) -> dict[str, Any]:
         event = next(self._view.events(after=seq - 1), None)
@@ -178,11 +199,7 @@ class OpenRun:
         event = self._view.get("step", str(number))
         if event is None:
             raise RunError(f"The run {self.name!r} has no step {number}.")
-        tasks: dict[str, list[dict[str, Any]]] = {}
-        for example in event.payload.get("examples", []):
-            row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}
-            tasks.setdefault(str(example.get("task")), []).append(row)
-        groups = [{"task": task, "rollouts": rows} for task, rows in tasks.items()]
+        groups = _examples(event.payload.get("examples", []))
         return {"step": number, "is_whole": False, "groups": groups}
 
     def labels(self) -> dict[str, Any]:
@@ -197,6 +214,57 @@ class OpenRun:
                     rows.append(json.loads(line))
         keys = ("id", "label", "margin", "score", "text", "batch", "chain", "iteration")
         return {"labels": [{key: row.get(key) for key in keys} for row in rows]}
+
+
+def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
+    """A report without its largest parts; what only these hold is added in a smaller form."""
+    report = parse_report(kind, document)
+    answer = report.model_dump(mode="json", exclude=ELSEWHERE[kind])
+    answer |= {"summary": asdict(summarize(report)), "is_written": bool(document)}
+    if isinstance(report, GenomeReport):
+        answer["sources"] = report.sources
+        answer["weights"] = {row.id: row.weights for row in report.lineage if row.weights}
+    if isinstance(report, GenomeReport | GrpoReport | EvaluationReport):
+        answer["sampled"] = _sampled(report)
+    if isinstance(report, GrpoReport):
+        if report.sweep is not None:
+            answer["chosen"] = _chosen(report)
+            answer["settings"] = {"columns": SETTING_COLUMNS, "rows": setting_rows(report)}
+        examples = [example for step in report.steps for example in step.examples]
+        answer["prompts"] = {one.task: [one.prompt, one.reference] for one in examples}
+    if isinstance(report, IcmReport):
+        for chain in answer["chains"]:
+            del chain["steps"]
+    return answer
+
+
+def _sampled(report: GenomeReport | GrpoReport | EvaluationReport) -> dict[str, Any] | None:
+    """Several answers to each task, as strings under their columns; None where none were drawn."""
+    rows = report.models if isinstance(report, EvaluationReport) else report.rows
+    cells = wording.sampled_rows(rows)
+    return {"columns": wording.sampled_columns(rows), "rows": cells} if cells else None
+
+
+def _chosen(report: GrpoReport) -> dict[str, Any]:
+    """The steps of the chosen adapter of a sweep: they are in the run of that adapter alone."""
+    names = {name for step in report.steps for name in step.metrics}
+    curves = {
+        name: [(step.step, step.metrics[name]) for step in report.steps if name in step.metrics]
+        for name in sorted(names)
+    }
+    steps = {
+        step.step: _examples([one.model_dump() for one in step.examples]) for step in report.steps
+    }
+    return {"curves": curves, "steps": steps}
+
+
+def _examples(examples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the completions that a step remembers."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for example in examples:
+        row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}
+        tasks.setdefault(str(example.get("task")), []).append(row)
+    return [{"task": task, "rollouts": rows} for task, rows in tasks.items()]
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:

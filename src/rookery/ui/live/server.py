@@ -4,11 +4,13 @@
     page.url                        # http://127.0.0.1:7700/?token=..., to open in a browser
     page.close()
 
-Every request is a GET and reads. Whoever has the token of the printed address gets a cookie; names
-in an address are looked up among the runs that were found, and never become paths.
+Requests read; the only ones that do not ask a service for a sample. Whoever has the token of the
+printed address gets a cookie; names in an address are looked up among the runs that were found, and
+never become paths.
 """
 
 import asyncio
+import gzip
 import hashlib
 import hmac
 import ipaddress
@@ -17,24 +19,29 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from pydantic import BaseModel, Field
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
-from rookery.errors import ConfigError, RookeryError
+from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.ui.live.export import join_modules, read_file
 from rookery.ui.live.folder import RunsFolder
 from rookery.ui.live.reading import OpenRun, OpenRuns
 
-__all__ = ["FILES", "LivePage", "make_app", "open_page", "read_file"]
+if TYPE_CHECKING:
+    from rookery.ui.live.fleets import ServiceLink
+
+__all__ = ["FILES", "LivePage", "make_app", "open_page"]
 
 PORT = 7700
 LOOK_S = 0.4
@@ -43,30 +50,19 @@ FIRST_S = 0.15
 """How long the first answer may read runs; the others follow."""
 START_S = 20.0
 KEY_CHARACTERS = 16
-TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
-VIEWS = (
-    "app", "charts", "compare", "dom", "eval", "events", "evolve", "genome", "grpo", "icm",
-    "lineage", "run", "runs", "source", "table", "words",
-)  # fmt: skip
-"""The modules of the page, in the order of the alphabet."""
-FILES = {
-    "page.css": "page.css",
-    "echarts.js": "vendor/echarts.min.js",
-    "live.css": "live/static/live.css",
-    **{f"{name}.js": f"live/static/{name}.js" for name in VIEWS},
+YEAR_S = 31_536_000
+TYPES = {"css": "text/css", "js": "text/javascript"}
+FILES: dict[str, Callable[[], str]] = {
+    "echarts.js": lambda: read_file("vendor/echarts.min.js"),
+    "live.css": lambda: read_file("live.css"),
+    "page.css": lambda: read_file("page.css"),
+    "page.js": join_modules,
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-REPORT_POLICY = (
-    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'self'"
-)
-"""Of a report page, in a frame: it has an origin of its own, and its own policy is stricter."""
-
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -108,10 +104,13 @@ def open_page(
     host: str = "127.0.0.1",
     port: int | None = None,
     key: str = "",
+    fleet: Sequence[str] = (),
+    service: str = "",
 ) -> LivePage:
     """Serve the page of a folder of runs; it answers when this returns.
 
     `rookery.ui("runs").url` is what to open. Beyond this machine (`host`) a `key` is needed.
+    `fleet` names servers to show instead of those that this user started; `service` one to show.
     """
     if not _is_loopback(host) and len(key) < KEY_CHARACTERS:
         raise ConfigError(
@@ -122,6 +121,7 @@ def open_page(
     token = key or secrets.token_urlsafe(18)
     number = listener.getsockname()[1]
     app = make_app(RunsFolder(Path(runs_dir)), token=token, cookie=f"rookery_ui_{number}")
+    _add_fleets(app, fleet, service)
     settings = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
     )
@@ -162,7 +162,7 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
     async def gate(request: Request, answer: Answer) -> Response:
         given = request.query_params.get("token")
         is_code = request.url.path.startswith("/static/")  # the same for everyone
-        if request.method not in {"GET", "HEAD"}:
+        if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = JSONResponse({"error": "The page only reads."}, status_code=405)
         elif given is not None and _is_equal(given, token):
             response = RedirectResponse(request.url.path, status_code=303)
@@ -181,6 +181,13 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
     return gate
 
 
+def _asks_service(request: Request) -> bool:
+    """A question to the service, sent by a script: a form of another site cannot send JSON."""
+    kind = request.headers.get("content-type", "")
+    asks = request.method == "POST" and request.url.path.startswith("/api/service/")
+    return asks and kind.partition(";")[0] == "application/json"
+
+
 def _is_equal(given: str, wanted: str) -> bool:
     """In a time that tells nothing, not even the length."""
     digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (given, wanted)]
@@ -194,16 +201,29 @@ async def _refuse(_: Request, error: Exception) -> Response:
 def _add_pages(app: FastAPI) -> None:
     @app.get("/")
     def index() -> Response:
-        return HTMLResponse(read_file("live/static/index.html"))
+        return HTMLResponse(_versioned("index.html"))
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
         if name not in FILES:
             return JSONResponse({"error": "There is no such file."}, status_code=404)
+        headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+        headers["Cache-Control"] = f"max-age={YEAR_S}, immutable"  # its address has the version
         kind = TYPES[name.rpartition(".")[2]]
-        return Response(
-            read_file(FILES[name]), media_type=kind, headers={"Cache-Control": "no-cache"}
-        )
+        return Response(_packed(name), media_type=kind, headers=headers)
+
+
+@cache
+def _packed(name: str) -> bytes:
+    """A file of the page, compressed once: that takes longer than sending it."""
+    return gzip.compress(FILES[name]().encode(), 6, mtime=0)
+
+
+@cache
+def _versioned(name: str) -> str:
+    """A page that names its files with the version of what they hold."""
+    version = hashlib.sha256(b"".join(map(_packed, FILES))).hexdigest()[:12]
+    return read_file(name).replace("VERSION", version)
 
 
 def _add_runs(app: FastAPI, folder: RunsFolder) -> None:
@@ -272,15 +292,57 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
     def step(name: str, number: int) -> Response:
         return JSONResponse(runs.get(name).step(number))
 
-    @app.get("/api/runs/{name}/page")
-    def page(name: str) -> Response:
-        headers = {"Content-Security-Policy": REPORT_POLICY}
-        return HTMLResponse(runs.get(name).page(), headers=headers)
-
     @app.get("/api/runs/{name}/stream")
     async def stream(name: str) -> Response:
         run: OpenRun = await asyncio.to_thread(runs.get, name)
         return _events(run.pulse, app)
+
+
+class SampleRequest(BaseModel):
+    """What the box of the service's page sends."""
+
+    key: str = ""
+    model: str
+    prompt: str = Field(max_length=200_000)
+    max_tokens: int = Field(default=128, ge=1, le=4096)
+    temperature: float = Field(default=0.0, ge=0.0, le=5.0)
+
+
+class KeyRequest(BaseModel):
+    key: str = ""
+
+
+def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
+    """Imported when first asked for: what asks servers takes a second to load."""
+
+    def link() -> "ServiceLink":
+        if not service:
+            raise RunError("No service is named: start `rookery ui --service URL` to see one.")
+        return _fleets().ServiceLink(service)
+
+    @app.get("/api/fleet")
+    async def servers() -> Response:
+        fleets = await asyncio.to_thread(_fleets)
+        return JSONResponse(await fleets.read_fleet(fleet))
+
+    @app.get("/api/service")
+    async def status() -> Response:
+        return JSONResponse(await (await asyncio.to_thread(link)).status())
+
+    @app.post("/api/service/models")
+    async def models(body: KeyRequest) -> Response:
+        return JSONResponse(await (await asyncio.to_thread(link)).models(key=body.key))
+
+    @app.post("/api/service/sample")
+    async def sample(body: SampleRequest) -> Response:
+        asked = body.model_dump()
+        return JSONResponse(await (await asyncio.to_thread(link)).sample(**asked))
+
+
+def _fleets() -> ModuleType:
+    from rookery.ui.live import fleets
+
+    return fleets
 
 
 def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
@@ -306,16 +368,9 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
     return StreamingResponse(tell(), media_type="text/event-stream")
 
 
-@cache
-def read_file(name: str) -> str:
-    """A file of the pages, by its path below `rookery.ui`."""
-    text = files("rookery.ui").joinpath(name).read_text(encoding="utf-8")
-    return text.replace("\r\n", "\n")
-
-
 def _closed(*, is_wrong: bool) -> str:
     sentence = "That key is not right." if is_wrong else "This page needs the key of its server."
-    return read_file("live/static/closed.html").replace("SENTENCE", sentence)
+    return _versioned("closed.html").replace("SENTENCE", sentence)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

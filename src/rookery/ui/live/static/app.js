@@ -2,6 +2,7 @@
 
 import { showCompare } from "./compare.js";
 import { errorNote, h, place } from "./dom.js";
+import { showFleet, showService } from "./fleet.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
 import { openSource } from "./source.js";
@@ -18,7 +19,8 @@ async function show(source) {
   const [kind, id] = place().parts;
   const run = source.isLive ? id : source.saved.id;
   try {
-    const view = await (run !== undefined && kind !== "compare" ? showRun(source, main, run) : kind === "compare" ? showCompare(source, main) : showRuns(source, main));
+    const others = { compare: showCompare, fleet: showFleet, service: showService };
+    const view = await (others[kind] ? others[kind](source, main) : run !== undefined ? showRun(source, main, run) : showRuns(source, main));
     if (mine === turn) shown = view;
     else view.close();
   } catch (error) {

@@ -1,17 +1,17 @@
 // What all charts share: the library, colours, axes, tooltips, drawing when they are seen.
 
 import { h } from "./dom.js";
-import { number } from "./words.js";
+import { compact, number } from "./words.js";
 
 const HUES = ["--accent", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#009e73", "#56b4e9", "#7a6a5a"];
 
 let loading = null;
 
-// The chart library is large: it is loaded with the first chart.
-function library() {
+// The chart library is large: it is loaded with the first run that is looked at.
+export function library() {
   if (globalThis.echarts) return Promise.resolve(globalThis.echarts);
   loading ??= new Promise((done, failed) => {
-    const script = h("script", { src: "/static/echarts.js" });
+    const script = h("script", { src: `/static/echarts.js?v=${document.documentElement.dataset.version}`, async: true });
     script.onload = () => done(globalThis.echarts);
     script.onerror = () => failed(new Error("The chart library could not be loaded."));
     document.head.append(script);
@@ -81,7 +81,7 @@ export function upright(colours, name, options) {
 export function tick(value) {
   if (typeof value !== "number") return value; // the name of a category
   const size = Math.abs(value);
-  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(7)));
+  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(7)));
   return shown.replace("-", "\u2212");
 }
 
@@ -190,25 +190,77 @@ function lineOption(colours, series, x) {
       ...base.tooltip,
       trigger: "axis",
       axisPointer: { type: "line", lineStyle: { color: colours.faint, type: "solid" } },
-      formatter: (items) => tip(`${x} ${items[0].axisValue}`, items.map((i) => [i.seriesName, number(i.value[1], 4)])),
+      formatter: (items) => tip(`${x} ${items[0].axisValue}`, items.filter((i) => i.componentSubType === "line").map((i) => [i.seriesName, number(i.value[1], 4)])),
     },
     xAxis: flat(colours, x, { minInterval: 1 }),
     yAxis: upright(colours, "", { scale: !series.some((line) => line.isStacked) }),
     dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, minValueSpan: 2 }],
-    series: series.map((line, k) => ({
-      type: "line",
-      name: line.name,
-      data: line.points,
-      symbol: "circle",
-      symbolSize: 5,
-      showSymbol: line.points.length < 2,
-      connectNulls: false,
-      lineStyle: { color: line.colour ?? colours.hues[k % colours.hues.length], width: 1.75, type: line.type },
-      itemStyle: { color: line.colour ?? colours.hues[k % colours.hues.length] },
-      areaStyle: line.isStacked ? { opacity: 0.55 } : undefined,
-      stack: line.isStacked ? "all" : undefined,
-    })),
+    series: series.flatMap((line, k) => {
+      const colour = colours.hues[k % colours.hues.length];
+      const drawn = {
+        type: "line",
+        name: line.name,
+        data: line.points,
+        symbol: "circle",
+        symbolSize: line.isMarked ? 8 : 5,
+        showSymbol: line.isMarked || line.points.length < 2,
+        connectNulls: false,
+        lineStyle: { color: colour, width: 1.75 },
+        itemStyle: { color: colour },
+        areaStyle: line.isStacked ? { opacity: 0.55 } : undefined,
+        stack: line.isStacked ? "all" : undefined,
+        z: 3,
+      };
+      return line.band?.length ? [bandSeries(line.band, colour), drawn] : [drawn];
+    }),
   };
+}
+
+// A band between two values of each step: [[x, low, high], ...].
+export function bandSeries(band, colour) {
+  return {
+    type: "custom",
+    silent: true,
+    z: 1,
+    data: band.flatMap(([x, low, high]) => [[x, low], [x, high]]), // tells the axes how far it reaches
+    renderItem: (params, api) => {
+      if (params.context.isDrawn) return undefined;
+      params.context.isDrawn = true;
+      const points = [...band.map(([x, , high]) => api.coord([x, high])), ...band.map(([x, low]) => api.coord([x, low])).reverse()];
+      return { type: "polygon", shape: { points }, style: { fill: colour, opacity: 0.13 } };
+    },
+  };
+}
+
+// Bars over names: series is [{ name, values, colour }], stacked; `mark` is the place of the one bar in
+// colour. Lying bars have their names at the left.
+export function barChart({ label, height = 250, x, y = "", isLying = false, bars, onpick }) {
+  const option = (colours, width) => {
+    const { names, series, mark, most } = bars();
+    const base = frame(colours);
+    const shades = [colours.accent, colours.faint, ...colours.hues.slice(1)];
+    const colour = (k, place) => (mark === undefined ? shades[k % shades.length] : place === mark ? colours.accent : colours.faint);
+    const byName = isLying
+      ? axis(colours, { type: "category", inverse: true, data: names, axisLabel: { color: colours.ink, fontSize: 12, interval: 0, width: Math.min(150, width * 0.36), overflow: "truncate" } })
+      : axis(colours, { type: "category", name: x, nameGap: 28, data: names, axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } } });
+    const byValue = isLying
+      ? axis(colours, { type: "value", name: x, nameGap: 26, min: most ? 0 : undefined, max: most, interval: most && most / 4, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact, hideOverlap: true }, splitLine: { show: true, lineStyle: { color: colours.line } } })
+      : upright(colours, y, { scale: false, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact } });
+    return {
+      ...base,
+      grid: { left: isLying ? Math.min(158, width * 0.4) : 52, right: isLying ? 56 : 14, top: isLying ? 10 : series.length > 1 ? 44 : 32, bottom: 46 },
+      legend: series.length > 1 ? { top: 0, right: 0, icon: "circle", textStyle: { color: colours.muted } } : undefined,
+      tooltip: { ...base.tooltip, formatter: ({ name, seriesName, value }) => tip(name, [[seriesName, number(value)]]) },
+      xAxis: isLying ? byValue : byName,
+      yAxis: isLying ? byName : byValue,
+      series: series.map((one, k) => ({
+        type: "bar", name: one.name, stack: "all", barMaxWidth: isLying ? 18 : 44, barCategoryGap: "20%", emphasis: { disabled: true }, itemStyle: { color: colour(k, -2) },
+        data: one.values.map((value, place) => ({ value, itemStyle: { color: colour(k, place), borderRadius: 2 } })),
+        label: { show: isLying, position: "right", fontSize: 12, color: colours.muted, formatter: ({ value }) => (most ? number(value) : compact(value)) },
+      })),
+    };
+  };
+  return new Chart({ label, height, option, ready: onpick && ((drawn) => drawn.on("click", ({ dataIndex }) => onpick(dataIndex))) });
 }
 
 // A line without axes, for a row of a table.

@@ -1,7 +1,7 @@
 // Runs over one another: their numbers side by side, what differs in their configs, their curves.
 
 import { lineChart } from "./charts.js";
-import { address, emptyNote, errorNote, h, place, runLink } from "./dom.js";
+import { address, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
 import { statusMark } from "./runs.js";
 import { clip, duration, interval, isNumber, number, signed } from "./words.js";
 
@@ -35,16 +35,12 @@ function numbersTable(runs) {
     track.append(dot);
     return track;
   };
-  const line = ({ row }) =>
-    h("tr", null,
-      h("th", { scope: "row" }, h("a", { class: "name", href: runLink(row.id) }, row.name)),
-      h("td", null, row.kind), h("td", null, statusMark(row)),
-      h("td", { class: "figure" }, h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high))),
-      h("td", { class: "plot" }, drawing(row.result)),
-      h("td", { class: "figure" }, isNumber(row.result?.gain?.mean) ? signed(row.result.gain.mean) : ""),
-      h("td", { class: "figure" }, duration(row.worked_s)));
-  const head = ["Run", "Loop", "Status", "Result, 95 % interval", "", "Gain", "Took"];
-  return h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, head.map((t, k) => h("th", { scope: "col", class: k === 3 || k > 4 ? "figure" : null }, t)))), h("tbody", null, runs.map(line))));
+  const line = ({ row, title }) => [
+    h("a", { class: "name", href: runLink(row.id) }, title ?? row.name), row.kind, statusMark(row),
+    [h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high))],
+    drawing(row.result), isNumber(row.result?.gain?.mean) ? signed(row.result.gain.mean) : "", duration(row.worked_s),
+  ];
+  return table(["Run", "Loop", "Status", ["Result, 95 % interval"], "", ["Gain"], ["Took"]], runs.map(line));
 }
 
 function configTable(runs) {
@@ -53,7 +49,7 @@ function configTable(runs) {
   const cell = (value, first) => h("td", { class: value === first ? "same" : "differs" }, value === undefined ? "not set" : clip(value, 200));
   return h("div", { class: "scroll" },
     h("table", { class: "diff-table" },
-      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Value"), runs.map(({ row }) => h("th", { scope: "col" }, row.name)))),
+      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Value"), runs.map(({ row, title }) => h("th", { scope: "col" }, title ?? row.name)))),
       h("tbody", null, rows.map(([name, values]) => h("tr", null, h("th", { scope: "row" }, name), values.map((v, k) => cell(v, k ? values[0] : undefined)))))));
 }
 
@@ -61,7 +57,7 @@ function overlays(runs, charts) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
   const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1);
   const panel = (name) => {
-    const series = runs.filter((run) => run.curves[name]).map((run) => ({ name: run.row.name, points: run.curves[name] }));
+    const series = runs.filter((run) => run.curves[name]).map((run) => ({ name: run.title ?? run.row.name, points: run.curves[name] }));
     const chart = lineChart({ label: `${name} of each run`, series, height: 240 });
     charts.push(chart);
     return h("figure", null, h("figcaption", null, name), chart.box);
@@ -83,8 +79,9 @@ export async function showCompare(source, main) {
   };
   const found = await Promise.allSettled(ids.map(load));
   const runs = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  const isTwin = ({ row }) => runs.filter((other) => other.row.name === row.name).length > 1;
+  for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs of one name go by their folder
   const failed = found.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
-  const section = (title, ...body) => h("section", null, h("h2", null, title), body);
   main.append(...failed);
   if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("What differs in their configs", configTable(runs)));
   else main.append(emptyNote("Select two or more runs in the list of runs."));

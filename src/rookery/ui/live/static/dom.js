@@ -22,7 +22,29 @@ function fill(element, properties, children) {
   return element;
 }
 
-export const text = (value) => document.createTextNode(String(value ?? ""));
+// table(["Method", ["Score"]], [[cell, cell], { class: "winner", cells }]): a heading in a list has
+// figures under it. The first cell of a row names it.
+export function table(heads, rows, kind) {
+  const figure = (k) => (Array.isArray(heads[k]) ? "figure" : null);
+  const head = heads.map((name, k) => h("th", { scope: "col", class: figure(k) }, name));
+  const line = (row) => {
+    const { cells, ...rest } = Array.isArray(row) ? { cells: row } : row;
+    return h("tr", rest, cells.map((cell, k) => h(k ? "td" : "th", { scope: k ? null : "row", class: figure(k) }, cell)));
+  };
+  return h("div", { class: "scroll" }, h("table", { class: kind }, h("thead", null, h("tr", null, head)), h("tbody", null, rows.map(line))));
+}
+
+export const section = (title, ...children) => h("section", null, h("h2", null, title), children);
+export const lead = (sentence) => h("p", { class: "lead" }, sentence);
+// What is folded away is made when it is first opened: `make` gives its nodes.
+export function folded(summary, make) {
+  const details = h("details", null, h("summary", null, summary));
+  details.addEventListener("toggle", () => details.open && details.childElementCount === 1 && details.append(...[make()].flat(3).filter(Boolean)));
+  return details;
+}
+export const figure = (title, chart) => h("figure", null, h("figcaption", null, title), chart.box ?? chart);
+export const facts = (pairs) => h("dl", { class: "facts" }, pairs.map(([term, detail]) => h("div", null, h("dt", null, term), h("dd", null, detail))));
+export const choice = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));
 
 // The address is the state: #/run/demo?tab=events&kind=candidate
 export function place() {
@@ -55,6 +77,9 @@ export function note(values) {
 export function runLink(id, query) {
   return address(["run", id], query);
 }
+
+// The pages that there are, beside the name.
+export const brandLine = (here) => h("nav", { class: "brand", "aria-label": "Pages" }, "Rookery", ["runs", "fleet", "service"].map((one) => h("a", { href: `#/${one}`, "aria-current": one === here ? "page" : null }, one)));
 
 // At most one call per frame.
 export function perFrame(work) {

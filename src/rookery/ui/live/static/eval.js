@@ -1,21 +1,22 @@
 // An evaluation: every task with its answers, right and wrong.
 
-import { emptyNote, errorNote, h, note, place } from "./dom.js";
+import { choice, emptyNote, errorNote, h, lead, note, place, section } from "./dom.js";
+import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
-import { count, interval, isNumber, number } from "./words.js";
+import { count, isNumber, number } from "./words.js";
 
 export class EvalView {
   constructor({ source, path, view, report }) {
     Object.assign(this, { source, path });
     const { query } = place();
     this.only = query.get("only") ?? "";
-    this.models = h("section");
-    this.filter = h("select", { "aria-label": "Which tasks", onchange: (e) => this.set(e.target.value) }, [["", "all tasks"], ["wrong", "some answer wrong"], ["right", "all answers right"], ["differ", "models differ"], ["failed", "failed"]].map(([v, t]) => h("option", { value: v, selected: v === this.only }, t)));
+    this.models = h("div");
+    this.filter = choice("Which tasks", [["", "all tasks"], ["wrong", "some answer wrong"], ["right", "all answers right"], ["differ", "models differ"], ["failed", "failed"]], this.only, (only) => this.set(only));
     this.state = h("span", { class: "note" });
     this.box = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a task to read its answers."));
-    this.element = h("div", null, this.models, h("section", null, h("h2", null, "Tasks"), h("div", { class: "bar" }, this.filter, this.state), h("div", { class: "split" }, this.box, this.detail)));
+    this.element = h("div", null, this.models, section("Answers", h("div", { class: "bar" }, this.filter, this.state), h("div", { class: "split" }, this.box, this.detail)));
     this.update(view, report);
   }
 
@@ -27,7 +28,7 @@ export class EvalView {
     }
     this.tasks = [...tasks];
     this.names = [...new Set(listed(view, "answers").map((a) => a.model))];
-    this.asked = new Map((report.tasks ?? []).map((t) => [t.task, t]));
+    this.asked = new Map(report.tasks.map((t) => [t.task, t]));
     this.drawModels(view, report);
     if (this.columns !== this.names.join()) this.makeTable();
     this.arrange();
@@ -38,10 +39,11 @@ export class EvalView {
       const rewards = listed(view, "answers").filter((a) => a.model === name && isNumber(a.reward)).map((a) => a.reward);
       return { name, mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_scored: rewards.length };
     });
-    const rows = report.models ?? live;
-    const line = (m) => h("tr", null, h("th", { scope: "row" }, m.name), h("td", { class: "figure" }, h("b", null, number(m.mean)), " ", h("span", { class: "interval" }, interval(m.low, m.high))), h("td", { class: "figure" }, count(m.num_scored)), h("td", { class: `figure ${m.num_failed ? "failed" : ""}` }, count(m.num_failed ?? 0)));
-    const lead = report.models ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
-    this.models.replaceChildren(h("h2", null, "Models"), h("p", { class: "lead" }, lead), rows.length ? h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, ["Model", "Mean reward", "Answers", "Failed"].map((t, k) => h("th", { scope: "col", class: k ? "figure" : null }, t)))), h("tbody", null, rows.map(line)))) : emptyNote("No answer is recorded yet."));
+    const rows = report.models.length ? report.models : live;
+    const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
+    const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
+    const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: rows.length > 1 && row === best }));
+    this.models.replaceChildren(section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
   makeTable() {

@@ -2,7 +2,7 @@
 
 import { emptyNote, errorNote, h, later, note, place } from "./dom.js";
 import { LongTable } from "./table.js";
-import { count } from "./words.js";
+import { count, timeOfDay } from "./words.js";
 
 const PAGE = 200;
 const COLUMNS_OF_EVENTS = [
@@ -102,7 +102,7 @@ export class EventsView {
     return {
       class: seq === this.state.seq ? "chosen" : "",
       onclick: () => this.open(seq),
-      cells: [h("button", { class: "plain", onclick: () => this.open(seq) }, count(seq)), new Date(time * 1000).toLocaleTimeString(), kind, key, payload],
+      cells: [h("button", { class: "plain", onclick: () => this.open(seq) }, count(seq)), timeOfDay(time), kind, key, payload],
     };
   }
 

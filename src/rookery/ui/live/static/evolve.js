@@ -1,10 +1,13 @@
 // An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
 
-import { axis, Chart, flat, frame, tick, tip, upright } from "./charts.js";
-import { emptyNote, errorNote, h, note, place } from "./dom.js";
+import { axis, barChart, Chart, flat, frame, tip, upright } from "./charts.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { costsLine } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
-import { compact, count, isNumber, number } from "./words.js";
+import { clip, compact, count, isNumber, six } from "./words.js";
+
+const LISTED_CELLS = 400;
 
 const PROGRAM_COLUMNS = [
   { name: "id", label: "Program", class: "run" },
@@ -27,23 +30,23 @@ export class EvolveView {
     this.picked = query.get("program") ?? "";
     this.by = query.get("by") ?? "evaluations";
     this.only = query.get("only") ?? "";
-    const select = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));
-    this.bySelect = select("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
-    this.onlySelect = select("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
+    this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
+    this.onlySelect = choice("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
     const pickPoint = (drawn, rows) => drawn.on("click", ({ seriesName, dataIndex }) => seriesName === "programs" && this.pick(rows()[dataIndex].id));
     this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.scored) });
     this.tree = new Chart({ label: "Programs by generation, joined to their parents", height: 320, option: (c) => this.treeOption(c), ready: (drawn) => pickPoint(drawn, () => this.nodes) });
-    this.grids = h("section");
-    this.failures = h("section");
+    this.staleness = barChart({ label: "Iterations by how many were decided meanwhile", x: "Iterations decided between plan and decision", y: "Iterations", bars: () => this.stalenessBars() });
+    [this.results, this.islands, this.failures, this.grids, this.winningLine, this.models, this.costs] = Array.from({ length: 7 }, () => h("div"));
     this.state = h("span", { class: "note" });
     this.table = new LongTable({ columns: PROGRAM_COLUMNS, kind: "programs", label: "Programs", row: (i) => this.cells(i) });
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a program to read its code and how it came about."));
     this.lead = h("p", { class: "lead" });
     this.element = h("div", null,
-      h("section", null, h("h2", null, "Score"), this.lead, h("div", { class: "bar" }, this.bySelect), this.score.box),
-      h("section", null, h("h2", null, "Programs"), h("div", { class: "bar" }, this.onlySelect, this.state), h("div", { class: "split" }, this.table.element, this.detail)),
-      h("section", null, h("h2", null, "Tree"), h("p", { class: "lead" }, "A column for each generation, higher is better. The line of the chosen program, or of the best, is in colour."), this.tree.box),
-      this.failures, this.grids);
+      section("The best score", this.lead, h("div", { class: "bar" }, this.bySelect), this.score.box),
+      this.results,
+      section("Programs", h("div", { class: "bar" }, this.onlySelect, this.state), h("div", { class: "split" }, this.table.element, this.detail)),
+      section("The tree", lead("A column for each generation, higher is better. The line of the chosen program, or of the best, is in colour."), this.tree.box),
+      this.winningLine, this.grids, this.islands, this.failures, this.models, this.costs);
     this.gridCharts = [];
     this.update(view, report);
     if (this.picked) this.pick(this.picked);
@@ -55,13 +58,66 @@ export class EvolveView {
     this.scored = this.all.filter((p) => isNumber(p.score) && p.decided).sort((a, b) => a.decided - b.decided);
     const kept = this.scored.filter((p) => p.state === "committed");
     this.best = kept.reduce((a, b) => (a && a.score >= b.score ? a : b), null);
-    this.lead.textContent = this.best ? `The best is ${this.best.id} with ${number(this.best.score, 4)}, among ${count(this.all.length, "program")}, for ${compact(this.all.reduce((sum, p) => sum + (p.tokens ?? 0), 0))} tokens.` : "No program is evaluated yet.";
+    const demoted = report.num_demoted ? ` ${count(report.num_demoted, "program")} looked like the best and did not hold when scored again.` : "";
+    this.lead.textContent = this.best ? `The best is ${this.best.id} with ${six(this.best.score)}, among ${count(this.all.length, "program")}, for ${compact(this.all.reduce((sum, p) => sum + (p.tokens ?? 0), 0))} tokens.${demoted}` : "No program has a score yet.";
     this.nodes = kept.filter((p) => isNumber(p.generation));
-    this.drawFailures();
-    this.drawGrid(report);
+    this.drawFailures(report);
+    this.drawIslands();
+    this.drawModels(report);
+    if (this.report !== report) this.drawReport(report);
     this.arrange();
     this.score.redraw();
     this.tree.redraw();
+  }
+
+  // What the report has: simpler searches, the winning line, the grid, the front, costs.
+  drawReport(report) {
+    this.report = report;
+    const name = (row) => [h("span", { class: "name" }, row.name), row.note && [" ", h("span", { class: "note" }, row.note)]];
+    const own = { class: "winner", cells: [h("span", { class: "name" }, "evolve"), h("b", null, six(report.best?.score)), count(report.num_iterations), count(report.num_failed)] };
+    const others = report.baselines.map((row) => [name(row), h("b", null, six(row.best)), count(row.num_iterations), count(row.num_failed)]);
+    this.results.replaceChildren(others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [own, ...others])) : "");
+    this.drawWinningLine(report);
+    this.drawGrid(report);
+    const front = report.front.map((row) => [h("button", { class: "plain name", onclick: () => this.pick(row.id) }, row.id), count(row.iteration), ...report.objectives.map((one) => six(row.metrics[one]))]);
+    this.costs.replaceChildren(
+      front.length ? section(`The front of ${report.objectives.join(", ")}`, lead("Programs that no other beats in every objective."), table(["Program", ["Iteration"], ...report.objectives.map((one) => [one])], front)) : "",
+      section("Staleness and cost", Object.keys(report.staleness).length ? [lead("How many iterations were decided while one was on its way: what it could not see."), this.staleness.box] : emptyNote("No iteration is decided yet."), costsLine(report.summary.costs)));
+    this.staleness.redraw();
+  }
+
+  drawWinningLine({ winning_line: line }) {
+    const step = (row) => folded([`Iteration ${count(row.iteration)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""], () => this.stepNode(row));
+    this.winningLine.replaceChildren(section("The winning line", line.length ? [lead("From the first program to the best, each the parent of the next, with what was changed."), line.map(step)] : emptyNote("There is no best program yet.")));
+  }
+
+  stalenessBars() {
+    const rows = Object.entries(this.report.staleness).sort(([a], [b]) => Number(a) - Number(b));
+    return { names: rows.map(([name]) => name), series: [{ name: "iterations", values: rows.map(([, num]) => num) }] };
+  }
+
+  drawIslands() {
+    const islands = new Map();
+    for (const p of this.all.filter((one) => one.number > 0)) islands.set(p.island ?? 0, [...(islands.get(p.island ?? 0) ?? []), p]);
+    const best = (ps) => ps.filter((p) => p.state === "committed" && isNumber(p.score)).reduce((a, b) => (a && a.score >= b.score ? a : b), null);
+    const line = ([island, ps]) => [`Island ${island}`, count(ps.length), count(ps.filter((p) => p.state === "committed").length), count(ps.filter((p) => p.state === "failed").length), best(ps) ? h("button", { class: "plain", onclick: () => this.pick(best(ps).id) }, `${six(best(ps).score)} (${best(ps).id})`) : "–"];
+    this.islands.replaceChildren(islands.size ? section("Islands", table(["Island", ["Programs"], ["Kept"], ["Failed"], ["Best"]], [...islands].sort((a, b) => a[0] - b[0]).map(line))) : "");
+  }
+
+  // Cost by model: what each was asked and gave, from the programs and, at the end, the report.
+  drawModels(report) {
+    const models = new Map();
+    for (const p of this.all.filter((one) => one.model)) models.set(p.model, [...(models.get(p.model) ?? []), p]);
+    const arms = new Map(report.models.map((arm) => [arm.name, arm]));
+    const names = [...new Set([...arms.keys(), ...models.keys()])];
+    const line = (name) => {
+      const [ps, arm] = [models.get(name) ?? [], arms.get(name) ?? {}];
+      return [h("span", { class: "name" }, name), six(arm.weight), count(arm.num_plays ?? ps.length), count(ps.filter((p) => p.state === "committed").length), six(arm.gain), count(ps.reduce((sum, p) => sum + (p.tokens ?? 0), 0) || arm.cost)];
+    };
+    const operators = report.operators.map((row) => [h("span", { class: "name" }, row.name), count(row.num_given), count(row.num_accepted), count(row.num_improved), six(row.tokens)]);
+    this.models.replaceChildren(
+      names.length ? section("Cost by model", table(["Model", ["Weight"], ["Asked"], ["Kept"], ["Gain"], ["Tokens"]], names.map(line))) : "",
+      operators.length ? section("Operators", lead("How children were made. Each operator's share follows its recent improvement of the best score per token."), table(["Operator", ["Given"], ["Accepted"], ["Improved"], ["Tokens"]], operators)) : "");
   }
 
   arrange() {
@@ -74,7 +130,7 @@ export class EvolveView {
     const p = this.chosen[index];
     if (!p) return null;
     const why = p.failure ? `${p.failure[0]}: ${p.failure[1]}` : p.state === "committed" ? "kept" : p.state;
-    return { class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), number(p.score, 4), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
+    return { class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), six(p.score), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
   }
 
   line(id) {
@@ -132,26 +188,27 @@ export class EvolveView {
     };
   }
 
-  drawFailures() {
+  drawFailures(report) {
     const kinds = new Map();
     for (const p of this.all.filter((one) => one.failure)) kinds.set(p.failure[0], [...(kinds.get(p.failure[0]) ?? []), p]);
-    const row = ([kind, ps]) => h("tr", null, h("th", { scope: "row" }, kind), h("td", { class: "figure" }, count(ps.length)), h("td", null, h("button", { class: "plain", onclick: () => this.pick(ps[0].id) }, ps[0].id)), h("td", null, ps[0].failure[1].slice(0, 300)));
-    const table = h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, ["Reason", "Programs", "First", "What was said"].map((t, k) => h("th", { scope: "col", class: k === 1 ? "figure" : null }, t)))), h("tbody", null, [...kinds].sort((a, b) => b[1].length - a[1].length).map(row))));
-    this.failures.replaceChildren(h("h2", null, "Failures"), kinds.size ? table : emptyNote("No program failed."));
+    const row = ([kind, ps]) => [h("span", { class: "name" }, kind), count(ps.length), h("button", { class: "plain", onclick: () => this.pick(ps[0].id) }, ps[0].id), clip(ps[0].failure[1], 400)];
+    const rows = [...kinds].sort((a, b) => b[1].length - a[1].length).map(row);
+    const share = isNumber(report.failed_share) ? `: ${Math.round(100 * report.failed_share)} % of all` : "";
+    this.failures.replaceChildren(section("Failures", rows.length ? [lead(`Iterations that gave no program${share}. They are recorded and have no score.`), table(["Kind", ["Programs"], "First", "What was said first"], rows)] : emptyNote("No iteration failed.")));
   }
 
   drawGrid(report) {
-    const cells = report.cells ?? [];
-    if (this.gridOf === report || !cells.length) {
-      if (!cells.length && !this.gridCharts.length) this.grids.replaceChildren(h("h2", null, "Grid"), emptyNote("The grid of kept programs comes with the report."));
-      return;
-    }
-    this.gridOf = report;
+    const { cells } = report;
     this.gridCharts.forEach((chart) => chart.close());
     const islands = [...new Set(cells.map((c) => c.island))].sort((a, b) => a - b);
     const scores = cells.map((c) => c.score).filter(isNumber);
-    this.gridCharts = islands.map((island) => this.gridChart(cells.filter((c) => c.island === island), island, report, [Math.min(...scores), Math.max(...scores)]));
-    this.grids.replaceChildren(h("h2", null, "Grid"), h("p", { class: "lead" }, `The best program of each cell, by ${(report.feature_dimensions ?? []).join(" and ")}. Click a cell to read it.`), h("div", { class: "panels" }, this.gridCharts.map((chart, k) => h("figure", null, h("figcaption", null, `Island ${islands[k]}`), chart.box))));
+    this.gridCharts = islands.map((island) => this.gridChart(cells.filter((c) => c.island === island && isNumber(c.score)), island, report, [Math.min(...scores), Math.max(...scores)]));
+    const row = (c) => [`Island ${c.island}`, c.cell, h("button", { class: "plain", onclick: () => this.pick(c.program) }, c.program), six(c.score)];
+    this.grids.replaceChildren(section("The grid", cells.length
+      ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}, ${count(report.num_programs, "program")} kept. Click a cell to read its program.`),
+          h("div", { class: "panels" }, this.gridCharts.map((chart, k) => figure(`Island ${islands[k]}`, chart))),
+          folded("Numbers", () => [table(["Island", "Cell", "Program", ["Score"]], cells.slice(0, LISTED_CELLS).map(row)), cells.length > LISTED_CELLS && emptyNote(`The first ${LISTED_CELLS} of ${count(cells.length)} cells; report.json has them all.`)])]
+      : emptyNote(report.is_written ? "The grid is empty." : "The grid of kept programs comes with the report.")));
   }
 
   gridChart(cells, island, report, [low, high]) {
@@ -166,10 +223,10 @@ export class EvolveView {
       option: (colours) => ({
         ...frame(colours),
         grid: { left: 44, right: 12, top: 24, bottom: 44 },
-        tooltip: { ...frame(colours).tooltip, formatter: ({ dataIndex }) => tip(cells[dataIndex].program, [["score", number(cells[dataIndex].score, 4)], [xName, String(spots[dataIndex][0])], [yName, String(spots[dataIndex][1])]]) },
+        tooltip: { ...frame(colours).tooltip, formatter: ({ dataIndex }) => tip(cells[dataIndex].program, [["score", six(cells[dataIndex].score)], [xName, String(spots[dataIndex][0])], [yName, String(spots[dataIndex][1])]]) },
         xAxis: axis(colours, { type: "category", name: xName, nameGap: 26, data: names(xBins) }),
         yAxis: upright(colours, yName, { type: "category", data: names(yBins), splitLine: { show: false }, axisLabel: { color: colours.muted, fontSize: 12 } }),
-        visualMap: { show: false, min: low, max: high === low ? low + 1 : high, inRange: { color: [colours.line, colours.accent] }, dimension: 2, formatter: tick },
+        visualMap: { show: false, min: low, max: high === low ? low + 1 : high, inRange: { color: [colours.line, colours.accent] }, dimension: 2 },
         series: [{ type: "heatmap", data: cells.map((c, k) => [...spots[k], c.score]), itemStyle: { borderColor: colours.ground, borderWidth: 1 } }],
       }),
     });
@@ -194,13 +251,13 @@ export class EvolveView {
   }
 
   drawProgram(p, { code, diff, changes }) {
-    const metrics = Object.entries(p.metrics ?? {}).map(([k, v]) => h("div", null, h("dt", null, k), h("dd", null, isNumber(v) ? number(v, 4) : String(v).slice(0, 120))));
+    const metrics = Object.entries(p.metrics ?? {}).map(([k, v]) => [k, isNumber(v) ? six(v) : clip(v, 120)]);
     const steps = this.line(p.id).slice(1);
-    const step = (one) => h("details", { ontoggle: (e) => e.target.open && this.fillStep(e.target, one) }, h("summary", null, `${one.id}: ${number(one.score, 4)}`));
+    const step = (one) => folded(`${one.id}: ${six(one.score)}`, () => this.stepNode(one));
     this.detail.replaceChildren(
       h("h3", null, p.id, p.parent && h("span", { class: "note" }, ` from ${p.parent}`)),
       p.failure ? h("p", { class: "trouble" }, `${p.failure[0]}: ${p.failure[1]}`) : "",
-      h("dl", { class: "facts" }, metrics),
+      facts(metrics),
       changes ? h("p", { class: "note" }, changes) : "",
       p.parent && code && diff.length ? h("details", { open: true }, h("summary", null, "What changed"), diffNode(diff)) : "",
       code ? h("details", { open: !p.parent }, h("summary", null, "Code"), h("pre", { class: "code" }, code)) : emptyNote("No program was made."),
@@ -208,20 +265,25 @@ export class EvolveView {
       ...steps.map(step));
   }
 
-  async fillStep(details, one) {
-    if (details.childElementCount > 1) return;
-    const found = await this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`);
-    details.append(one.parent && found.diff.length ? diffNode(found.diff) : h("pre", { class: "code" }, found.code));
+  // A program of a line: its metrics, and what it changed.
+  stepNode(one) {
+    const shown = h("div");
+    const draw = ({ diff, code }) => {
+      const metrics = Object.entries(one.metrics ?? {}).map(([k, v]) => [k, isNumber(v) ? six(v) : clip(v, 120)]);
+      shown.replaceChildren(facts(metrics), one.parent && diff.length ? diffNode(diff) : h("pre", { class: "code" }, code || "Its code is not known."));
+    };
+    this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`).then(draw, (error) => shown.replaceChildren(errorNote(error)));
+    return shown;
   }
 
   close() {
-    [this.score, this.tree, ...this.gridCharts].forEach((chart) => chart.close());
+    [this.score, this.tree, this.staleness, ...this.gridCharts].forEach((chart) => chart.close());
     this.table.close();
   }
 }
 
 function programTip(p) {
-  const pairs = [["score", number(p.score, 4)], ["generation", String(p.generation ?? "")], ["island", String(p.island ?? "")], ["parent", p.parent || "–"], ["tokens", count(p.tokens ?? 0)]];
+  const pairs = [["score", six(p.score)], ["generation", String(p.generation ?? "")], ["island", String(p.island ?? "")], ["parent", p.parent || "–"], ["tokens", count(p.tokens ?? 0)]];
   if (p.failure) pairs.push(["failed", p.failure[0]]);
   return tip(p.id, pairs);
 }

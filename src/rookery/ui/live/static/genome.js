@@ -1,11 +1,14 @@
-// A genome run: fitness by generation, every candidate, the winning line, wins and losses, the dropped.
+// A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
-import { Chart, flat, frame, tip, upright } from "./charts.js";
-import { emptyNote, errorNote, h, note, place } from "./dom.js";
-import { candidateTip, Lineage } from "./lineage.js";
+import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
+import { emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { ancestry, candidateTip, Lineage } from "./lineage.js";
+import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
-import { count, isNumber, number } from "./words.js";
+import { count, isNumber, number, score, seconds } from "./words.js";
+
+const LISTED_GENERATIONS = 200;
 
 const DROPPED_COLUMNS = [
   { name: "id", label: "Candidate", class: "run" },
@@ -24,21 +27,25 @@ export class GenomeView {
     this.lineage = new Lineage({ onpick: (id) => this.pick(id) });
     this.whole = h("input", { type: "checkbox", onchange: () => this.drawLineage() });
     this.lineageLead = h("p", { class: "lead" });
-    this.finalsBox = h("section", null, h("h2", null, "Finalists"), h("p", { class: "lead" }, "Their score on the search tasks, which chose them, against the select tasks, which they had not seen."), this.finals.box);
+    this.finalsBox = section("Finalists", lead("Their score on the search tasks, which chose them, against the select tasks, which they had not seen."), this.finals.box);
     this.dropped = new LongTable({ columns: DROPPED_COLUMNS, kind: "dropped", label: "Dropped and failed candidates", row: (i) => this.droppedRow(i) });
-    this.droppedBox = h("section");
+    this.tokens = barChart({ label: "Tokens used by each generation", x: "Generation", y: "Tokens", bars: () => ({ names: this.generations.map((g) => String(g.generation)), series: [{ name: "tokens", values: this.generations.map((g) => g.num_tokens) }], mark: -1 }) });
+    [this.results, this.droppedBox, this.generationBox, this.ancestryBox, this.tasksets, this.front, this.costs] = Array.from({ length: 7 }, () => h("div"));
     this.duelBox = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" });
+    this.bars = [];
     this.element = h("div", null,
-      h("section", null, h("h2", null, "Fitness by generation"), h("p", { class: "lead" }, "Scores on the search tasks: best so far, mean, the band from worst to best, and every candidate as a point. Click one to follow it."), this.fitness.box, this.detail),
+      this.results,
+      section("Fitness per generation", lead("Scores on the search tasks: the best candidate so far, the mean of each generation, the band from its worst to its best, and every candidate as a point. Click one to follow it."), this.fitness.box, this.detail, this.generationBox),
       this.finalsBox,
-      h("section", null, h("h2", null, "Lineage"), this.lineageLead, h("label", { class: "switch" }, this.whole, " show every candidate"), this.lineage.chart.box),
-      h("section", null, h("h2", null, "Against the best founder, task by task"), this.duelBox),
-      this.droppedBox);
+      section("Where the winner comes from", this.lineageLead, h("label", { class: "switch" }, this.whole, " show every candidate"), this.lineage.chart.box, this.ancestryBox),
+      section("Against the best founder, task by task", this.duelBox),
+      this.tasksets, this.front, this.droppedBox,
+      section("Tokens per generation", lead("What each generation’s evaluations cost, in tokens."), this.tokens.box, this.costs));
     this.update(view, report);
   }
 
-  update(view) {
+  update(view, report) {
     this.candidates = view.lists.candidates ?? new Map();
     this.generations = listed(view, "generations");
     this.facts = view.facts;
@@ -46,26 +53,82 @@ export class GenomeView {
     this.best = this.facts.winner || this.points.reduce((a, b) => (a && a.score >= b.score ? a : b), null)?.id || "";
     this.finalists = this.points.filter((c) => isNumber(this.facts.select[c.version]));
     this.finalsBox.hidden = !this.finalists.length;
-    this.out = [...this.candidates.values()].filter((c) => c.error || c.num_tasks < this.facts.num_tasks);
-    this.droppedBox.hidden = !this.candidates.size;
-    const lead = this.out.length ? `${count(this.out.filter((c) => !c.error).length)} were dropped by the race before they had answered all ${count(this.facts.num_tasks)} search tasks, ${count(this.out.filter((c) => c.error).length)} failed.` : "None: every candidate answered all search tasks.";
-    this.droppedBox.replaceChildren(h("h2", null, "Dropped and failed"), h("p", { class: "lead" }, lead), this.out.length ? this.dropped.element : "");
-    this.dropped.resize(this.out.length);
-    this.fitness.redraw();
-    this.finals.redraw();
+    if (this.report !== report) this.drawReport(report);
+    this.drawGenerations();
+    this.drawDropped();
+    [this.fitness, this.finals, this.tokens].forEach((chart) => chart.redraw());
     this.drawLineage();
     if (this.picked) this.showPicked();
     const duelists = `${this.picked}/${this.facts.winner}/${this.candidates.size > 1}`;
-    if (this.duelists !== duelists) this.loadDuel(); // the answers are many: not with every one
+    if (this.duelists !== duelists) setTimeout(() => this.loadDuel(), 0); // the answers are many: not with every one, and after the first drawing
     this.duelists = duelists;
+  }
+
+  // What the report has: baselines, tasksets, the front, costs.
+  drawReport(report) {
+    this.report = report;
+    const { rows, sources, tasksets, front } = report;
+    const reference = rows.find((row) => row.name === "best founder");
+    const costs = rows.map((row) => ({ class: row.is_winner ? "winner" : null, cells: [h("span", { class: "name" }, row.name), count(row.num_candidates), count(row.num_tokens), seconds(row.seconds)] }));
+    this.results.replaceChildren(section("The winner beside its baselines", rows.length
+      ? [lead(["Accuracy on the report tasks, with 95 % intervals.", h("span", { class: "plot-only" }, " The dashed line is the best founder.")]),
+          comparison({ rows, name: "Method", what: "Accuracy", gain: "Gain over best founder", reference }),
+          rows.some((row) => row.num_candidates) && folded("Cost of each method", () => table(["Method", ["Candidates tried"], ["Tokens"], ["Time"]], costs))]
+      : emptyNote("Nothing is measured on the report tasks yet.")), sampledSection(report));
+    this.bars.forEach((chart) => chart.close());
+    this.bars = sources.map((source) => this.sourceChart(source, rows));
+    const isWeighted = new Set(tasksets.map((t) => t.weight)).size > 1;
+    const told = (source) => tasksets.filter((t) => t.name === source).map((t) => h("span", { class: "note" }, tasksWords(t) + (isWeighted && isNumber(t.weight) ? `, weight ${t.weight}` : "")));
+    const numbers = rows.map((row) => ({ class: row.is_winner ? "winner" : null, cells: [h("span", { class: "name" }, row.name), ...sources.map((source) => score(row.by_source[source]))] }));
+    this.tasksets.replaceChildren(section("Accuracy by taskset", sources.length
+      ? [lead("Every method on the report tasks of each taskset."),
+          h("div", { class: "panels" }, sources.map((source, k) => figure([source, " ", told(source)], this.bars[k]))),
+          folded("Numbers", () => table(["Method", ...sources.map((source) => [source])], numbers))]
+      : emptyNote("Nothing is measured on the report tasks yet.")));
+    const scored = Object.keys(front[0]?.by_source ?? {});
+    const line = (c) => [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), score(c.score), ...scored.map((source) => score(c.by_source[source]))];
+    this.front.replaceChildren(...(front.length > 1 ? [section("The Pareto front", lead("Candidates that no other one beats on every taskset, on the search tasks. Those of the last population are in the run’s folder; the others can be rebuilt."), table(["Candidate", ["Score"], ...scored.map((source) => [source])], front.map(line)))] : []));
+    this.costs.replaceChildren(costsLine(report.summary.costs));
+  }
+
+  sourceChart(source, rows) {
+    const values = rows.map((row) => row.by_source[source] ?? null);
+    const isFraction = values.every((v) => v === null || (v >= 0 && v <= 1));
+    return barChart({ label: `Accuracy of every method on ${source}`, height: rows.length * 27 + 60, x: "Accuracy", isLying: true, bars: () => ({ names: rows.map((row) => row.name), series: [{ name: source, values }], mark: rows.findIndex((row) => row.is_winner), most: isFraction ? 1 : undefined }) });
+  }
+
+  drawGenerations() {
+    const shown = this.generations.slice(-LISTED_GENERATIONS);
+    const line = (g) => [String(g.generation), score(g.best), score(g.mean), score(g.worst), ...[g.num_candidates, g.num_dropped, g.num_failed, g.num_tokens].map((n) => count(n)), seconds(g.seconds)];
+    const isOpen = this.generationBox.querySelector("details")?.open;
+    const box = shown.length ? folded("Numbers", () => [table([["Generation"], ["Best"], ["Mean"], ["Worst"], ["Candidates"], ["Dropped"], ["Failed"], ["Tokens"], ["Time"]], shown.map(line)), shown.length < this.generations.length && emptyNote(`The last ${shown.length} of ${count(this.generations.length)} generations.`)]) : emptyNote("No generation is finished yet.");
+    if (isOpen) box.open = true;
+    this.generationBox.replaceChildren(box);
+  }
+
+  drawDropped() {
+    this.out = [...this.candidates.values()].filter((c) => c.error || c.num_tasks < this.facts.num_tasks);
+    this.droppedBox.hidden = !this.candidates.size;
+    const failed = this.out.filter((c) => c.error).length;
+    const said = this.out.length ? `${count(this.out.length - failed)} were dropped by the race before they had answered all ${count(this.facts.num_tasks)} search tasks, ${count(failed)} failed.` : "None: every candidate answered all search tasks.";
+    if (this.droppedSaid !== said) this.droppedBox.replaceChildren(section("Dropped and failed", lead(said), this.out.length ? this.dropped.element : ""));
+    this.droppedSaid = said;
+    this.dropped.resize(this.out.length);
   }
 
   drawLineage() {
     const head = this.candidates.has(this.picked) ? this.picked : this.best;
     if (!head) return;
-    const what = head === this.facts.winner ? `the winner ${head}` : head === this.picked ? head : `${head}, the best so far`;
-    this.lineageLead.textContent = `What ${what} descends from. Click a candidate to follow another one.`;
-    this.lineage.set(this.candidates, head, this.whole.checked);
+    const what = head === this.facts.winner ? `the winner, ${head},` : head === this.picked ? head : `${head}, the best so far,`;
+    this.lineageLead.textContent = `What ${what} descends from: a column for each generation, the best candidate on top; lines lead from parents to children, thicker for a larger share. Click a candidate to follow another one.`;
+    const { weights } = this.report;
+    this.lineage.set(this.candidates, head, this.whole.checked, weights);
+    const line = [...ancestry(this.candidates, head)].map((id) => this.candidates.get(id)).filter(Boolean).sort((a, b) => (a.generation ?? Infinity) - (b.generation ?? Infinity));
+    const parents = (c) => (c.parents ?? []).map((p, k) => [k ? ", " : "", p, isNumber(weights[c.id]?.[k]) && h("span", { class: "interval" }, ` × ${number(weights[c.id][k], 2)}`)]);
+    const row = (c) => ({ class: c.id === head ? "winner" : null, cells: [h("span", { class: "name" }, c.id), String(c.generation ?? "now"), c.operator, parents(c), score(c.score)] });
+    const isOpen = this.ancestryBox.querySelector("details")?.open;
+    this.ancestryBox.replaceChildren(folded("The ancestry as a list", () => table(["Candidate", ["Generation"], "Made by", "From", ["Score"]], line.map(row))));
+    if (isOpen) this.ancestryBox.firstChild.open = true;
   }
 
   pick(id) {
@@ -81,7 +144,7 @@ export class GenomeView {
     if (!c) return;
     const clear = h("button", { class: "plain", onclick: () => { this.picked = ""; note({ candidate: "" }); this.detail.replaceChildren(); this.drawLineage(); this.loadDuel(); } }, "clear");
     const pairs = [["made by", c.operator], ["from", (c.parents ?? []).join(", ")], ["search score", number(c.score)], ["select score", number(this.facts.select[c.version])], ["tasks answered", count(c.num_tasks)], ["failed", c.error]];
-    this.detail.replaceChildren(h("h3", null, c.id, " ", clear), h("dl", { class: "facts" }, pairs.filter(([, v]) => v && v !== "–").map(([t, d]) => h("div", null, h("dt", null, t), h("dd", null, d)))));
+    this.detail.replaceChildren(h("h3", null, c.id, " ", clear), facts(pairs.filter(([, v]) => v && v !== "–")));
   }
 
   droppedRow(index) {
@@ -101,10 +164,10 @@ export class GenomeView {
     const isLarge = this.points.length > 2000;
     return {
       ...base,
-      grid: { left: 48, right: 60, top: 16, bottom: 44 },
+      grid: { left: 48, right: 60, top: 34, bottom: 44 },
       tooltip: { ...base.tooltip, formatter: (item) => this.fitnessTip(item) },
       xAxis: flat(colours, "Generation", { minInterval: 1, min: (v) => Math.min(0, v.min) - 0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
-      yAxis: upright(colours, "", { scale: true }),
+      yAxis: upright(colours, "Score on the search tasks", { scale: true }),
       dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
         { type: "line", name: "worst", data: done.filter((g) => isNumber(g.worst)).map((g) => [g.generation, Math.min(g.worst, ...(g.scores ?? []).filter(isNumber))]), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", silent: true, stackStrategy: "all" },
@@ -117,7 +180,7 @@ export class GenomeView {
   }
 
   fitnessTip(item) {
-    if (item.seriesName === "candidates") return candidateTip(this.points[item.dataIndex]);
+    if (item.seriesName === "candidates") return candidateTip(this.points[item.dataIndex], this.report.weights);
     const g = this.generations.find((one) => one.generation === item.value[0]);
     if (!g) return "";
     const pairs = [["best", number(g.best)], ["mean", number(g.mean)], ["worst", number(g.worst)], ["candidates", count(g.num_candidates)], ["tokens", count(g.num_tokens)], ["time", `${number(g.seconds, 1)} s`]];
@@ -169,19 +232,22 @@ export class GenomeView {
       const parts = ["won", "same", "lost"].map((key) => { const part = h("span", { class: `duel-${key}` }); part.style.width = `${(100 * row[key]) / all}%`; return part; });
       return h("span", { class: "duel-bar", role: "img", "aria-label": `won ${row.won}, same ${row.same}, lost ${row.lost}` }, parts);
     };
-    const rows = [...sources].map(([name, row]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, bar(row)), h("td", { class: "figure" }, row.won), h("td", { class: "figure" }, row.same), h("td", { class: "figure" }, row.lost)));
+    const rows = [...sources].map(([name, row]) => [name, bar(row), row.won, row.same, row.lost]);
     const differing = tasks.filter(([, before, , after]) => before !== after).sort((a, b) => a[3] - a[1] - (b[3] - b[1]));
-    const list = new DuelList(this.source, this.path, differing, founder, candidate);
     this.duelBox.replaceChildren(
       h("p", { class: "lead" }, `${candidate} against ${founder}, on ${count(tasks.length, "task")} that both answered: ${count(total("won"))} won, ${count(total("lost"))} lost, ${count(total("same"))} the same.`),
-      h("div", { class: "scroll" }, h("table", { class: "duel" }, h("thead", null, h("tr", null, ["Tasks", "", "Won", "Same", "Lost"].map((t, k) => h("th", { scope: "col", class: k > 1 ? "figure" : null }, t)))), h("tbody", null, rows))),
-      h("details", null, h("summary", null, `The ${count(differing.length, "task")} that differ`), list.element));
+      table(["Tasks", "", ["Won"], ["Same"], ["Lost"]], rows, "duel"),
+      differing.length ? folded(`The ${count(differing.length, "task")} that differ`, () => new DuelList(this.source, this.path, differing, founder, candidate).element) : "");
   }
 
   close() {
-    [this.fitness, this.finals, this.lineage.chart].forEach((chart) => chart.close());
+    [this.fitness, this.finals, this.tokens, this.lineage.chart, ...this.bars].forEach((chart) => chart.close());
     this.dropped.close();
   }
+}
+
+function tasksWords({ num_report: rows, num_questions: questions }) {
+  return questions === 0 || questions === rows ? count(rows, "task") : `${count(questions, "question")} (${count(rows, "row")})`;
 }
 
 // Tasks that two candidates answered differently; a click reads both answers.

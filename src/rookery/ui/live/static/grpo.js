@@ -1,52 +1,70 @@
 // A training: rewards, how far the policy moves, where the time goes, and what it answered.
 
 import { lineChart } from "./charts.js";
-import { emptyNote, errorNote, h, note, place } from "./dom.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { comparison, costsLine, sampledSection, stringTable } from "./report.js";
 import { listed, Metrics } from "./source.js";
-import { count, isNumber, number } from "./words.js";
+import { count, interval, isNumber, number, score, signed } from "./words.js";
 
-// Panels of metrics that belong together; what a run does not measure is left out.
+// Panels of metrics that belong together; what a run does not measure is left out, and what does not
+// change is one line. A name that ends with a stroke or a slash stands for all that begin so.
 const PANELS = [
-  ["Reward", ["reward/"]],
-  ["Loss", ["train/loss"], ["train/loss_sum"]],
-  ["KL and drift", ["train/kl", "grpo/kl", "grpo/logprob_drift"]],
-  ["Gap between engine and trainer", ["grpo/logprob_gap", "train/mismatch"]],
+  ["Loss", ["train/loss"]],
+  ["KL to the reference", ["train/kl", "grpo/kl"]],
+  ["Change since drawn, nats", ["grpo/logprob_drift"]],
+  ["Engine/trainer gap, nats", ["grpo/logprob_gap", "train/mismatch"]],
   ["Entropy", ["train/entropy"]],
   ["Clipped share", ["train/clip_"]],
-  ["Ratio to the policy that drew", ["train/ratio"]],
-  ["Tokens", ["grpo/num_drawn_tokens", "train/num_tokens", "grpo/length"]],
-  ["Groups", ["grpo/num_groups", "grpo/num_equal_groups", "grpo/num_failed"]],
-  ["Staleness", ["grpo/staleness"]],
+  ["Mean ratio", ["train/ratio"]],
+  ["Tokens of an answer", ["length"]],
+  ["Groups", ["grpo/num_groups", "grpo/num_equal_groups"]],
+  ["Failed rollouts", ["grpo/num_failed_rollouts"]],
+  ["Staleness, steps", ["grpo/staleness"]],
   ["Gradient norm", ["train/grad_norm"]],
   ["Learning rate", ["train/learning_rate"]],
+  ["Game", ["game/"]],
   ["Seconds by stage", ["time/"]],
 ];
+const SAME = 1e-6; // values that differ by less, relative to the largest, are rounding
+const MOST_GROUPS = 200;
+const EXCHANGE = /^(?:system|user): [^]*\nassistant: /; // a game of several turns
+
+const short = (metric) => metric.split("/").slice(1).join("/") || metric;
+
+function isConstant(points) {
+  const values = points.map(([, y]) => y).filter(isNumber);
+  return values.length > 0 && Math.max(...values) - Math.min(...values) <= SAME * Math.max(...values.map(Math.abs));
+}
 
 export class GrpoView {
   constructor({ source, path, view, report }) {
     Object.assign(this, { source, path });
     this.metrics = new Metrics(source, path, 500);
     this.charts = new Map();
-    this.panels = h("div", { class: "panels" });
-    this.selects = h("section");
+    [this.results, this.reward, this.panels, this.constants, this.selects, this.costs, this.answers] = Array.from({ length: 7 }, () => h("div"));
+    this.panels.className = "panels";
     this.slider = h("input", { type: "range", min: 0, max: 0, "aria-label": "Step", oninput: (e) => this.open(this.steps[Number(e.target.value)]) });
     this.stepName = h("output");
-    this.answers = h("div", { class: "answers-of-step" });
+    this.order = choice("Order", [["", "in the order of tasks"], ["best", "highest mean reward first"], ["spread", "widest rewards first"]], "", () => this.drawStep());
     this.element = h("div", null,
-      h("section", null, h("h2", null, "The training"), h("p", { class: "lead" }, "Drag to move, Ctrl and wheel to zoom, double-click for all. All metrics are under Curves."), this.panels),
-      this.selects,
-      h("section", null, h("h2", null, "Completions of a step"), h("div", { class: "bar" }, this.slider, this.stepName), this.answers));
+      this.results,
+      section("The training", lead("The mean reward of the answers that were drawn in each step with its spread, and of the checkpoints on the select tasks. Drag to move, Ctrl and wheel to zoom, double-click for all."), this.reward, this.panels, this.constants, this.selects, this.costs),
+      section("Completions of a step", h("div", { class: "bar" }, this.slider, this.stepName, this.order), this.answers));
     this.wanted = place().query.get("step");
     this.update(view, report);
   }
 
-  async update(view) {
-    this.steps = listed(view, "steps").map((row) => Number(row.id)).sort((a, b) => a - b);
+  async update(view, report) {
+    this.report = report;
+    const { chosen } = report; // of a sweep, whose adapters have runs of their own
+    this.checkpoints = chosen ? report.checkpoints.map((one) => ({ id: String(one.step), mean: one.mean, is_best: one.is_chosen })) : listed(view, "selects");
+    const steps = chosen ? Object.keys(chosen.steps) : listed(view, "steps").map((row) => row.id);
+    this.steps = steps.map(Number).sort((a, b) => a - b);
     this.slider.max = Math.max(0, this.steps.length - 1);
     this.slider.disabled = this.steps.length < 2;
-    this.drawSelects(listed(view, "selects"));
-    if (!this.steps.length) this.answers.replaceChildren(emptyNote("No step is drawn yet."));
-    else if (this.shown === undefined || !this.isChosen) this.open(this.wanted !== null && this.steps.includes(Number(this.wanted)) ? Number(this.wanted) : this.steps.at(-1), false);
+    this.drawReport(report);
+    if (!this.steps.length) this.answers.replaceChildren(emptyNote("Nothing is drawn yet."));
+    else if (this.shown === undefined || !this.isChosen) this.open(this.wanted !== null && this.steps.includes(Number(this.wanted)) ? Number(this.wanted) : this.steps.at(-1), this.wanted !== null);
     try {
       this.drawCurves(await this.metrics.update());
     } catch (error) {
@@ -54,33 +72,64 @@ export class GrpoView {
     }
   }
 
-  drawCurves(curves) {
-    const names = [...curves.keys()];
-    if (!names.length) this.panels.replaceChildren(emptyNote("No step is finished yet."));
-    for (const [title, prefixes, without = []] of PANELS) {
-      const own = names.filter((n) => prefixes.some((p) => n.startsWith(p)) && !without.includes(n));
-      const isStacked = title === "Seconds by stage";
-      const series = own.map((n) => ({ name: n.split("/").slice(1).join("/"), points: curves.get(n), isStacked }));
-      if (!own.length) continue;
-      const known = this.charts.get(title);
-      if (known) known.setSeries(series);
-      else {
-        if (!this.charts.size) this.panels.replaceChildren();
-        const chart = lineChart({ label: title, series });
-        this.charts.set(title, chart);
-        this.panels.append(h("figure", null, h("figcaption", null, title, own.length === 1 && h("span", { class: "note" }, number(curves.get(own[0]).at(-1)?.[1], 4))), chart.box));
-      }
-    }
+  drawReport(report) {
+    const { rows, summary } = report;
+    this.results.replaceChildren(section("On tasks that the training never saw", rows.length ? comparison({ rows, name: "Policy", what: "Reward", gain: "Gain over the start", reference: rows.find((row) => !row.is_winner) }) : emptyNote("Nothing is compared yet.")), sampledSection(report), this.sweepSection(report));
+    const line = (row) => ({ class: row.is_best ? "winner" : null, cells: [row.id, h("b", null, score(row.mean))] });
+    const isOpen = this.selects.querySelector("details")?.open;
+    const best = this.checkpoints.filter((row) => row.is_best).at(-1);
+    const rowsOf = this.checkpoints.map((row) => line({ ...row, is_best: row === best }));
+    this.selects.replaceChildren(rowsOf.length ? folded("Checkpoints", () => table([["Step"], ["Reward on the select tasks"]], rowsOf)) : "");
+    if (isOpen) this.selects.firstChild.open = true;
+    this.costs.replaceChildren(costsLine(summary.costs.filter((cost) => !cost.startsWith("0 "))));
   }
 
-  drawSelects(rows) {
-    if (!rows.length) return;
-    const points = rows.filter((r) => isNumber(r.mean)).map((r) => [Number(r.id), r.mean]);
-    const best = rows.filter((r) => r.is_best).at(-1);
-    const lead = h("p", { class: "lead" }, best ? `The best so far is the checkpoint of step ${best.id}, with ${number(best.mean)}.` : "");
-    if (this.selectChart) this.selectChart.setSeries([{ name: "select tasks", points }]);
-    else this.selectChart = lineChart({ label: "Mean reward of each checkpoint on the select tasks", series: [{ name: "select tasks", points }] });
-    this.selects.replaceChildren(h("h2", null, "Checkpoints on the select tasks"), lead, this.selectChart.box);
+  sweepSection({ sweep, settings }) {
+    if (!sweep) return "";
+    const result = ({ row }) => row && [h("b", null, score(row.mean)), " ", h("span", { class: "interval" }, interval(row.low, row.high))];
+    const line = (one) => ({ class: one.is_chosen ? "winner" : null, cells: [[h("span", { class: "name" }, one.name), one.error && h("span", { class: "note" }, ` ${one.error}`)], score(one.select), count(one.chosen_step), result(one), isNumber(one.row?.gain?.mean) ? signed(one.row.gain.mean) : ""] });
+    return section(`${count(sweep.adapters.length, "adapter")} in one run`, lead("Ranked by the select tasks alone; the report tasks were read once, after the choice. Each setting is the mean of its seeds. All other sections are about the chosen adapter."), stringTable(settings, 0), folded("Every adapter", () => table(["Adapter", ["Select"], ["Step"], ["Report"], ["Gain over the start"]], sweep.adapters.map(line))));
+  }
+
+  drawCurves(curves) {
+    const named = new Map([...Object.entries(this.report.chosen?.curves ?? {}), ...curves]);
+    const answers = new Map(curves.get("grpo/num_rollouts") ?? []);
+    const lengths = (curves.get("grpo/num_drawn_tokens") ?? []).filter(([x]) => answers.get(x)).map(([x, y]) => [x, y / answers.get(x)]);
+    if (lengths.length) named.set("length", lengths);
+    this.drawReward(named);
+    const constants = [];
+    for (const [title, wanted] of PANELS) {
+      const own = [...named].filter(([metric]) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
+      const isStacked = title === "Seconds by stage";
+      if (!own.length) continue;
+      if (isStacked || own.some(([, points]) => !isConstant(points))) this.panel(title, own.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
+      else constants.push(...own.map(([metric, points]) => `${own.length > 1 ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
+    }
+    if (!named.size) this.panels.replaceChildren(emptyNote("No step is taken yet."));
+    this.constants.replaceChildren(costsLine(constants, "In every step"));
+  }
+
+  panel(title, series, box, options) {
+    const known = this.charts.get(title);
+    if (known) return known.setSeries(series);
+    if (box === this.panels && !box.querySelector("figure")) box.replaceChildren();
+    const chart = lineChart({ label: `${title} over the steps`, series, ...options });
+    this.charts.set(title, chart);
+    box.append(figure(title, chart));
+    return chart;
+  }
+
+  // The mean with its spread, every adapter of a sweep over one another, and the checkpoints.
+  drawReward(named) {
+    const deviation = new Map(named.get("reward/std") ?? []);
+    const mean = named.get("reward/mean") ?? [];
+    const band = mean.filter(([x, y]) => isNumber(y) && isNumber(deviation.get(x))).map(([x, y]) => [x, y - deviation.get(x), y + deviation.get(x)]);
+    const adapters = [...named].filter(([metric]) => metric.startsWith("reward/") && !["reward/mean", "reward/std"].includes(metric));
+    const series = adapters.map(([metric, points]) => ({ name: short(metric), points }));
+    if (mean.length) series.unshift({ name: adapters.length ? "mean of all adapters" : "drawn answers", points: mean, band });
+    const points = this.checkpoints.filter((row) => isNumber(row.mean)).map((row) => [Number(row.id), row.mean]);
+    if (points.length) series.push({ name: "select tasks", points, isMarked: true });
+    if (series.length) this.panel("Reward", series, this.reward, { height: 320 });
   }
 
   async open(step, isChosen = true) {
@@ -91,34 +140,53 @@ export class GrpoView {
     this.slider.value = this.steps.indexOf(step);
     this.stepName.textContent = `step ${step}`;
     try {
-      const found = await this.source.get(`${this.path}/step/${step}`);
-      if (this.shown === step) this.answers.replaceChildren(...stepNodes(found));
+      const own = this.report.chosen?.steps[step];
+      const found = own ? { groups: own, is_whole: false } : await this.source.get(`${this.path}/step/${step}`);
+      if (this.shown !== step) return;
+      this.found = found;
+      this.drawStep();
     } catch (error) {
       this.answers.replaceChildren(errorNote(error));
     }
   }
 
+  // Each group with its rewards; the colour is the advantage: reward over the mean of its group.
+  drawStep() {
+    if (!this.found) return;
+    const { groups, is_whole: isWhole } = this.found;
+    const rewards = (group) => group.rollouts.map((r) => r.reward).filter(isNumber);
+    const mean = (group) => rewards(group).reduce((a, b) => a + b, 0) / (rewards(group).length || 1);
+    const spread = (group) => Math.max(...rewards(group)) - Math.min(...rewards(group));
+    const by = { best: (a, b) => mean(b) - mean(a), spread: (a, b) => spread(b) - spread(a) }[this.order.value];
+    const said = isWhole ? `${count(groups.length, "group")} with all their completions, coloured by their advantage: how far the reward is above the mean of its group.` : "The best and the worst answer of one group: the others were removed with a later checkpoint (`keep_rollouts` keeps them).";
+    const shown = (by ? [...groups].sort(by) : groups).slice(0, MOST_GROUPS);
+    this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, this.report.prompts?.[group.task])));
+  }
+
   close() {
     this.charts.forEach((chart) => chart.close());
-    this.selectChart?.close();
   }
 }
 
-// Each group with its rewards; the colour is the advantage: reward over the mean of its group.
-function stepNodes({ groups, is_whole: isWhole }) {
-  const lead = isWhole ? `${count(groups.length, "group")} with all their completions.` : "Examples: the other completions of this step were removed with a later checkpoint (`keep_rollouts` keeps them).";
-  return [h("p", { class: "lead" }, lead), ...groups.slice(0, 200).map(groupNode)];
-}
-
-function groupNode(group) {
+function groupNode(group, [prompt, reference] = []) {
   const rewards = group.rollouts.map((r) => r.reward).filter(isNumber);
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
   const most = Math.max(1e-9, ...group.rollouts.map((r) => Math.abs(r.advantage ?? (r.reward ?? mean) - mean)));
   const row = (r) => {
     const advantage = r.advantage ?? (r.reward ?? mean) - mean;
-    const node = h("div", { class: `completion-row ${advantage >= 0 ? "up" : "down"}` }, h("span", { class: "figure" }, number(r.reward, 2)), h("span", { class: "figure advantage" }, (advantage >= 0 ? "+" : "") + number(advantage, 2)), h("pre", { class: "answer" }, r.text ?? ""));
+    const node = h("div", { class: `completion-row ${advantage >= 0 ? "up" : "down"}` }, h("span", { class: "figure" }, number(r.reward, 2)), h("span", { class: "figure advantage" }, (advantage >= 0 ? "+" : "") + number(advantage, 2)), EXCHANGE.test(r.text) ? turns(r.text) : h("pre", { class: "answer" }, r.text ?? ""));
     node.style.setProperty("--share", `${Math.round((55 * Math.abs(advantage)) / most)}%`);
     return node;
   };
-  return h("article", { class: "group" }, h("h3", null, group.task, h("span", { class: "note" }, ` mean reward ${number(mean, 2)}`)), group.rollouts.map(row));
+  const told = [prompt && ["Task", prompt], reference && ["Reference", reference]].filter(Boolean);
+  return h("article", { class: "group" }, h("h3", null, group.task, h("span", { class: "note" }, ` mean reward ${number(mean, 2)}`)), told.length ? facts(told) : "", group.rollouts.map(row));
+}
+
+// A game turn by turn: what was said, and what the model answered.
+function turns(text) {
+  const turn = (one) => {
+    const [, role, words] = /^(\w+): ([^]*)$/.exec(one) ?? [null, "", one];
+    return h("div", { class: `turn ${role === "assistant" ? "own" : ""}` }, h("span", { class: "note" }, role), h("pre", null, words));
+  };
+  return h("div", { class: "answer turns" }, text.split(/\n(?=(?:system|user|assistant|tool): )/).map(turn));
 }

@@ -1,7 +1,7 @@
 // Where a candidate comes from: a column for each generation, the best on top, lines from parents.
 
 import { Chart, axis, frame, tip, upright } from "./charts.js";
-import { number } from "./words.js";
+import { isNumber, number, score } from "./words.js";
 
 const MOST_DRAWN = 3000;
 
@@ -25,7 +25,9 @@ function layOut(candidates, kept) {
   const nodes = columns.flatMap((column, x) => column.map((c, y) => ({ ...c, x, y })));
   const index = new Map(nodes.map((n) => [n.id, n]));
   const edges = nodes.flatMap((n) => (n.parents ?? []).filter((p) => index.has(p)).map((p) => [index.get(p), n]));
-  return { nodes, edges, names: generations.map((g) => (Number.isFinite(g) ? String(g) : "next")), depth: Math.max(1, ...columns.map((c) => c.length)) };
+  const isFounders = (column) => column.every((c) => c.operator === "founder");
+  const names = generations.map((g, k) => (isFounders(columns[k]) ? "founders" : Number.isFinite(g) ? String(g) : "next"));
+  return { nodes, edges, names, depth: Math.max(1, ...columns.map((c) => c.length)) };
 }
 
 export class Lineage {
@@ -39,8 +41,9 @@ export class Lineage {
     });
   }
 
-  set(candidates, head, isWhole) {
-    Object.assign(this, { candidates, head, isWhole });
+  // `weights` has the shares of a candidate's parents, in their order.
+  set(candidates, head, isWhole, weights) {
+    Object.assign(this, { candidates, head, isWhole, weights });
     this.line = ancestry(candidates, head);
     const kept = isWhole ? new Set(candidates.keys()) : this.line;
     this.placed = layOut(candidates, kept);
@@ -56,7 +59,7 @@ export class Lineage {
     return {
       ...base,
       grid: { left: 40, right: 24, top: 34, bottom: 44 },
-      tooltip: { ...base.tooltip, formatter: ({ dataIndex }) => candidateTip(nodes[dataIndex]) },
+      tooltip: { ...base.tooltip, formatter: ({ dataIndex }) => candidateTip(nodes[dataIndex], this.weights) },
       xAxis: axis(colours, { type: "category", name: "Generation", nameGap: 26, data: names, axisLine: { show: true, lineStyle: { color: colours.faint } } }),
       yAxis: upright(colours, "Rank", { type: "category", inverse: true, nameLocation: "start", splitLine: { show: false }, data: Array.from({ length: depth }, (_, y) => String(y + 1)) }),
       series: [this.edgeSeries(edges, colours), this.nodeSeries(nodes, colours, room, depth)],
@@ -75,11 +78,13 @@ export class Lineage {
         const [x1, y1] = api.coord([from.x, from.y]);
         const [x2, y2] = api.coord([to.x, to.y]);
         const isMarked = this.line.has(to.id) && this.line.has(from.id);
+        const share = this.weights[to.id]?.[to.parents.indexOf(from.id)] ?? 0.5;
+        const width = 0.75 + 2 * Math.min(1, Math.abs(share));
         const middle = x1 === x2 ? x1 - 14 : (x1 + x2) / 2;
         return {
           type: "bezierCurve",
           shape: { x1, y1, x2, y2, cpx1: middle, cpy1: y1, cpx2: middle, cpy2: y2 },
-          style: { fill: null, stroke: isMarked ? colours.accent : colours.faint, opacity: isMarked ? 0.8 : quiet, lineWidth: isMarked ? 1.6 : 1 },
+          style: { fill: null, stroke: isMarked ? colours.accent : colours.faint, opacity: isMarked ? 0.8 : quiet, lineWidth: isMarked ? width : width * 0.6 },
         };
       },
     };
@@ -103,9 +108,10 @@ export class Lineage {
   }
 }
 
-export function candidateTip(c) {
-  const pairs = [["made by", c.operator || "–"], ["generation", String(c.generation ?? "now")], ["score", number(c.score)], ["tasks", String(c.num_tasks ?? "–")]];
-  (c.parents ?? []).slice(0, 4).forEach((p) => pairs.push(["from", p]));
+export function candidateTip(c, weights = {}) {
+  const pairs = c.operator === "founder" ? [["founder", ""]] : [["made by", c.operator || "–"]];
+  (c.parents ?? []).slice(0, 6).forEach((p, k) => pairs.push([`from ${p}`, isNumber(weights[c.id]?.[k]) ? `× ${number(weights[c.id][k], 2)}` : ""]));
+  pairs.push(["generation", String(c.generation ?? "now")], ["score", score(c.score)], ["tasks", String(c.num_tasks ?? "–")]);
   if (c.error) pairs.push(["failed", c.error.slice(0, 80)]);
   return tip(c.id, pairs);
 }

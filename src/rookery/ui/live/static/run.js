@@ -1,16 +1,17 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
-import { lineChart } from "./charts.js";
-import { emptyNote, errorNote, h, later, place, runLink } from "./dom.js";
+import { library, lineChart } from "./charts.js";
+import { emptyNote, errorNote, facts, h, later, place, runLink } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
 import { GenomeView } from "./genome.js";
 import { GrpoView } from "./grpo.js";
 import { IcmView } from "./icm.js";
+import { headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
 import { mergeView, Metrics } from "./source.js";
-import { clock, count, duration, interval, isNumber, number, signed } from "./words.js";
+import { clock, count, duration, number } from "./words.js";
 
 const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView };
 const POINTS = 600;
@@ -84,6 +85,9 @@ class RunPage {
   }
 
   async start() {
+    library().catch(() => {}); // on its way while the run is read
+    if (this.tab === "overview") this.asked = ["view", "report"].map((part) => this.source.get(`${this.path}/${part}`));
+    this.asked?.forEach((answer) => answer.catch(() => {})); // whoever awaits them is told
     this.overview = await this.source.get(this.path);
     this.build();
     await this.open();
@@ -106,34 +110,25 @@ class RunPage {
     this.brand = h("p", { class: "brand" }, back, h("span", null, `${this.overview.row.kind} run`));
     this.lost = h("p", { class: "trouble", role: "alert", hidden: true }, "The server does not answer; this is the last that was seen.");
     this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
-    this.body = h("div", { class: "tab-body" });
+    this.body = h("div", { class: "tab-body" }, emptyNote("Reading the run …"));
     this.main.replaceChildren(this.header, this.lost, this.tabs, this.body);
     this.head();
   }
 
   head() {
-    const { row, has_page: hasPage } = this.overview;
+    const { row } = this.overview;
     document.title = `${row.name} · Rookery`;
-    const fact = (term, detail) => detail && h("div", null, h("dt", null, term), h("dd", null, detail));
+    const told = [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)], ["Folder", row.path]];
+    const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
-      h("dl", { class: "facts" }, fact("Model", row.model), fact("Started", clock(row.started_s)), fact("Took", duration(row.worked_s)), fact("Events", count(row.num_events)), fact("Folder", row.path)),
-      this.headline(row) ?? "",
+      facts([...own, ...told].filter(([, detail]) => detail)),
     );
     const names = [["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]];
-    if (hasPage && this.source.isLive) names.push(["report", "Report"]);
     const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
     this.tabs.replaceChildren(...names.map(link));
-  }
-
-  headline({ result }) {
-    if (!isNumber(result?.mean)) return result?.label ? h("p", { class: "sentence" }, result.label) : null;
-    const big = (label, value, low, high) =>
-      h("p", { class: "number" }, h("span", { class: "label" }, label), h("strong", null, value), isNumber(low) && h("span", { class: "interval" }, `95 % interval ${interval(low, high)}`));
-    const gain = result.gain;
-    return h("div", { class: "numbers" }, big(result.label, number(result.mean), result.low, result.high), isNumber(gain?.mean) && big("gain", signed(gain.mean), gain.low, gain.high));
   }
 
   async open() {
@@ -141,17 +136,26 @@ class RunPage {
     if (this.tab === "curves") this.part = new CurvesView(this.source, this.path);
     else if (this.tab === "events") this.part = new EventsView(this.source, this.id, counts);
     else if (this.tab === "config") this.part = { element: h("section", { "aria-label": "Config" }, jsonTree(config)) };
-    else if (this.tab === "report") this.part = { element: h("iframe", { class: "report", title: "The report", sandbox: "allow-scripts", src: `/api/${this.path}/page` }) };
     else this.part = await this.openLoop(row.kind);
     this.body.replaceChildren(this.part.element);
   }
 
+  // What a report has, live: the result, warnings, and what its loop shows.
   async openLoop(kind) {
     const Loop = LOOP_VIEWS[kind];
     if (!Loop) return new CurvesView(this.source, this.path);
-    this.view = mergeView(null, await this.source.get(`${this.path}/view`));
-    this.report = await this.source.get(`${this.path}/report`);
-    return new Loop({ source: this.source, path: this.path, view: this.view, report: this.report, page: this });
+    const [view, report] = await Promise.all(this.asked);
+    this.view = mergeView(null, view);
+    this.report = report;
+    this.top = h("div");
+    this.drawTop();
+    const loop = new Loop({ source: this.source, path: this.path, view: this.view, report });
+    return { element: h("div", null, this.top, loop.element), update: (...news) => loop.update(...news), close: () => loop.close() };
+  }
+
+  drawTop() {
+    this.head();
+    this.top.replaceChildren(headline(this.report, this.overview.row.result), warningsBox(this.report.warnings));
   }
 
   // Something is new: the head, and whatever is open takes only what it does not have.
@@ -182,6 +186,7 @@ class RunPage {
     else if (this.view && this.part.update) {
       this.view = mergeView(this.view, await this.source.get(`${this.path}/view`, { after: this.view.seq }));
       if (this.overview.pulse.report !== known.report) this.report = await this.source.get(`${this.path}/report`);
+      this.drawTop();
       await this.part.update(this.view, this.report);
     }
   }

@@ -1,7 +1,7 @@
 // All runs, live: filter, sort, search, select; the address holds the state.
 
 import { sparkPoints } from "./charts.js";
-import { address, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
+import { address, brandLine, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
 import { LongTable } from "./table.js";
 import { ago, clock, count, duration, interval, isNumber, number, progressWords } from "./words.js";
 
@@ -66,7 +66,7 @@ class RunsView {
     this.trouble = h("div");
     this.box = h("div");
     main.replaceChildren(
-      h("header", { class: "masthead" }, h("p", { class: "brand" }, "Rookery"), h("h1", null, "Runs"), this.lead),
+      h("header", { class: "masthead" }, brandLine("runs"), h("h1", null, "Runs"), this.lead),
       h("div", { class: "bar" }, this.search, this.loop, this.status, this.compare),
       this.trouble,
       this.box,

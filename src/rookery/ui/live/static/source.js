@@ -3,19 +3,19 @@
 class Live {
   isLive = true;
 
-  async get(path, query) {
+  async get(path, query, body) {
     const kept = Object.entries(query ?? {}).filter(([, v]) => v !== undefined && v !== "");
     const pairs = kept.flatMap(([k, v]) => (Array.isArray(v) ? v.map((one) => [k, one]) : [[k, v]]));
     const tail = pairs.length ? `?${new URLSearchParams(pairs)}` : "";
     let answer;
     try {
-      answer = await fetch(`/api/${path}${tail}`);
+      answer = await fetch(`/api/${path}${tail}`, body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
     } catch {
       throw new Error("The server does not answer. Is `rookery ui` still running?");
     }
     if (answer.status === 401) throw new Error("The server was started anew: open the address that it printed.");
     const document = await answer.json().catch(() => ({}));
-    if (!answer.ok) throw new Error(document.error ?? `The server answered ${answer.status}.`);
+    if (!answer.ok) throw new Error(document.error ?? document.detail?.[0]?.msg ?? `The server answered ${answer.status}.`);
     return document;
   }
 

@@ -17,7 +17,7 @@ export class LongTable {
     this.spacer = h("div", { class: "lt-space" });
     this.body = h("div", { class: "lt-body", role: "rowgroup", tabindex: "0", onscroll: this.draw }, this.spacer);
     this.element = h("div", { class: `lt ${kind}`, role: "table", "aria-label": label }, this.head, this.body);
-    this.observer = new ResizeObserver(() => this.refresh());
+    this.observer = new ResizeObserver(() => this.measure());
     this.observer.observe(this.body);
   }
 
@@ -30,8 +30,10 @@ export class LongTable {
     return h("div", { class: `lt-cell ${column.class ?? ""}`, role: "columnheader", "aria-sort": order }, inner);
   }
 
+  // Asked of the style once, and after the size changed: asking costs a layout.
   get height() {
-    return parseFloat(getComputedStyle(this.element).getPropertyValue("--row")) || 44;
+    this.known ??= parseFloat(getComputedStyle(this.element).getPropertyValue("--row")) || 44;
+    return this.known;
   }
 
   // The number of rows changed, or their content did.
@@ -42,34 +44,42 @@ export class LongTable {
   }
 
   refresh() {
-    this.shown.forEach((node) => node.remove());
-    this.shown.clear();
+    this.isStale = true;
     this.draw();
+  }
+
+  measure() {
+    this.known = undefined;
+    this.seen = this.body.clientHeight;
+    this.refresh();
   }
 
   // The first and last row that are seen.
   range() {
     const first = Math.max(0, Math.floor(this.body.scrollTop / this.height) - SPARE);
-    const seen = Math.ceil((this.body.clientHeight || 600) / this.height) + 2 * SPARE;
-    return [first, Math.min(this.size, first + seen)];
+    return [first, Math.min(this.size, first + Math.ceil((this.seen || 600) / this.height) + 2 * SPARE)];
   }
 
   paint() {
+    const [first, last] = this.range(); // reads before it writes
     const height = this.height;
-    this.spacer.style.height = `${this.size * height}px`;
-    const [first, last] = this.range();
+    const whole = `${this.size * height}px`;
+    if (this.spacer.style.height !== whole) this.spacer.style.height = whole;
     for (const [index, node] of this.shown) {
-      if (index >= first && index < last) continue;
+      if (!this.isStale && index >= first && index < last) continue;
       node.remove();
       this.shown.delete(index);
     }
+    this.isStale = false;
+    const fresh = [];
     for (let index = first; index < last; index += 1) {
       if (this.shown.has(index)) continue;
       const node = this.make(index);
-      node.style.top = `${index * height}px`;
+      node.style.transform = `translateY(${index * height}px)`;
       this.shown.set(index, node);
-      this.spacer.append(node);
+      fresh.push(node);
     }
+    this.spacer.append(...fresh);
   }
 
   make(index) {

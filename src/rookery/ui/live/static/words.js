@@ -1,6 +1,11 @@
 // Numbers and times as people read them.
 
 const MINUS = "\u2212";
+const WHOLE = new Intl.NumberFormat("en-US"); // made once: making one costs more than all its uses
+const TENTHS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
+const COMPACT = new Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 1 });
+const CLOCK = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const TIME = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -11,22 +16,26 @@ export function number(value, digits = 3) {
     size !== 0 && (size < 0.001 || size >= 1e6)
       ? value.toExponential(2)
       : Number.isInteger(value) && size >= 10
-        ? value.toLocaleString("en-US")
+        ? WHOLE.format(value)
         : size >= 1000
-          ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
+          ? TENTHS.format(value)
           : value.toFixed(digits);
   return shown.replace("-", MINUS);
 }
 
+// As reports have it: three decimals, never a negative zero.
+export const score = (value) => (isNumber(value) ? (Math.round(value * 1000) / 1000 + 0).toFixed(3).replace("-", MINUS) : "–");
+export const six = (value) => (isNumber(value) ? String(Number(value.toPrecision(6))).replace("-", MINUS) : "–");
+export const minus = (text) => text.replace(/-(?=\d)/g, MINUS);
+
 export const signed = (value) => (isNumber(value) && value >= 0 ? "+" : "") + number(value);
 
 export function count(value, noun) {
-  const shown = (value ?? 0).toLocaleString("en-US");
+  const shown = WHOLE.format(value ?? 0);
   return noun ? `${shown} ${noun}${value === 1 ? "" : "s"}` : shown;
 }
 
-export const compact = (value) =>
-  Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 1 }).format(value);
+export const compact = (value) => COMPACT.format(value);
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return "–";
@@ -39,6 +48,16 @@ export function duration(seconds) {
   return `${Math.round(hours / 24)} days`;
 }
 
+// As reports have it: tenths below a minute, then the two largest units.
+export function seconds(value) {
+  if (!isNumber(value)) return "–";
+  if (Math.round(value * 10) < 600) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.round(value / 60);
+  return `${count(Math.floor(minutes / 60))} h ${minutes % 60} min`;
+}
+
 export function ago(unix, now = Date.now() / 1000) {
   if (!unix) return "–";
   const past = now - unix;
@@ -46,8 +65,8 @@ export function ago(unix, now = Date.now() / 1000) {
   return `${past < 3600 || past >= 48 * 3600 ? duration(past) : `${Math.round(past / 3600)} h`} ago`;
 }
 
-export const clock = (unix) =>
-  unix ? new Date(unix * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "–";
+export const clock = (unix) => (unix ? CLOCK.format(unix * 1000) : "–");
+export const timeOfDay = (unix) => TIME.format(unix * 1000);
 
 export function interval(low, high) {
   return isNumber(low) && isNumber(high) ? `${number(low)} to ${number(high)}` : "";

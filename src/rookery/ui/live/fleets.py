@@ -1,0 +1,74 @@
+"""Servers and a service as they are now: what is not in the folders of runs.
+
+    await read_fleet(())                            # the servers that this user's pools started
+    link = ServiceLink("http://127.0.0.1:8000")
+    await link.sample(key="tml-...", model="base", prompt="2 + 2 =", max_tokens=16)
+
+Only `sample` has something computed, for the tenant whose key is given; the key is not kept.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rookery.errors import RookeryError
+from rookery.fleet.admin import status
+from rookery.fleet.http.client import Client, ClientConfig, open_session
+
+__all__ = ["ServiceLink", "read_fleet"]
+
+ANSWER_S = 5.0
+SAMPLE_S = 120.0
+MOST_CHECKPOINTS = 200
+
+
+async def read_fleet(urls: Sequence[str]) -> dict[str, Any]:
+    """What `rookery fleet status` tells."""
+    return {"servers": [asdict(server) for server in await status(urls)]}
+
+
+class ServiceLink:
+    """A service, asked over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    async def status(self) -> dict[str, Any]:
+        """Queues, tenants and throughput; a service on another machine tells its models alone."""
+        answer: dict[str, Any] = {"url": self.url}
+        try:
+            return answer | await self._get("/status?format=json")
+        except RookeryError as error:
+            told, models = str(error), await self._get("/")
+        return answer | {"name": models.get("name", ""), "reason": told}
+
+    async def models(self, *, key: str) -> dict[str, Any]:
+        """What a tenant can sample from, and its checkpoints."""
+        models, saved = await asyncio.gather(
+            self._get("/v1/models", key=key),
+            self._get(f"/api/v1/checkpoints?limit={MOST_CHECKPOINTS}", key=key),
+        )
+        names = [str(row.get("id", "")) for row in models.get("data", [])]
+        return {"models": names, "checkpoints": saved.get("checkpoints", [])}
+
+    async def sample(
+        self, *, key: str, model: str, prompt: str, max_tokens: int, temperature: float
+    ) -> dict[str, Any]:
+        """One answer, as text."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+        async with open_session() as session:
+            client = self._client(session, key, seconds=SAMPLE_S)
+            found = await client.post_json("/v1/completions", body | {"temperature": temperature})
+        choice = found["choices"][0]
+        reason, usage = choice.get("finish_reason"), found.get("usage")
+        return {"text": choice.get("text", ""), "finish_reason": reason, "usage": usage}
+
+    async def _get(self, path: str, *, key: str = "") -> dict[str, Any]:
+        async with open_session() as session:
+            answer = await self._client(session, key, seconds=ANSWER_S).get(path)
+        return answer if isinstance(answer, dict) else {}
+
+    def _client(self, session: Any, key: str, *, seconds: float) -> Client:
+        limits = ClientConfig(connect_s=ANSWER_S, control_s=seconds)
+        return Client(self.url, session=session, config=limits, api_key=key)

@@ -1,0 +1,308 @@
+"""What the top of a report says, of every loop: facts, numbers, a sentence, a table, costs.
+
+    summary = summarize(report)
+    summary.sentence            # "Better than the best founder. ..."
+    render_summary(report)      # the same as HTML: what a notebook shows of a report
+
+The page, the notebook and the part of the page that needs no JavaScript are made from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rookery.errors import RunError
+from rookery.reports import (
+    EvaluationReport,
+    EvolveReport,
+    GenomeReport,
+    GrpoReport,
+    IcmReport,
+    Report,
+    parse_evaluation_report,
+    parse_evolve_report,
+    parse_genome_report,
+    parse_grpo_report,
+    parse_icm_report,
+)
+from rookery.ui import evolve, grpo, icm, wording
+from rookery.ui.headline import make_headline
+
+__all__ = ["Number", "Summary", "parse_report", "render_summary", "summarize"]
+
+MIN_SECONDS = 0.001
+"""Below it a rate of tokens per second says nothing."""
+PARSERS = {
+    "genome": parse_genome_report,
+    "grpo": parse_grpo_report,
+    "icm": parse_icm_report,
+    "evolve": parse_evolve_report,
+    "eval": parse_evaluation_report,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One of the large numbers: `Number(label="First program", value="0.25")`."""
+
+    label: str
+    value: str
+    interval: str = ""
+    is_gain: bool = False
+    """In colour when the result is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What is said of a result, in words and numbers as people read them."""
+
+    facts: Sequence[tuple[str, str]]
+    verdict: str
+    """`better`, or another word."""
+    numbers: Sequence[Number]
+    sentence: str
+    contexts: Sequence[str]
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+    costs: Sequence[str]
+
+
+def parse_report(kind: str, document: dict[str, Any]) -> Report:
+    """A report of any loop; an empty document is that of a run that has just begun."""
+    if kind not in PARSERS:
+        raise RunError(f"A {kind} run has no report.")
+    return PARSERS[kind](document)
+
+
+def summarize(report: Report) -> Summary:
+    """The top of a report of any loop."""
+    match report:
+        case GenomeReport():
+            return _genome(report)
+        case GrpoReport():
+            return _grpo(report)
+        case IcmReport():
+            return _icm(report)
+        case EvolveReport():
+            return _evolve(report)
+        case EvaluationReport():
+            return _evaluation(report)
+    raise RunError(f"{type(report).__name__} is not the report of a loop.")
+
+
+def _genome(report: GenomeReport) -> Summary:
+    headline = make_headline(report)
+    winner = headline.winner
+    numbers = []
+    if winner is not None:
+        numbers.append(
+            Number(
+                label="Accuracy of the winner",
+                value=wording.score(winner.mean),
+                interval=f"95 % interval {wording.interval(winner)}",
+            )
+        )
+        if winner.gain is not None:
+            numbers.append(_gain("Gain over the best founder", winner.gain))
+    names = ", ".join(taskset.name for taskset in report.tasksets)
+    return Summary(
+        facts=_facts(
+            Model=report.model,
+            **{"Taskset" if len(report.tasksets) == 1 else "Tasksets": names},
+            Seed=report.seed,
+        ),
+        verdict=headline.verdict,
+        numbers=numbers,
+        sentence=headline.sentence,
+        contexts=[headline.context],
+        columns=wording.GENOME_COLUMNS,
+        rows=wording.report_rows(report.rows),
+        costs=_genome_costs(report),
+    )
+
+
+def _genome_costs(report: GenomeReport) -> list[str]:
+    """["46 candidates", "123,456 tokens", "2 min 0 s", "1,025 tokens/s"]."""
+    amounts = [
+        (report.num_candidates, "candidate"),
+        (report.num_rollouts, "rollout"),
+        (report.num_tokens, "token"),
+    ]
+    costs = [wording.plural(amount, noun) for amount, noun in amounts if amount]
+    if report.seconds:
+        costs.append(wording.duration(report.seconds))
+        if report.num_tokens and report.seconds > MIN_SECONDS:
+            costs.append(f"{wording.count(round(report.num_tokens / report.seconds))} tokens/s")
+    return costs
+
+
+def _grpo(report: GrpoReport) -> Summary:
+    trained = report.trained
+    numbers = []
+    if trained is not None:
+        if trained.gain is not None:
+            numbers.append(_gain("Gain over the start", trained.gain))
+        numbers.append(
+            Number(
+                label="Trained policy",
+                value=wording.score(trained.mean),
+                interval=f"95 % interval {wording.interval(trained)}",
+            )
+        )
+    costs = [
+        wording.plural(len(report.steps), "step"),
+        wording.plural(report.num_rollouts, "rollout"),
+        wording.plural(report.num_tokens, "drawn token"),
+    ]
+    loss = {"Loss": report.loss, "Advantages": report.advantages, "Staleness": report.staleness}
+    return Summary(
+        facts=_facts(
+            Model=report.model,
+            **(loss if report.loss else {}),
+            Game=report.game,
+            Tasks=", ".join(taskset.name for taskset in report.tasksets),
+            Seed=report.seed,
+        ),
+        verdict=grpo.grpo_verdict(report),
+        numbers=numbers,
+        sentence=grpo.grpo_sentence(report),
+        contexts=[grpo.grpo_context(report)],
+        columns=wording.GRPO_COLUMNS,
+        rows=wording.report_rows(report.rows),
+        costs=[*costs, wording.duration(report.seconds)] if report.seconds else costs,
+    )
+
+
+def _icm(report: IcmReport) -> Summary:
+    winner, support = next((row for row in report.rows if row.is_winner), None), report.support
+    numbers, contexts = [], []
+    if winner is not None:
+        labelled = wording.count(report.num_labelled)
+        unsure = f"{wording.count(report.num_frustrated)} frustrated"
+        numbers.append(
+            Number(
+                label="Items labelled",
+                value=labelled,
+                interval=f"of {wording.count(report.num_items)}, {unsure}",
+                is_gain=True,
+            )
+        )
+        if support is not None and support.strength is not None:
+            word = "weak" if support.strength < icm.WEAK else "clear"
+            numbers.append(
+                Number(
+                    label="Strength, 0 to 1",
+                    value=wording.score(support.strength),
+                    interval=f"{word}; p {wording.score(support.p)} against random models",
+                )
+            )
+        if winner.accuracy is not None:
+            ends = f"{wording.score(winner.low)} to {wording.score(winner.high)}"
+            numbers.append(
+                Number(
+                    label="Agreement with the true labels",
+                    value=wording.score(winner.accuracy),
+                    interval=f"95 % interval {ends}, chance {wording.score(winner.chance)}",
+                )
+            )
+        contexts = icm.icm_contexts(report)
+    return Summary(
+        facts=_facts(
+            Model=report.model,
+            Items=report.data,
+            Labels=", ".join(report.labels),
+            Seed=report.seed,
+        ),
+        verdict="better" if report.verdict == "coherent" else "unclear",
+        numbers=numbers,
+        sentence=icm.SENTENCES.get(report.verdict, report.verdict),
+        contexts=contexts,
+        columns=icm.COLUMNS,
+        rows=icm.icm_rows(report),
+        costs=icm.icm_costs(report),
+    )
+
+
+def _evolve(report: EvolveReport) -> Summary:
+    best, first, gain = report.best, report.first, evolve.gain_over_first(report)
+    numbers = []
+    if best is not None and best.score is not None:
+        when = f"iteration {wording.count(best.iteration)}"
+        value = evolve.six_digits(best.score)
+        numbers.append(Number(label="Best score", value=value, interval=when, is_gain=True))
+        if first is not None and first.score is not None:
+            numbers.append(Number(label="First program", value=evolve.six_digits(first.score)))
+        numbers.append(
+            Number(
+                label="Iterations",
+                value=wording.count(report.num_iterations),
+                interval=f"{wording.count(report.num_failed)} failed",
+            )
+        )
+    return Summary(
+        facts=_facts(
+            Models=", ".join(model.name for model in report.models),
+            Language=report.language,
+            Mode=report.mode,
+            Seed=report.seed,
+        ),
+        verdict="better" if (gain or 0.0) > 0 else "unclear",
+        numbers=numbers,
+        sentence=evolve.evolve_sentence(report),
+        contexts=[report.stop_reason],
+        columns=evolve.COLUMNS,
+        rows=evolve.evolve_rows(report),
+        costs=evolve.evolve_costs(report),
+    )
+
+
+def _evaluation(report: EvaluationReport) -> Summary:
+    tasks = f"{report.taskset}, {wording.count(report.num_tasks)}" if report.taskset else ""
+    rows = [
+        (
+            row.name,
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+            wording.count(row.num_failed),
+        )
+        for row in report.models
+    ]
+    return Summary(
+        facts=_facts(Model=report.model, Tasks=tasks),
+        verdict="unclear",
+        numbers=[],
+        sentence="" if report.models else "No result yet: intervals come with the report.",
+        contexts=[],
+        columns=("model", "accuracy", "95 % interval", "gain over base", "failed"),
+        rows=rows,
+        costs=[wording.duration(report.seconds)] if report.seconds else [],
+    )
+
+
+def _facts(**pairs: object) -> list[tuple[str, str]]:
+    return [(term, str(detail)) for term, detail in pairs.items() if detail not in (None, "")]
+
+
+def _gain(label: str, gain: Any) -> Number:
+    ends = f"95 % interval {wording.signed(gain.low)} to {wording.signed(gain.high)}"
+    return Number(label=label, value=wording.signed(gain.mean), interval=ends, is_gain=True)
+
+
+def render_summary(report: Report) -> str:
+    """The result as HTML without style or script: facts, sentence, warnings, the table, costs."""
+    summary = summarize(report)
+    facts = " · ".join(f"{term}: {detail}" for term, detail in summary.facts)
+    said = [facts, summary.sentence, *summary.contexts, *report.warnings]
+    head = "".join(f"<th>{escape(column)}</th>" for column in summary.columns)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in summary.rows
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    paragraphs = "".join(f"<p>{escape(text)}</p>" for text in said if text)
+    costs = f"<p>{escape(' · '.join(summary.costs))}</p>" if summary.costs else ""
+    return f"<div>{paragraphs}{table}{costs}</div>"
+
+
+Report.render = staticmethod(render_summary)

@@ -1,0 +1,58 @@
+"""A real Chromium for the tests of pages, and visits that remember what went wrong."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["CHROMIUM", "Visit", "open_browser"]
+
+CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A page that remembers what went wrong and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, place: str = "", **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", self._dialog)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.origin = url.partition("?")[0]
+        self.begun = time.monotonic()
+        self.page.goto(url + place)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def see(self, selector: str, *, text: str = "") -> Any:
+        found = self.page.locator(selector).filter(has_text=text).first
+        found.wait_for(state="visible", timeout=20_000)
+        return found
+
+    def close(self) -> None:
+        root = "document.documentElement"
+        assert not self.page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"), "too wide"
+        assert self.page.locator("img").count() == 0
+        self.context.close()
+        assert self.complaints == []
+        assert all(url.startswith(self.origin) for url in self.requests if url[:5] != "data:")

@@ -1,0 +1,209 @@
+"""What is said of a result, the same on the page, in a notebook and without JavaScript."""
+
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ui.made import (
+    made_evolve,
+    made_grpo,
+    made_icm,
+    made_icm_row,
+    made_program,
+    made_report,
+    made_row,
+)
+
+from rookery.compose.running import Outcome
+from rookery.errors import RunError
+from rookery.loops.icm.verdict import MANY_FRUSTRATED
+from rookery.ui.summary import Summary, parse_report, render_summary, summarize
+from rookery.ui.wording import GENOME_COLUMNS, GRPO_COLUMNS
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> & \"quoted\" 'too'"
+MAKERS: dict[str, Any] = {
+    "genome": made_report, "grpo": made_grpo, "icm": made_icm, "evolve": made_evolve,
+}  # fmt: skip
+
+
+def said(kind: str, /, **keys: Any) -> Summary:
+    return summarize(parse_report(kind, MAKERS[kind](**keys)))
+
+
+def words(summary: Summary) -> str:
+    """All that is said, in one line."""
+    numbers = [text for n in summary.numbers for text in (n.label, n.value, n.interval)]
+    facts = [text for pair in summary.facts for text in pair]
+    return " ".join([*facts, *numbers, summary.sentence, *summary.contexts, *summary.costs])
+
+
+class Tags(HTMLParser):
+    """The tags of a fragment, each of which is closed, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not attrs
+        self.found.add(tag)
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "wanted"),
+    [
+        ("genome", {}, "Accuracy of the winner 0.910 95 % interval 0.880 to 0.940"),
+        ("genome", {}, "Gain over the best founder +0.210 95 % interval +0.160 to +0.260"),
+        ("genome", {}, "Better than the best founder."),
+        ("genome", {}, "46 candidates 12,345 rollouts 123,456 tokens 2 min 0 s 1,025 tokens/s"),
+        ("genome", {}, "Model smollm2 Tasksets label-kind, add-two Seed 0"),
+        ("grpo", {}, "Gain over the start +0.200 95 % interval +0.100 to +0.300"),
+        ("grpo", {}, "Better than the start."),
+        ("grpo", {}, "The weights after step 2, chosen among 2 checkpoints on the select tasks"),
+        ("grpo", {"steps": [], "rows": []}, "No result yet."),
+        ("icm", {}, "Items labelled 4 of 4, 0 frustrated"),
+        ("icm", {}, "Agreement with the true labels 0.750 95 % interval 0.300 to 0.950"),
+        ("icm", {}, "Coherence is not truth"),
+        ("icm", {}, "the others predict at least three labels of four"),
+        ("icm", {}, "100 tokens for the search 50 for the comparison 12.0 s"),
+        ("icm", {"verdict": "collapsed"}, "same label"),
+        ("icm", {"verdict": "partial"}, "Not finished"),
+        ("icm", {"verdict": "chance"}, "No better than chance"),
+        ("icm", {"verdict": "inverse"}, "opposite"),
+        ("icm", {"verdict": "ambiguous"}, "as coherent as these"),
+        ("icm", {"verdict": ""}, "No result yet"),
+        ("evolve", {}, "Best score 0.75 iteration 7 First program 0.25"),
+        ("evolve", {}, "Better than the first program by +0.500."),
+        ("evolve", {}, "The best baseline with as much to spend, best_of_n, reached 0.5"),
+        ("evolve", {}, "One run of each tells nothing of chance"),
+        ("evolve", {}, "1,234 tokens 0.12 USD 12.0 s 30.0 s of evaluations 1 worker lost"),
+        ("evolve", {"best": made_program("p0", score=0.25)}, "No program better than the first"),
+        ("evolve", {"best": made_program("p7", score=None)}, "No result yet"),
+        ("evolve", {"first": None}, "no score to compare with"),
+        (
+            "evolve", {"baselines": [{"name": "sequential", "best": 0.75}]},
+            "As good or better with as much to spend: sequential (0.75).",
+        ),
+        ("evolve", {"baselines": [{"name": "sequential"}]}, "No baseline has a score."),
+        ("evolve", {"stop_reason": "The tokens are spent."}, "The tokens are spent."),
+    ],
+)  # fmt: skip
+def test_what_a_reader_must_know_is_said(kind: str, keys: dict[str, Any], wanted: str) -> None:
+    assert wanted in words(said(kind, **keys))
+
+
+def test_coherent_labels_are_said_to_agree_as_far_as_the_verdict_asks() -> None:
+    """A quarter of the items may disagree with the others."""
+    assert MANY_FRUSTRATED == 0.25
+    assert said("icm").verdict == "better" and said("icm", verdict="chance").verdict == "unclear"
+
+
+def test_the_table_has_a_string_per_column() -> None:
+    genome, evolve = said("genome"), said("evolve")
+    assert genome.rows[0] == (
+        "evolved", "0.910", "0.880 to 0.940", "+0.210 (+0.160 to +0.260)", "0",
+    )  # fmt: skip
+    assert genome.rows[1] == ("best founder", "0.700", "0.670 to 0.730", "", "0")
+    assert said("grpo").rows[0][3] == "+0.200 (+0.100 to +0.300)"
+    row = made_icm_row("icm", accuracy=None, low=None, utility=None)
+    assert said("icm", rows=[row]).rows == [("icm", "4", "2 / 2", "0", "-", "-", "-")]
+    assert evolve.rows == [
+        ("first program", "0.25", "0", "", ""),
+        ("best program", "0.75", "7", "big", "3 of 10"),
+        ("best_of_n", "0.5", "", "", "1 of 10"),
+    ]
+    for summary in (genome, evolve, said("grpo"), said("icm")):
+        assert {len(cells) for cells in summary.rows} == {len(summary.columns)}
+    assert (genome.columns, said("grpo").columns) == (GENOME_COLUMNS, GRPO_COLUMNS)
+
+
+def test_a_row_that_was_not_measured_has_no_numbers() -> None:
+    missing = {"mean": None, "low": None, "high": None, "gain": None}
+    row = made_row("evolved", float("nan"), **missing, num_failed=60)
+    assert said("genome", rows=[row]).rows == [("evolved", "-", "-", "", "60")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, make in MAKERS.items() for key in sorted(make())]
+)
+def test_any_part_may_be_missing(kind: str, key: str) -> None:
+    document = MAKERS[kind]()
+    del document[key]
+    Tags(render_summary(parse_report(kind, document)))
+
+
+@pytest.mark.parametrize("kind", [*MAKERS, "eval"])
+def test_an_empty_report_says_so_and_a_wrong_one_is_an_error(kind: str) -> None:
+    assert "No result yet" in render_summary(parse_report(kind, {}))
+    with pytest.raises(RunError, match="warnings"):
+        parse_report(kind, {"warnings": 3})
+
+
+def test_text_of_users_stays_text() -> None:
+    rows = [made_row(HOSTILE, 0.5, note=HOSTILE, is_winner=True)]
+    genome = parse_report("genome", made_report(rows=rows, warnings=[HOSTILE]))
+    names = [{"name": HOSTILE, "note": HOSTILE}]
+    evolve = parse_report("evolve", made_evolve(baselines=names, stop_reason=HOSTILE))
+    for report in (genome, evolve):
+        shown = Tags(render_summary(report))
+        assert shown.found <= {"div", "p", "table", "thead", "tbody", "tr", "th", "td"}
+        assert shown.text.count(HOSTILE) >= 2
+
+
+def test_a_notebook_shows_reports_and_outcomes(tmp_path: Any) -> None:
+    report = parse_report("genome", made_report())
+    shown = report._repr_html_()
+    assert shown is not None and "Better than the best founder." in shown and "+0.210" in shown
+    outcome = Outcome(report, tmp_path)._repr_html_()
+    assert shown in outcome and (tmp_path / "report.html").as_uri() in outcome
+
+
+names = st.text(max_size=12)
+numbers = st.none() | st.floats()
+rows = st.fixed_dictionaries(
+    {"name": names},
+    optional={
+        "is_winner": st.booleans(),
+        "mean": numbers,
+        "low": numbers,
+        "high": numbers,
+        "gain": st.none()
+        | st.fixed_dictionaries({"mean": numbers, "low": numbers, "high": numbers}),
+        "by_source": st.dictionaries(names, numbers, max_size=2),
+        "num_failed": st.integers(0, 10**6),
+        "note": names,
+    },
+)
+reports = st.fixed_dictionaries(
+    {},
+    optional={
+        "run": names,
+        "rows": st.lists(rows, max_size=3),
+        "seconds": numbers,
+        "num_tokens": st.integers(0, 10**12),
+        "warnings": st.lists(names, max_size=2),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(reports)
+def test_any_report_can_be_shown(document: dict[str, Any]) -> None:
+    for kind in ("genome", "grpo"):
+        html = render_summary(parse_report(kind, document))
+        html.encode()
+        Tags(html)
