@@ -16,6 +16,7 @@ import pytest
 import torch
 from fleet.stub import Stub, serve
 from loops.evolution import Genome, Inputs, clockless
+from marks import long
 from peft import PeftModel
 from tiny import tiny_adapter
 from transformers import AutoModelForCausalLM
@@ -138,6 +139,7 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
     assert len({node.score for node in reports[0].lineage}) > 1
 
 
+@long
 async def test_a_run_killed_anywhere_resumes_to_the_same_report(
     genome: Genome, tmp_path: Path
 ) -> None:
@@ -283,7 +285,7 @@ def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path
     assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
-MERGES = {
+MERGES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
     "sum": {"type": "linear", "normalise": False},
     "ties": {"type": "ties"},
