@@ -87,7 +87,7 @@ def test_a_notebook_does_what_its_page_shows(
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     document = nbformat.read(PAGES / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(
-        document, timeout=600, resources={"metadata": {"path": place}}
+        document, timeout=1800, resources={"metadata": {"path": place}}
     ).execute()
     cells = iter(cell for cell in document.cells if cell.cell_type == "code")
     for block in read_page((PAGES / f"{name}.md").read_text()):
