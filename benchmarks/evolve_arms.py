@@ -10,9 +10,12 @@ from pathlib import Path
 from rookery.loops.evolve.stages import Generated, Stages, read_stages
 from rookery.runs import Run
 
-__all__ = ["ARMS", "Arm", "Result", "read_result", "show_results", "to_document"]
+__all__ = ["ARMS", "WITH_TUNE", "Arm", "Result", "read_result", "show_results", "to_document"]
 
 ARMS = ("evolve", "best_of_n", "sequential")
+WITH_TUNE = "+tune"
+SCALES = {"circle_packing": 2.635}
+"""What a score is multiplied by in the table: the sum of radii."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,8 @@ class Arm:
     best: float
     """The first program's score where no child is better; NaN where nothing was asked yet."""
     num_iterations: int
+    num_evaluations: int
+    """With those that tuned numbers."""
     failures: Mapping[str, int]
     tokens: float
     """NaN where the model does not count them."""
@@ -49,10 +54,8 @@ class Result:
 def read_result(folder: Path, *, arms: Sequence[str]) -> Result:
     """Of a run that has ended, at its end or before."""
     with Run.view(folder) as view:
-        found = {
-            arm: read_stages(view, series="" if arm == ARMS[0] else arm)[0].values() for arm in arms
-        }
-    planned = [one.planned for one in found[ARMS[0]] if one.planned]
+        found = {arm: read_stages(view, series=_series(arm))[0].values() for arm in arms}
+    planned = [one.planned for one in found[arms[0]] if one.planned]
     first = min((plan.best_score for plan in planned), default=math.nan)
     read = {arm: _read_arm(list(stages), first=first) for arm, stages in found.items()}
     return Result(task="", seed=0, is_cut=False, first=first, arms=read)
@@ -70,10 +73,20 @@ def _read_arm(stages: Sequence[Stages], *, first: float) -> Arm:
     return Arm(
         best=max([first, *scores]) if decided else math.nan,
         num_iterations=len(decided),
+        num_evaluations=sum(_evaluations(one) for one in stages),
         failures=dict(Counter(failure.kind for failure in failures)),
         tokens=sum(map(_tokens, generated)),
         seconds=max((one.decision.elapsed_s for one in decided if one.decision), default=0.0),
     )
+
+
+def _series(arm: str) -> str:
+    return "" if arm.startswith(ARMS[0]) else arm.replace(WITH_TUNE, "-tune")
+
+
+def _evaluations(stages: Stages) -> int:
+    evaluated = stages.evaluated
+    return (evaluated.num_tuning or bool(evaluated.seconds)) if evaluated else 0
 
 
 def _tokens(generated: Generated) -> float:
@@ -87,40 +100,37 @@ def to_document(results: Sequence[Result]) -> list[dict[str, object]]:
 
 
 def show_results(results: Sequence[Result]) -> str:
-    """A line for each arm of each run, then the means of each task."""
-    head = ("task", "seed", "arm", "first", "best", "iterations", "tokens", "seconds", "failed")
+    """A line for each search of each task: its mean best score and what it spent on average."""
+    head = ("task", "search", "mean best", "each seed", "first", "iterations", "evaluations",
+            "tokens", "failed", "minutes", "failures")  # fmt: skip
     rows = [head, *_rows(results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
-    return "\n".join([*(line.rstrip() for line in lines), "", *_means(results)])
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
-    for result in results:
-        for name, arm in result.arms.items():
-            reasons = ", ".join(f"{count} {kind}" for kind, count in sorted(arm.failures.items()))
-            yield (
-                result.task,
-                str(result.seed),
-                name,
-                f"{result.first:.4f}",
-                f"{arm.best:.4f}",
-                f"{arm.num_iterations}{' cut' if result.is_cut else ''}",
-                f"{arm.tokens:,.0f}",
-                f"{arm.seconds:.0f}",
-                f"{arm.num_failed}: {reasons}" if reasons else "0",
-            )
-
-
-def _means(results: Sequence[Result]) -> Iterator[str]:
-    for task in dict.fromkeys(result.task for result in results):
-        own = [result for result in results if result.task == task]
-        improved = sum(result.arms["evolve"].best > result.first for result in own)
-        means = ", ".join(
-            f"{arm} {statistics.fmean(result.arms[arm].best for result in own):.4f}" for arm in ARMS
-        )
-        first = statistics.fmean(result.first for result in own)
+    names = dict.fromkeys((result.task, arm) for result in results for arm in result.arms)
+    for task, name in names:
+        own = [one for one in results if one.task == task and name in one.arms]
+        arms = [one.arms[name] for one in own]
+        scale = SCALES.get(task, 1.0)
+        num_failed = sum(arm.num_failed for arm in arms)
+        num = sum(arm.num_iterations for arm in arms)
+        failures = sum((Counter(arm.failures) for arm in arms), Counter[str]())
         yield (
-            f"{task}: first {first:.4f}; mean best of {len(own)} seeds: {means}; "
-            f"evolve improved in {improved} of {len(own)}"
+            task,
+            name,
+            f"{scale * statistics.fmean(arm.best for arm in arms):.4f}",
+            ", ".join(
+                f"{scale * arm.best:.4f}{' cut' if one.is_cut else ''}"
+                for one, arm in zip(own, arms, strict=True)
+            ),
+            f"{scale * statistics.fmean(one.first for one in own):.4f}",
+            f"{num / len(arms):.0f}",
+            f"{statistics.fmean(arm.num_evaluations for arm in arms):,.0f}",
+            f"{statistics.fmean(arm.tokens for arm in arms):,.0f}",
+            f"{num_failed / num:.0%}" if num else "-",
+            f"{statistics.fmean(arm.seconds for arm in arms) / 60:.1f}",
+            ", ".join(f"{count} {kind}" for kind, count in failures.most_common(5)),
         )

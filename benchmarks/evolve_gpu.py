@@ -6,17 +6,17 @@
 Meant for Qwen2.5-Coder-1.5B-Instruct on one GPU. The tasks are function_minimization and
 circle_packing (26 circles, zero tolerance), own ones in `evolve_tasks/`; where OPENEVOLVE_EXAMPLES
 names the `examples` folder of a checkout of OpenEvolve, its files of these names are used. Every
-task runs under three seeds. A run is the command `rookery evolve run` with both baselines: the
-evolution, then best_of_n, then sequential, each until it has spent the evolution's tokens. All runs
-go on at the same time against the one server.
+task runs under three seeds, with `tune` and without. A run is the command `rookery evolve run` with
+both baselines: the evolution, then best_of_n and sequential, each until it has spent the
+evolution's tokens. All runs go on at the same time against the one server.
 
 How the model is asked (diff or whole program, with or without another program in the prompt) is
 chosen on `bin_packing`, a task that is not reported: the way with the best mean score of two seeds,
 of equal ones the way with fewer failures. `--ask` names it instead.
 
 Generated programs run in the sandbox; where none works the output says so and they run without.
-Eight minutes on an H200, three of them the server's start. `--limit-s` ends the runs that are
-not done by then; what they have found is in the table, marked `cut`.
+`--minutes` ends the runs that are not done by then; what they have found is in the table, marked
+`cut`.
 """
 
 import argparse
@@ -34,10 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evolve_arms import ARMS, Arm, Result, read_result, show_results, to_document
+from evolve_arms import ARMS, WITH_TUNE, Arm, Result, read_result, show_results, to_document
 
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.sandbox import SandboxConfig, probe
+from rookery.search.es import load_library
 
 OWN_TASKS = Path(__file__).parent / "evolve_tasks"
 UNREPORTED = "bin_packing"
@@ -54,10 +55,17 @@ MESSAGES = {
     "circle_packing": (
         "You are an expert in Python and in geometry. The function pack() places 26 circles that "
         "do not overlap in the unit square. It is scored by the sum of their radii; the best known "
-        "is 2.635. Use the standard library and numpy only."
+        "is 2.635. An overlap of any size makes it invalid, so shrink radii by a factor of "
+        "0.9999999 at the end. Rows of 5 or 6 circles, or a list of 26 centers written out, are "
+        "better than rings. Use the standard library and numpy only."
     ),
 }
 """What the model is told of each task."""
+TUNED = (
+    " After you answer, the numbers written in your program are tuned automatically: write what "
+    "matters as numbers, also long lists of numbers, rather than computing it."
+)
+"""And where its numbers are tuned."""
 
 SHOWN = """It scores {score}.
 ```{language}
@@ -129,6 +137,7 @@ class Setting:
     sandbox: Mapping[str, Any]
     in_flight: int
     workers: int
+    tune: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +149,17 @@ class Case:
     way: str
     iterations: int
     has_baselines: bool
+    is_tuned: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.way}-{self.seed}"
+        return f"{self.task}-{self.way}{'-tune' if self.is_tuned else ''}-{self.seed}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """As the config names them."""
+        arms = ARMS if self.has_baselines else ARMS[:1]
+        return tuple(f"{arm}{WITH_TUNE}" for arm in arms) if self.is_tuned else arms
 
 
 def task_folder(task: str) -> Path:
@@ -171,7 +187,7 @@ def write_config(case: Case, setting: Setting) -> Path:
             "timeout": 120,
         },
         "prompt": {
-            "system_message": MESSAGES[case.task],
+            "system_message": MESSAGES[case.task] + (TUNED if case.is_tuned else ""),
             "template_dir": str(folder / "templates"),
             "num_top_programs": 1,
             "num_diverse_programs": 0,
@@ -180,8 +196,9 @@ def write_config(case: Case, setting: Setting) -> Path:
         "rookery": {
             "in_flight": setting.in_flight,
             "workers": setting.workers,
-            "baselines": list(ARMS[1:]) if case.has_baselines else [],
+            "baselines": list(case.arms[1:]),
             "sandbox": dict(setting.sandbox),
+            **({"tune": dict(setting.tune)} if case.is_tuned else {}),
         },
     }
     (folder / "config.yaml").write_text(json.dumps(config))
@@ -214,19 +231,34 @@ def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[
                 process.wait(timeout=max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 is_cut = True
-                process.send_signal(signal.SIGTERM)
-                process.wait(timeout=60)
+                end_all(processes)
+                process.wait()
             folder = setting.folder / case.name
             if process.returncode and not is_cut:
                 said = (folder / "output.txt").read_text(errors="replace")[-2000:]
-                raise SystemExit(f"{case.name} ended with {process.returncode}:\n{said}")
-            arms = ARMS if case.has_baselines else ARMS[:1]
-            result = read_result(folder / "run", arms=arms)
+                print(f"{case.name} ended with {process.returncode}:\n{said}", flush=True)
+                is_cut = True
+            if not (folder / "run" / "events.db").exists():
+                continue
+            result = read_result(folder / "run", arms=case.arms)
             results.append(result.named(case.task, seed=case.seed, is_cut=is_cut))
     finally:
         for process in processes:
             process.kill()
     return results
+
+
+def end_all(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ask all to end, then make them."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 30
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
@@ -238,8 +270,8 @@ def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
     ]
     results = run_all(cases, setting, limit_s=limit_s)
     arms: dict[str, list[Arm]] = {}
-    for case, result in zip(cases, results, strict=True):
-        arms.setdefault(case.way, []).append(result.arms["evolve"])
+    for case, result in zip(cases, results, strict=True):  # all or none have begun
+        arms.setdefault(case.way, []).append(result.arms[ARMS[0]])
 
     def merit(way: str) -> tuple[float, int]:
         return sum(arm.best for arm in arms[way]), -sum(arm.num_failed for arm in arms[way])
@@ -301,15 +333,23 @@ def measure(setting: Setting, options: argparse.Namespace) -> None:
     began = time.monotonic()
     way = options.ask
     if way == "chosen":
-        way = choose_way(setting, iterations=options.choose_iterations, limit_s=options.limit_s)
+        limit_s = 20 * options.minutes
+        way = choose_way(setting, iterations=options.choose_iterations, limit_s=limit_s)
     print(f"asked this way: {way}", flush=True)
     cases = [
-        Case(task=task, seed=seed, way=way, iterations=options.iterations, has_baselines=True)
-        for task in MESSAGES
-        if task != UNREPORTED
+        Case(
+            task=task,
+            seed=seed,
+            way=way,
+            iterations=options.iterations,
+            has_baselines=True,
+            is_tuned=is_tuned,
+        )
+        for task in options.tasks
         for seed in options.seeds
+        for is_tuned in ([True, False] if options.untuned else [True])
     ]
-    left_s = options.limit_s - (time.monotonic() - began)
+    left_s = 60 * options.minutes - (time.monotonic() - began)
     results = run_all(cases, setting, limit_s=left_s)
     print(show_results(results))
     print(f"{time.monotonic() - began:.0f} s without the server's start")
@@ -332,10 +372,15 @@ async def main() -> None:
     parser.add_argument("--choose-iterations", type=int, default=32)
     parser.add_argument("--in-flight", type=int, default=16, help="model calls of one run")
     parser.add_argument("--workers", type=int, default=2, help="evaluations of one run")
-    parser.add_argument("--limit-s", type=float, default=360.0, help="for all runs")
+    parser.add_argument("--tasks", nargs="+", default=list(MESSAGES)[1:], choices=list(MESSAGES))
+    parser.add_argument("--untuned", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--tune-evaluations", type=int, default=60)
+    parser.add_argument("--tune-seconds", type=float, default=30.0, help="for each new best")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all runs")
     parser.add_argument("--folder", type=Path, help="where the runs are kept")
     parser.add_argument("--out", type=Path, help="the results as JSON")
     options = parser.parse_args()
+    load_library()  # of the tuning: says what to install
     sandbox = await sandbox_settings(python_paths())
     with tempfile.TemporaryDirectory() as scratch:
         async with open_server(options) as (url, model):
@@ -346,6 +391,7 @@ async def main() -> None:
                 sandbox=sandbox,
                 in_flight=options.in_flight,
                 workers=options.workers,
+                tune={"evaluations": options.tune_evaluations, "seconds": options.tune_seconds},
             )
             await asyncio.to_thread(measure, setting, options)
 

@@ -39,8 +39,7 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
-from rookery.weights.merge.blend import Blend, Trim
-from rookery.weights.merge.compiled import load_engine
+from rookery.weights.merge.compiled import Blend, Trim, load_engine
 from rookery.weights.merge.cross import factor_rows
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
 

@@ -335,6 +335,11 @@ class Observer(Protocol[Step]):
         """What was done: a generation, a training step, a decision of a chain."""
         del step
 
+    def on_progress(self, done: float, expected: float) -> None:
+        """How much is done, and how much there is in all as far as is known, in units of work that
+        each take about as long."""
+        del done, expected
+
 
 class Unobserved(Observer[object]):
     """Nobody."""

@@ -203,6 +203,9 @@ RUNS = Path("runs")
 MAX_CHARS = 100
 """Of the sentence of a failure: a line of a log is read at a glance."""
 
+BASELINE = "baseline"
+"""The kind of work of iterations that are not of the evolution."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -221,6 +224,7 @@ class IterationLines:
         self._num_tokens += iteration.tokens or 0
         self._display.say(describe(iteration))
         if iteration.series:
+            self._bar.left.did(1, BASELINE)
             return  # the bar is of the evolution
         self._run.log_metrics(iteration.num_decided, _metrics(iteration))
         self._bar.update(
@@ -452,6 +456,8 @@ async def _evolve(
     ):
         with resumable(config.output, display), open_run() as run:
             with display.bar("evolving", total=settings.max_iterations) as bar:
+                num_baselines = len(settings.rookery.baselines)
+                bar.left.expect(num_baselines * settings.max_iterations, BASELINE)
                 result = await evolve(
                     settings,
                     programs=inputs.programs,

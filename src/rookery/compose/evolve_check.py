@@ -23,6 +23,11 @@ from rookery.ui.display import Display
 __all__ = ["check_evolve"]
 
 ASKED = "Reply with the one word: ready"
+INSTEAD = (
+    "It needs {needed} on an object of the program. Take plain values from the program (numbers, "
+    "text, lists, dicts, numpy arrays), and compute with those."
+)
+"""What an evaluator does that cannot be done from another process than the program's."""
 MAX_STAGES = 3
 MARGIN_S = 60.0
 """Beyond the evaluator's own limits: then its worker is lost."""
@@ -47,7 +52,8 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
             isolate = config.rookery.sandbox.isolate
             score = partial(_score, program, number, executor, limit_s=limit_s)
             outcome = await score(isolate=isolate != "never")
-            if outcome.unsupported and isolate == "auto":
+            needed = outcome.unsupported
+            if needed and isolate == "auto":
                 outcome = await score(isolate=False)
             _require_score(outcome)
             problem_with = search_config(config).problem_with(numeric_metrics(outcome.metrics))
@@ -55,7 +61,7 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
                 raise SandboxError(f"The first program cannot be used. {problem_with}")
             lines.append(_describe(outcome))
             if outcome.is_forgeable:
-                display.note([FORGEABLE])
+                display.note([FORGEABLE, *([INSTEAD.format(needed=needed)] if needed else [])])
         async with open_models(config, display) as models:
             lines += await _ask(models)
         async with open_config_embedder(config, environment=os.environ) as embedder:

@@ -46,7 +46,7 @@ from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 
-__all__ = ["GENOME", "most_rollouts", "run_genome"]
+__all__ = ["GENOME", "plan_rollouts", "run_genome"]
 
 
 def run_genome(
@@ -176,10 +176,9 @@ async def _search(
     display: Display,
 ) -> GenomeReport:
     tasksets = inputs.tasksets
-    total = most_rollouts(config, list(founders.values()), tasksets)
-    with display.bar("founders", total=total) as bar:
-        num_search = sum(len(taskset.split("search")) for taskset in tasksets)
-        shown = _SearchBar(bar, display, bound=total, num_search=num_search)
+    plan = plan_rollouts(config, list(founders.values()), tasksets)
+    with display.bar("founders", total=plan.total) as bar:
+        shown = _SearchBar(bar, display, plan)
         evaluator = TasksetEvaluator(
             engine,
             template=inputs.template,
@@ -195,50 +194,97 @@ async def _search(
         return report
 
 
-class _SearchBar(Observer[GenerationRecord]):
-    """The search on its progress bar: what it is doing, answers of at most so many, generations."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """Answers that a run asks for at most: races make those on the search split less."""
 
-    def __init__(self, bar: Bar, display: Display, *, bound: int, num_search: int) -> None:
-        self._bar, self._display = bar, display
-        self._bound, self._num_search = bound, num_search
+    num_search: int
+    """Tasks of the search split."""
+    search: int
+    random: int
+    """On the search split, for random search."""
+    select: int
+    """Once for the search, and once for random search."""
+    report: int
+
+    @property
+    def total(self) -> int:
+        rounds = 2 if self.random else 1
+        return self.search + self.random + rounds * self.select + self.report
+
+
+RANDOM = "random search"
+"""The kind of its answers for the time left: more candidates share a batch, and each is cheaper."""
+
+
+class _SearchBar(Observer[GenerationRecord]):
+    """The search on its progress bar: what it is doing, answers of so many, generations."""
+
+    def __init__(self, bar: Bar, display: Display, plan: RolloutPlan) -> None:
+        self._bar, self._display, self._plan = bar, display, plan
         self._allowed = 0
         """Answers that the generations so far could have asked for."""
+        self._asked = 1.0
+        """The part of these that they did ask for: as much is expected of the rest."""
+        self._kind = ""
 
     def answered(self, progress: Progress) -> None:
         """A block of answers has arrived."""
-        self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
+        self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, kind=self._kind)
 
     def on_phase(self, name: str) -> None:
         """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
         self._bar.update(name=name)
+        self._kind = RANDOM if name == "random search" else ""
+        plan = self._plan
+        if name == "select":
+            self._expect(plan.select + plan.report, random=plan.random)
+        elif name == "random search":
+            self._expect(plan.report, random=plan.random)
+        elif name == "report":
+            self._expect(plan.report)
 
     def on_step(self, step: GenerationRecord) -> None:
-        """A line that stays. What races saved so far is expected of the rest too."""
+        """A line that stays."""
         self._display.say(_generation_line(step))
-        self._allowed += step.num_candidates * self._num_search
-        if 0 < self._bar.done < self._allowed <= self._bound:
-            asked = self._bar.done / self._allowed
-            self._bar.update(total=self._bar.done + asked * (self._bound - self._allowed))
+        plan = self._plan
+        self._allowed += step.num_candidates * plan.num_search
+        if 0 < self._bar.done < self._allowed:
+            self._asked = self._bar.done / self._allowed
+        raced = self._asked * max(0, plan.search - self._allowed)
+        self._expect(raced + plan.select + plan.report, random=plan.random)
 
     def finish(self) -> None:
         """The total was a bound: races and known answers make it less."""
         self._bar.update(total=self._bar.done, name="done")
 
+    def _expect(self, num_left: float, *, random: int = 0) -> None:
+        num_random = self._asked * random + (self._plan.select if random else 0)
+        self._bar.update(total=self._bar.done + num_left + num_random)
+        self._bar.left.expect(num_left)
+        self._bar.left.expect(num_random, RANDOM)
 
-def most_rollouts(
+
+def plan_rollouts(
     config: GenomeConfig, founders: Sequence[Adapter], tasksets: Sequence[Taskset]
-) -> int:
-    """An upper bound for the bar: racing makes it less, so the bar ends at what was asked."""
+) -> RolloutPlan:
+    """An upper bound for the bar, which ends at what was asked."""
     search, select, report = (
         sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS
     )
     candidates = len(founders) + sum(stage.num_candidates(founders) for stage in config.stages)
     if isinstance(config.init, FileInit) and config.init.use != "adapters":
         candidates += config.init.num_pairs
-    rounds = 2 if config.finals.random_search and len(founders) > 1 else 1
-    finalists = config.finals.num_finalists * rounds + len(config.floors)
-    entrants = 6 + 2 * config.finals.num_voters
-    return candidates * rounds * search + finalists * select + entrants * report
+    finals = config.finals
+    is_random = finals.random_search and len(founders) > 1
+    voters = min(finals.num_voters, len(founders)) + min(finals.num_voters, finals.num_finalists)
+    return RolloutPlan(
+        num_search=search,
+        search=candidates * search,
+        random=(candidates - len(founders)) * search if is_random else 0,
+        select=(finals.num_finalists + len(config.floors)) * select,
+        report=(4 + voters) * report,  # winner and best founder are voters too
+    )
 
 
 def _generation_line(generation: GenerationRecord) -> str:

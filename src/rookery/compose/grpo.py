@@ -1,7 +1,7 @@
 """`run_grpo`: a policy trained from a reward, from its config to its report and page."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +76,7 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
+from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
@@ -195,7 +196,7 @@ async def _open_loop(
                         evaluator=_evaluator(config, files, opened.engine, RolloutLog(run)),
                     )
                     with display.bar("train", total=config.steps) as bar:
-                        shown = _TrainBar(bar, display)
+                        shown = _TrainBar(bar, display, config, files.tasksets)
                         report = await train_policy(
                             inputs, engine=opened.engine, run=run, observer=shown
                         )
@@ -464,16 +465,37 @@ class _SweepBar(Observer[SweptStep]):
         )
 
 
-class _TrainBar(Observer[Step]):
-    """The steps of a training on its progress bar, and a line each."""
+MEASUREMENT, BETWEEN = "measurement", "between"
+"""Kinds of work beside the steps."""
 
-    def __init__(self, bar: Bar, display: Display) -> None:
-        self._bar, self._display = bar, display
+
+class _TrainBar(Observer[Step]):
+    """The steps of a training on its progress bar, and a line each. The time left has the
+    measurements too: one of each checkpoint, and the report in parts of such a one."""
+
+    def __init__(
+        self, bar: Bar, display: Display, config: GrpoConfig, tasksets: Sequence[Taskset]
+    ) -> None:
+        self._bar, self._display, self._config = bar, display, config
+        self._is_measuring = False
+        select, report = (
+            sum(len(taskset.split(name)) for taskset in tasksets) for name in ("select", "report")
+        )
+        num_entries = 2 if config.init_from is None else 3
+        self._report = num_entries * report / max(1, select)
+        self._expect_measurements(step=0)
 
     def on_phase(self, name: str) -> None:
+        self._bar.left.did(self._is_measuring, MEASUREMENT if self._is_measuring else BETWEEN)
+        self._is_measuring = name.startswith("select")
         self._bar.update(name=name)
 
+    def _expect_measurements(self, *, step: int) -> None:
+        num_left = -(-(self._config.steps - step) // self._config.save_every)
+        self._bar.left.expect(num_left + self._report, MEASUREMENT)
+
     def on_step(self, step: Step) -> None:
+        self._expect_measurements(step=step.step)
         self._bar.advance(0, tokens=int(step.metrics["grpo/num_drawn_tokens"]))
         self._bar.update(done=step.step + 1)
         self._display.say(_step_line(step))

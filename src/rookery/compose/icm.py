@@ -149,7 +149,7 @@ async def _search(
     if config.iterate is not None:
         tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
         labeller = replace(labeller, tune=tune)
-    with display.bar("labelling", total=config.search.iterations) as bar:
+    with display.bar("labelling", total=None) as bar:
         loop_inputs = IcmInputs(
             config=config,
             items=inputs.items,
@@ -171,9 +171,11 @@ class _LabelBar(Observer[ChainStep]):
             f"{num_labelled} of {step.num_items}, {decision.num_frustrated} frustrated, "
             f"U {decision.utility:.1f}"
         )
-        self._bar.update(
-            done=step.num_done, total=step.num_expected, tokens=step.num_tokens, name=text
-        )
+        self._bar.update(tokens=step.num_tokens, name=text)
+
+    def on_progress(self, done: float, expected: float) -> None:
+        """Reads of contexts."""
+        self._bar.update(done=done, total=expected)
 
 
 def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tuner:

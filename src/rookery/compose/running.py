@@ -301,8 +301,9 @@ def is_run(path: Path) -> bool:
 
 @contextmanager
 def resumable(path: Path, display: Display) -> Iterator[None]:
-    """What ends a run before its end says how to go on with it: Ctrl-C, SIGTERM, and the loss of
-    servers or workers. A run that left no folder is begun again."""
+    """Says where to watch a run. What ends it before its end says how to go on with it: Ctrl-C,
+    SIGTERM, and the loss of servers or workers. A run that left no folder is begun again."""
+    display.hint(f"See it live with: rookery ui {shlex.quote(str(path.parent))}")
     resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield

@@ -31,6 +31,7 @@ __all__ = [
     "Es",
     "EsConfig",
     "Perturbation",
+    "Point",
     "SeedWeight",
     "ask",
     "average_start",

@@ -33,7 +33,7 @@ from rookery.service.wire.samples import (
     target_tokens,
 )
 from rookery.service.wire.schema import Array
-from rookery.service.work import GIVEN_UP, Command, Result, bad, failed
+from rookery.service.work import GIVEN_UP, Command, Refusal, Result, bad, failed
 from rookery.types import (
     Completion,
     CompletionDelta,
@@ -151,6 +151,7 @@ class Draw:
 
 
 Drawn = tuple[tuple[Completion, ...], PromptScores]
+STOPPING = "The service stops: send the request again when it has started."
 
 
 class Drawing:
@@ -163,11 +164,33 @@ class Drawing:
         """By the identity of the backend: names may share one."""
         self.throughput = Throughput()
         """In tokens that were asked for: answers that end early make it higher."""
+        self._limits: set[asyncio.Timeout] = set()
+        """Of the draws that are waited for."""
+        self._is_stopped = False
 
     async def draw(self, draw: Draw) -> Drawn:
-        """Wait for a turn, then for the engine."""
-        async with self.drawn(draw) as answer:
-            return answer
+        """Wait for a turn, then for the engine. Refused when the service stops before the answer:
+        nobody draws it at the next start."""
+        if self._is_stopped:
+            raise Refusal(503, STOPPING)
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                try:
+                    async with self.drawn(draw) as answer:
+                        return answer
+                finally:
+                    self._limits.remove(limit)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise Refusal(503, STOPPING) from error
+
+    def stop(self) -> None:
+        """End every `draw`, also later ones."""
+        self._is_stopped = True
+        for limit in self._limits:
+            limit.reschedule(0)
 
     @asynccontextmanager
     async def drawn(self, draw: Draw) -> AsyncIterator[Drawn]:

@@ -193,6 +193,7 @@ class Service:
         self.training.stop()
         for task in self.samples.tasks:  # they stay pending
             task.cancel()
+        self.drawing.stop()
         self.context.futures.release()
 
     def describe(self, future: Future) -> tuple[str, str]:

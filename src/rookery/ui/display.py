@@ -29,10 +29,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from rookery.ui.time_left import TimeLeft
+
 if TYPE_CHECKING:
     from rookery.fleet import LaunchProgress
 
-__all__ = ["Bar", "Display", "seconds_left"]
+__all__ = ["Bar", "Display"]
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress in a log: a minute of it fits on a screen."""
@@ -56,6 +58,11 @@ class Display:
         for line in lines:
             self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
+    def hint(self, line: str) -> None:
+        """What else can be done now: for a person at a terminal, not for a log."""
+        if self._console.is_terminal:
+            self._console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+
     def fail(self, sentence: str) -> None:
         """One error line."""
         self._console.print(Text("error: ", style="bold red") + Text(sentence), soft_wrap=True)
@@ -76,7 +83,10 @@ class Display:
             disable=self._is_quiet or not can_draw,
         )
         with progress:
-            bar = Bar(progress, progress.add_task(escape(name), total=total, tokens=0))
+            left = TimeLeft()
+            left.expect(total or 0)
+            task = progress.add_task(escape(name), total=total, tokens=0, left=left)
+            bar = Bar(progress, task, left)
             if self._is_quiet or can_draw:
                 yield bar
                 return
@@ -145,16 +155,20 @@ class Display:
 class Bar:
     """One line of progress."""
 
-    def __init__(self, progress: Progress, line: TaskID) -> None:
+    def __init__(self, progress: Progress, line: TaskID, left: TimeLeft) -> None:
         self._progress, self._line = progress, line
+        self.left = left
+        """Knows what the bar counts. Work of other kinds is told to it."""
 
     @property
     def done(self) -> float:
         return self._progress.tasks[self._line].completed
 
-    def advance(self, num: int, *, tokens: int = 0) -> None:
-        """So many more are done, with so many more tokens."""
+    def advance(self, num: int, *, tokens: int = 0, kind: str = "") -> None:
+        """So many more are done, with so many more tokens; `kind` is for the time left."""
         known = self._progress.tasks[self._line].fields["tokens"]
+        if num:
+            self.left.did(num, kind)
         self._progress.update(self._line, advance=num, tokens=known + tokens)
 
     def update(
@@ -167,7 +181,11 @@ class Bar:
     ) -> None:
         """What is not given stays."""
         text = None if name is None else escape(name)
+        if done is not None and done != self.done:
+            self.left.did(done - self.done)
         self._progress.update(self._line, description=text, completed=done, total=total)
+        if total is not None:
+            self.left.expect(total - self.done)
         if tokens is not None:
             self._progress.update(self._line, tokens=tokens)
 
@@ -180,22 +198,16 @@ class _TokenRate(ProgressColumn):
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left at the mean pace so far: the pace of the last seconds jumps."""
+    """The time left, as `TimeLeft` foretells it."""
 
     def render(self, task: Task) -> Text:
         left = _left_s(task)
         return Text("" if left is None else f"ETA {_clock(left)}", style="cyan")
 
 
-def seconds_left(elapsed_s: float, *, done: float, total: float | None) -> float | None:
-    """At the mean pace so far; None before anything is done and after the end."""
-    if total is None or not 0 < done < total:
-        return None
-    return elapsed_s * (total / done - 1)
-
-
 def _left_s(task: Task) -> float | None:
-    return seconds_left(task.elapsed or 0.0, done=task.completed, total=task.total)
+    left: TimeLeft = task.fields["left"]
+    return left.seconds()
 
 
 def _line(task: Task) -> str:

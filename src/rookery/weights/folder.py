@@ -176,7 +176,8 @@ def write_adapter(adapter: Adapter, path: str | Path) -> Path:
         raise AdapterError(
             f"{folder} exists and is not an adapter folder; give a new path, or remove it first."
         )
-    with boundary(AdapterError, f"writing the adapter folder {folder}", foreign=(OSError,)):
+    foreign = (OSError, SafetensorError)
+    with boundary(AdapterError, f"writing the adapter folder {folder}", foreign=foreign):
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:

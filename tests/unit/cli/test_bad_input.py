@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from driving import NUM_TASKS, Command, tree
+from marks import long
 
 from rookery.runs import Run
 
@@ -123,6 +124,7 @@ def test_a_full_disk_in_the_middle_loses_nothing(rookery: Command, place: Path) 
     assert parts[0] == parts[1] != ""
 
 
+@long
 def test_a_full_disk_in_a_process_of_its_own(place: Path) -> None:
     """As it is met: the kernel's signal, a sentence, code 2, and a name that can be used again."""
     command = [sys.executable, "-m", "rookery", "eval", "tiny", "tasks.jsonl", "--name", "x"]

@@ -175,6 +175,7 @@ def test_check_warns_where_scores_can_be_forged(
     ended = rookery("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
     assert ended.code == 0 and "combined_score 0.5" in ended.words, ended
     assert "a program can forge its score" in ended.words
+    assert "Take plain values from the program" in ended.words
 
 
 def test_check_says_why_the_first_program_fails(

@@ -67,15 +67,14 @@ def test_the_last_line_tells_how_it_ended_and_nothing_follows() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-@pytest.mark.parametrize(
-    ("elapsed_s", "done", "total", "left_s"),
-    [(90.0, 5, 150, 2610.0), (60.0, 100, 100, None), (5.0, 0, 100, None), (5.0, 3, None, None)],
-)
-def test_the_time_left_follows_the_mean_pace(
-    elapsed_s: float, done: float, total: float | None, left_s: float | None
-) -> None:
-    """A burst after a slow minute does not promise that the rest takes seconds."""
-    assert display.seconds_left(elapsed_s, done=done, total=total) == left_s
+def test_hints_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with redirect_stderr(Lines()) as lines:
+        Display().hint("See it live with: rookery ui runs")
+        assert lines.text == ""
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        Display().hint("See it live with: rookery ui runs")
+        Display(is_quiet=True).hint("not this")
+    assert "rookery ui runs" in lines.text and "not this" not in lines.text
 
 
 def test_a_quiet_command_prints_no_line() -> None:

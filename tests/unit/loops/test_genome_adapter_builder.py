@@ -163,8 +163,31 @@ def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
         builder.adapter(plan.id)
         builder.keep([plan.id])
         parent = plan.id
-    again = rebuild(builder.lineage(), [builder.adapter(f) for f in founders], parent)
-    assert again.version == builder.adapter(parent).version
+    lineage, known = builder.lineage(), [builder.adapter(f) for f in founders]
+    assert rebuild(lineage, known, parent).version == builder.adapter(parent).version
+    lineage["candidates"][-1]["version"] = "other"
+    with pytest.raises(AdapterError, match="the run recorded other"):
+        rebuild(lineage, known, parent)
+
+
+def test_lineages_with_merges_that_are_gone_are_rebuilt_where_none_is_used() -> None:
+    founders = {"x": made(1), "y": made(2)}
+    builder = AdapterBuilder(founders, merges={"ties": TiesConfig()}, mutations={}, rank=4)
+    builder.plan(
+        ChildPlan(
+            id=id, generation=1, parents=("x", "y"), weights=(0.5, 0.5), merge=merge,
+            mutation=None, sigma=0.1, seed_key=1,
+        )
+        for id, merge in (("sum", "move"), ("arc", "ties"))
+    )  # fmt: skip
+    child = builder.adapter("sum")
+    builder.adapter("arc")
+    lineage, known = builder.lineage(), [builder.adapter(f) for f in founders]
+    lineage["merges"]["slerp"] = {"type": "slerp", "space": "delta"}
+    assert rebuild(lineage, known, "sum").version == child.version
+    lineage["merges"]["ties"] = {"type": "slerp"}
+    with pytest.raises(AdapterError, match="an operator that this version does not have"):
+        rebuild(lineage, known, "arc")
 
 
 def test_lineages_written_before_a_mutation_obeyed_its_sigma_are_rebuilt() -> None:

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiny import tiny_adapter
 
-from rookery.errors import RunError
+from rookery.errors import AdapterError, RunError
 from rookery.runs import Run, list_runs
+from rookery.weights import read_adapter, write_adapter
 
 LIMIT_BYTES = 256 * 1024
 
@@ -161,3 +163,15 @@ def test_runs_on_a_read_only_disk_can_be_viewed(small_disk: Path) -> None:
     with pytest.raises(RunError, match="read-only"):
         Run.open(run.path)
     assert not (run.path / "events.db-wal").exists()
+
+
+def test_an_adapter_that_does_not_fit_is_said_and_written_when_it_does(tmp_path: Path) -> None:
+    adapter = tiny_adapter("wide", rank=64)
+    with Run.create(tmp_path, kind="genome", name="x", config={}) as run:
+
+        def write() -> Path:
+            return run.write_folder("winner", lambda folder: write_adapter(adapter, folder / "a"))
+
+        with small_files(), pytest.raises(AdapterError, match=r"writing the adapter.*os error"):
+            write()
+        assert read_adapter(write() / "a").version == adapter.version

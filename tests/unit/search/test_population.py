@@ -302,8 +302,8 @@ def test_a_single_founder_is_tried_in_other_strengths() -> None:
         lambda: ChildrenConfig(operators=(MutationConfig(share=0.0),)),
         lambda: SigmaConfig(start=2.0),
         lambda: SurvivalConfig(num_elites=0),
-        lambda: PopulationConfig(objective="pareto"),
-        lambda: PopulationConfig(swarm={"step": 0.5}),
+        lambda: PopulationConfig.model_validate({"objective": "pareto"}),
+        lambda: PopulationConfig.model_validate({"swarm": {"step": 0.5}}),
     ],
 )
 def test_wrong_configs_are_refused(build: Callable[[], object]) -> None:

@@ -252,6 +252,27 @@ async def test_a_client_that_leaves_ends_the_drawing(tmp_path: Path, when: str) 
         assert served.service.drawing.turns.num_waiting == 0
 
 
+async def test_a_service_that_stops_tells_its_streams_and_refuses_others(tmp_path: Path) -> None:
+    engine, sent = EndlessEngine(), list[bytes]()
+    backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
+
+    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1]:
+                served.service.stop()
+
+        await Reader({"prompt": [5]}).read(served, send)
+        assert engine.has_ended.is_set()
+        body = {"model": "fake", "prompt": [5]}
+        late = await served.client().send("POST", "/v1/completions", json=body)
+    told = chunks_of(b"".join(sent).decode())[-1]["error"]
+    assert (told["code"], late.status_code) == (503, 503)
+    assert told["message"] == late.json()["error"]
+    assert "stops: send the request again" in told["message"]
+
+
 async def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_in_one_piece(tmp_path: Path) -> None:
     may_read, sent = asyncio.Event(), list[bytes]()
 

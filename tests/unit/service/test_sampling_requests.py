@@ -374,7 +374,7 @@ async def test_nothing_is_drawn_for_a_client_that_has_gone(
 
     async def send(_: Any) -> None: ...
 
-    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
+    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(30):
         await make_app(served.service, keys=None)(scope, receive, send)
         assert ended.is_set()
 

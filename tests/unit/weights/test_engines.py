@@ -23,8 +23,18 @@ from rookery.weights.merge import (
     merge_stack,
 )
 from rookery.weights.merge import children as children_module
-from rookery.weights.merge.blend import Blend, Drop, Engine, Floats, Integers, Trim
-from rookery.weights.merge.compiled import Tensors, as_tensors, compile_engine, load_engine
+from rookery.weights.merge.compiled import (
+    Blend,
+    Drop,
+    Engine,
+    Floats,
+    Integers,
+    Tensors,
+    Trim,
+    as_tensors,
+    compile_engine,
+    load_engine,
+)
 from rookery.weights.merge.cross import Rows
 from rookery.weights.stack import stack
 

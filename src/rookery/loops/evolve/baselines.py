@@ -12,6 +12,7 @@ evolution's number of iterations.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rookery.concurrency import together
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.first_programs import tell_first_programs
@@ -28,6 +29,10 @@ from rookery.search.programs.sampling import Plan
 from rookery.seeding import stream_seed
 
 __all__ = ["BASELINES", "Baseline", "BestOfN", "Sequential", "Start", "run_baselines"]
+
+
+JOBS = 2**32
+"""More than a search has attempts: numbers of its jobs begin at a multiple."""
 
 
 class BestOfN(ProgramDatabase):
@@ -99,11 +104,17 @@ class Start:
 async def run_baselines(
     config: EvolveConfig, providers: Providers, *, evolution: SearchState, start: Start
 ) -> list[Baseline]:
-    """Those that the config names, one after the other; each resumes where it was."""
-    return [
-        await _run(name, _same_spending(name, config, evolution), providers, evolution, start)
-        for name in config.rookery.baselines
-    ]
+    """Those that the config names, at the same time; each resumes where it was."""
+    return await together(
+        _run(
+            name,
+            _same_spending(name, config, evolution),
+            replace(providers, job_offset=number * JOBS),
+            evolution,
+            start,
+        )
+        for number, name in enumerate(config.rookery.baselines, start=1)
+    )
 
 
 async def _run(

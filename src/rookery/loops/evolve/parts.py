@@ -88,6 +88,8 @@ class Providers:
     language: str
     embedder: Embedder | None = None
     """Where the config names an embedding model."""
+    job_offset: int = 0
+    """Added to the attempts of jobs: searches at the same time share the executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,12 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             with_prompts=config.database.log_prompts,
         ),
         evaluator=ProgramEvaluator(
-            config, executor=providers.executor, store=store, judges=judges, seed=seed
+            config,
+            executor=providers.executor,
+            store=store,
+            judges=judges,
+            seed=seed,
+            job_offset=providers.job_offset,
         ),
         watcher=providers.watcher,
         novelty=_open_novelty(config, providers, endpoints, store, seed),

@@ -213,10 +213,11 @@ class Lease:
         """Whether it is for a program that the evolution starts from: it is the user's own."""
         return self.attempt < 1
 
-    async def renew(self) -> int:
-        """The epoch of the next job."""
+    async def renew(self, *, is_noted: bool = True) -> int:
+        """The epoch of the next job; `is_noted`: it is durable before the job begins."""
         self.epoch += 1
-        await self.note(self)
+        if is_noted:
+            await self.note(self)
         return self.epoch
 
 
@@ -231,8 +232,10 @@ class ProgramEvaluator:
         store: ProgramStore,
         judges: Judges | None,
         seed: int,
+        job_offset: int = 0,
     ) -> None:
         self._config = config
+        self._job_offset = job_offset
         self._seed = seed
         self.isolate = config.rookery.sandbox.isolate != "never"
         """Whether programs run in another process than the evaluator."""
@@ -274,14 +277,18 @@ class ProgramEvaluator:
         if settings is None or not constants:
             message = "The program has no numbers to tune."
             return Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
-        search = NumberSearch(constants, seed=stream_seed(self._seed, "tune", lease.attempt))
-        code, num, best, seconds = child.program.code, 0, None, 0.0
         best_found = self._score_metrics(child.program.parent_metrics)
-        while num < settings.evaluations:
+        seed = stream_seed(self._seed, "tune", lease.attempt)
+        search = NumberSearch(constants, seed=seed, score=best_found)
+        code, num, best, seconds = child.program.code, 0, None, 0.0
+        end = time.monotonic() + settings.seconds
+        while num < settings.evaluations or time.monotonic() < end:
             scores: list[float | None] = []
-            for values in search.ask()[: settings.evaluations - num]:
+            for values in search.ask():
+                if num >= settings.evaluations and time.monotonic() >= end:
+                    break
                 tried = write_constants(code, constants, values)
-                outcome = await self._run(tried, lease)
+                outcome = await self._run(tried, lease, is_noted=not num)
                 num += 1
                 found = None
                 if not isinstance(outcome, _Failed):
@@ -311,7 +318,7 @@ class ProgramEvaluator:
         """Store a program that another attempt may mend; waits for the disk."""
         if self._config.database.strategy != "adaptive" or failed.error is None:
             return ""
-        artifacts = {ERROR: f"{failed.failure.kind}: {failed.failure.message}\\n{failed.error}"}
+        artifacts = {ERROR: f"{failed.failure.kind}: {failed.failure.message}\n{failed.error}"}
         return self._store.put(replace(child.program, artifacts=artifacts, prompts={}))
 
     def _keep(
@@ -371,16 +378,19 @@ class ProgramEvaluator:
             outcomes.append(again)
         return outcomes
 
-    async def _run(self, code: str, lease: Lease, *, repetition: int = 0) -> "Outcome | _Failed":
+    async def _run(
+        self, code: str, lease: Lease, *, repetition: int = 0, is_noted: bool = True
+    ) -> "Outcome | _Failed":
         """One outcome that counts. Its random numbers are those of the attempt and repetition,
-        whoever evaluates it."""
+        whoever evaluates it. Of many in a row only the first need be noted, and what follows a
+        lost worker is."""
         num_tries = num_errors = 0
         while True:
-            epoch = await lease.renew()
+            epoch = await lease.renew(is_noted=is_noted)
             seed = stream_seed(self._seed, "evaluation", lease.attempt, repetition, num_tries)
             request = EvaluationRequest(code=code, seed=seed, isolate=self.isolate)
             job = Job(
-                attempt=lease.attempt,
+                attempt=self._job_offset + lease.attempt,
                 epoch=epoch,
                 payload=request.encode(),
                 limit_s=self._limit_s,
@@ -402,6 +412,7 @@ class ProgramEvaluator:
                         return _Failed(_failure(outcome), error=_error_of(outcome))
                 case WorkerLost():
                     lease.num_lost += 1
+                    is_noted = True
                     if lease.num_lost >= MAX_LOST:
                         message = f"{lease.num_lost} workers ended on it. {ended.reason}"
                         return _Failed(AttemptFailure(kind="poison", message=message))
@@ -442,7 +453,7 @@ def _error_of(outcome: Outcome) -> str:
     """The last lines of the traceback, or of what was printed where there is none."""
     assert outcome.failure is not None
     text = outcome.failure.traceback or outcome.output_tail
-    return "\\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
+    return "\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
 
 
 def _failure(outcome: Outcome) -> AttemptFailure:

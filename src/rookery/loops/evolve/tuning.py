@@ -1,8 +1,8 @@
-"""The numbers of a program tuned by CMA-ES, without a model (`rookery.tune`).
+"""The numbers of a program tuned without a model (`rookery.tune`).
 
     constants = lift_constants(code)                  # those of its EVOLVE blocks
     write_constants(code, constants, [0.31, 12.0])    # the same program with other numbers
-    search = NumberSearch(constants, seed=7)
+    search = NumberSearch(constants, seed=7, score=0.3)
     for values in search.ask(): ...
     search.tell([0.4, None, ...])                     # None: the program failed
 
@@ -15,22 +15,38 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rookery.loops.evolve.answers import evolve_blocks, find_marker_problem
-from rookery.search.es import Cmaes, CmaesConfig
+from rookery.search.es import Cmaes, CmaesConfig, Point
 from rookery.search.fitness import Fitness
+from rookery.seeding import stream
 
 __all__ = ["TUNE", "Constant", "NumberSearch", "lift_constants", "write_constants"]
 
 TUNE = "tune"
 """The operator of a tuning's plan."""
-MAX_CONSTANTS = 40
-"""The first ones: with more, a few dozen evaluations tell nothing."""
+MAX_CONSTANTS = 200
+"""The first ones: CMA-ES costs the square of them for each program."""
 STEP = 0.2
 """The first steps, as a part of a number's size."""
 SMALLEST_SIZE = 0.1
 STRUCTURAL = frozenset({0, 1, 2})
 """Whole numbers that say how a program works rather than how much."""
-DIGITS = 6
+DIGITS = 9
+FEW_POINTS, FEW_P = 4, 0.35
+"""Programs of a generation that changes a few numbers, and the chance that no further one is."""
+FEW_PER_NUMBER, FEW_MORE = 8, 20
+"""Evaluations of a turn that changes few."""
+CMAES_PER_NUMBER = 60
+"""Evaluations without a better program that end a turn of CMA-ES."""
+FIRST_SIGMA, MOST_HALVINGS = 0.25, 5
+"""Of CMA-ES's first turn; each later one begins with half as much."""
+FEWEST = 5
+"""With fewer numbers CMA-ES begins, with whole steps."""
+WIDER, NARROWER = 1.7, 0.9
+NARROWEST, WIDEST = 1e-4, 2.0
+"""Bounds of a step. All of these were chosen on other functions than are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,26 +99,82 @@ def write_constants(code: str, constants: Sequence[Constant], values: Sequence[f
 
 
 class NumberSearch:
-    """CMA-ES over the numbers, each in steps of its own size."""
+    """Changes of a few numbers at a time, then CMA-ES from the best, and so on: the first gain most
+    from few evaluations, CMA-ES from many. Each number moves in steps of its own size."""
 
-    def __init__(self, constants: Sequence[Constant], *, seed: int) -> None:
+    def __init__(self, constants: Sequence[Constant], *, seed: int, score: float | None) -> None:
+        """`score` is the program's own."""
         self._constants = constants
+        self._seed = seed
         # The optimiser needs two dimensions: a second one that moves nothing.
-        start = (0.0,) * max(2, len(constants))
-        config = CmaesConfig(sigma=1.0, low=None, high=None)
-        self._optimiser = Cmaes(config, seed=seed, start=start)
+        self._best = (0.0,) * max(2, len(constants))
+        self._score = -math.inf if score is None else score
+        self._few_s = 1.0
+        self._num_left = FEW_PER_NUMBER * len(constants) + FEW_MORE
+        """Evaluations before the other method's turn."""
+        self._cmaes: Cmaes | None = None
+        self._num_cmaes = 0
+        self._num_told = 0
+        self._points: tuple[Point, ...] = ()
+        if len(constants) < FEWEST:
+            self._begin_cmaes(sigma=1.0)
 
     def ask(self) -> list[list[float]]:
-        """The numbers of each program of this generation."""
+        """The numbers of each program of this generation; the same ones until they are told."""
+        if not self._points:
+            self._points = self._cmaes.ask() if self._cmaes else self._change_few()
         return [
             [one.at(steps) for one, steps in zip(self._constants, point, strict=False)]
-            for point in self._optimiser.ask()
+            for point in self._points
         ]
 
     def tell(self, scores: Sequence[float | None]) -> None:
         """In the order asked for. Fewer of the last generation: it was cut short, and ends here."""
-        if len(scores) == len(self._optimiser.ask()):
-            self._optimiser.tell([Fitness(score=score) for score in scores])
+        if len(scores) < len(self._points):
+            return
+        found = [-math.inf if score is None else score for score in scores]
+        best = max(found)
+        is_better = best > self._score
+        if best >= self._score and math.isfinite(best):
+            self._score, self._best = best, self._points[found.index(best)]
+        if self._cmaes:
+            self._cmaes.tell([Fitness(score=score) for score in scores])
+            if is_better:
+                self._num_left = CMAES_PER_NUMBER * len(self._best)
+        else:
+            self._few_s *= WIDER if is_better else NARROWER
+            self._few_s = min(WIDEST, max(NARROWEST, self._few_s))
+        self._points, self._num_told = (), self._num_told + 1
+        self._num_left -= len(scores)
+        if self._num_left <= 0 or (self._cmaes and self._cmaes.sigma < NARROWEST):
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        size = FIRST_SIGMA * 0.5**self._num_cmaes
+        if self._cmaes is None:
+            self._begin_cmaes(sigma=size)
+            return
+        self._cmaes, self._few_s = None, size
+        self._num_cmaes = min(self._num_cmaes + 1, MOST_HALVINGS)
+        self._num_left = FEW_PER_NUMBER * len(self._constants) + FEW_MORE
+
+    def _begin_cmaes(self, *, sigma: float) -> None:
+        config = CmaesConfig(sigma=sigma, low=None, high=None)
+        seed = self._seed + self._num_told
+        self._cmaes = Cmaes(config, seed=seed, start=self._best)
+        self._num_left = CMAES_PER_NUMBER * len(self._best)
+
+    def _change_few(self) -> tuple[Point, ...]:
+        rng = stream(self._seed, "few", self._num_told)
+        points = []
+        for _ in range(FEW_POINTS):
+            point = np.array(self._best)
+            count = min(len(self._constants), int(rng.geometric(FEW_P)))
+            places = rng.choice(len(self._constants), count, replace=False)
+            size = self._few_s * math.exp(rng.normal())
+            point[places] += size * rng.normal(size=count)
+            points.append(tuple(point.tolist()))
+        return tuple(points)
 
 
 def _numbers(tree: ast.AST) -> Iterator[ast.Constant]:

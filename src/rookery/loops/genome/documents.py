@@ -19,7 +19,7 @@ from rookery.reports import (
 )
 from rookery.runs import Run
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
-from rookery.search.fronts import first_front
+from rookery.search.fitness import first_front
 from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter

@@ -16,7 +16,7 @@ When nothing is answered the engine is gone: that is an error, and nothing is st
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 from zlib import crc32
@@ -76,8 +76,12 @@ class Scored:
 class ScoreStore:
     """Reads found again by content; durable when they have a run."""
 
-    def __init__(self, run: Run | None = None) -> None:
+    def __init__(
+        self, run: Run | None = None, *, on_read: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_read` is called when a block of new reads is stored."""
         self._run = run
+        self._on_read = on_read
         self._known: dict[str, LabelLogprobs | None] = {}
         self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
         self.errors: dict[str, str] = {}
@@ -93,6 +97,10 @@ class ScoreStore:
     def __contains__(self, key: str) -> bool:
         """Whether it was answered, be it by a failure."""
         return key in self._known
+
+    @property
+    def num_reads(self) -> int:
+        return self.requests.total()
 
     def find(self, key: str) -> LabelLogprobs | None:
         return self._known.get(key)
@@ -130,6 +138,7 @@ class ScoreStore:
         for key, payload in stored.items():
             if key not in self._known:
                 self._take(key, payload)
+        self._on_read()
 
     def _take(self, key: str, payload: Mapping[str, Any]) -> None:
         logprobs = payload["logprobs"]

@@ -28,6 +28,7 @@ from rookery.loops.icm.label_scorer import LabelScorer, ScoreStore, SharedLabelS
 from rookery.loops.icm.objective import build_constraints
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
+from rookery.loops.icm.support import NUM_CONTEXTS
 from rookery.ports import UNOBSERVED, Adapters, Observer, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
@@ -71,51 +72,83 @@ class ChainStep:
     num_items: int
     num_tokens: int
     """Prompt tokens computed so far, by all chains."""
-    num_done: int
-    """Iterations so far, of all searches."""
-    num_expected: int
-    """Iterations in all: searches that ended count as they were, others as the longest of those."""
     step: Step
 
 
-class _Progress:
-    """Tells how far all searches of some batches are, each known by (batch, chain)."""
+BASELINE_READS = 5
+"""Of an item, by what the search is compared with: behind no labels, behind random ones, and to
+assess three ways to label."""
+REPORT_READS = (1 + NUM_CONTEXTS) / 6
+"""The same for the report, whose reads come in one block: six take as long as one of a search."""
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        config: IcmConfig,
-        store: ScoreStore,
-        observer: Observer[ChainStep],
-    ) -> None:
-        searches = range(config.num_chains + config.baselines.inverted)
-        self._iterations = {(batch.index, chain): 0 for batch in batches for chain in searches}
-        self._ended: set[tuple[int, int]] = set()
-        self._most, self._store, self._observer = config.search.iterations, store, observer
+
+class _Progress:
+    """Foretells the reads of all rounds. A search is as far as its items are labelled or its
+    iterations used up. The inverted one is as long as one from random labels, and every round as
+    long as the one before."""
+
+    def __init__(self, run: Run, config: IcmConfig, observer: Observer[ChainStep]) -> None:
+        self.store = ScoreStore(run, on_read=self._tell)
+        self._config, self._observer = config, observer
+        self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
+        self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
+        self._num_items: dict[int, int] = {}
+        """By batch of the round."""
+        self._parts: dict[tuple[int, int], float] = {}
+        """How far each search of the round is, 0 to 1, by batch and chain."""
+        self._num_before = self._num_rounds_left = 0
+        self._search_reads = 0.0
+        """Of one search from random labels in every batch of the round."""
+
+    def begin(self, batches: Sequence[Batch], *, num_rounds_left: int) -> None:
+        """A round begins; so many follow."""
+        self._num_before, self._num_rounds_left = self.store.num_reads, num_rounds_left
+        self._num_items = {batch.index: len(batch.items) for batch in batches}
+        self._parts = {}
 
     def step(self, batch: Batch, chain: int, step: Step) -> None:
-        self._iterations[batch.index, chain] = step.iteration + 1
+        search, num_items = self._config.search, len(batch.items)
+        start = min(search.num_start, num_items - 1)
+        num_labelled = sum(label != UNLABELLED for label in step.labels)
+        part = max((num_labelled - start) / (num_items - start), step.iteration / search.iterations)
+        known = self._parts.get((batch.index, chain), 0.0)
+        self._parts[batch.index, chain] = max(known, min(part, 0.95))
         self._observer.on_step(
             ChainStep(
                 batch=batch.index,
                 chain=chain,
-                num_items=len(batch.items),
-                num_tokens=sum(self._store.computed.values()),
-                num_done=sum(self._iterations.values()),
-                num_expected=self._num_expected(),
+                num_items=num_items,
+                num_tokens=sum(self.store.computed.values()),
                 step=step,
             )
         )
 
     def end(self, batch: Batch, chain: int) -> None:
-        self._ended.add((batch.index, chain))
+        self._parts[batch.index, chain] = 1.0
 
-    def _num_expected(self) -> int:
-        most = max((self._iterations[search] for search in self._ended), default=self._most)
-        return sum(
-            num if search in self._ended else max(num, most)
-            for search, num in self._iterations.items()
+    def _tell(self) -> None:
+        part = self._part(range(self._num_random))
+        if not part:
+            return
+        num_reads, num_items = self.store.num_reads, sum(self._num_items.values())
+        inverted = self._part(self._inverted)
+        if part < 1:
+            self._search_reads = (num_reads - self._num_before) / part / self._num_random
+        left = (1 - part) * self._num_random * self._search_reads
+        left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
+        whole_round = num_reads - self._num_before + left
+        left += self._num_rounds_left * whole_round + REPORT_READS * num_items
+        self._observer.on_progress(num_reads, num_reads + left)
+
+    def _part(self, chains: range) -> float:
+        """How far these chains are, every batch by its items; 1 where there is none."""
+        total = sum(self._num_items.values()) * len(chains)
+        done = sum(
+            num_items * self._parts.get((batch, chain), 0.0)
+            for batch, num_items in self._num_items.items()
+            for chain in chains
         )
+        return done / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +171,19 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    store = ScoreStore(run)
+    progress = _Progress(run, config, observer)
+    store = progress.store
     batches: list[Batch] = []
-    for round_items in _rounds(config, inputs.items):
+    rounds = _rounds(config, inputs.items)
+    for number, round_items in enumerate(rounds, start=1):
         if batches:
             labeller = replace(labeller, model=await _tune(config, batches, labeller))
         opened = [
             await run_in_thread(_open_batch, config, index, part, labeller=labeller, store=store)
             for index, part in enumerate(round_items, start=len(batches))
         ]
-        await _search(config, opened, run, store, observer)
+        progress.begin(opened, num_rounds_left=len(rounds) - number)
+        await _search(config, opened, run, progress)
         batches += opened
     truth = dict(inputs.gold())
     summary = await make_report(batches, config=config, model=engine.model, gold=truth, store=store)
@@ -264,15 +300,10 @@ def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labell
 
 
 async def _search(
-    config: IcmConfig,
-    batches: Sequence[Batch],
-    run: Run,
-    store: ScoreStore,
-    observer: Observer[ChainStep],
+    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: _Progress
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
-    progress = _Progress(batches, config, store, observer)
 
     async def search(batch: Batch, chain: int) -> ChainResult:
         decisions = DecisionLog(run, batch, chain=chain)

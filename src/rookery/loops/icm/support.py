@@ -30,7 +30,7 @@ from rookery.search.annealing import AnnealingConfig, start_labels
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 from rookery.seeding import stream, stream_seed
 
-__all__ = ["MAX_P", "Support", "join_supports", "measure_support", "random_gains"]
+__all__ = ["MAX_P", "NUM_CONTEXTS", "Support", "join_supports", "measure_support", "random_gains"]
 
 NUM_CONTEXTS = 16
 """Random labellings behind which every item is read: a few hundredths of what a search reads."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.search.fronts import crowding
+from rookery.search.fitness import crowding
 from rookery.search.programs.program import Member
 
 __all__ = [

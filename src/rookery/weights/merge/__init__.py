@@ -1,7 +1,13 @@
 """Operators that make children of adapters, each on delta W and on its two factors apart."""
 
-from rookery.weights.merge.by_block import adapted_blocks, block_names, merge_by_block
-from rookery.weights.merge.children import change_rank, merge, merge_stack
+from rookery.weights.merge.children import (
+    adapted_blocks,
+    block_names,
+    change_rank,
+    merge,
+    merge_by_block,
+    merge_stack,
+)
 from rookery.weights.merge.cross import Cross, Space
 from rookery.weights.merge.linear import LayerwiseConfig, LinearConfig
 from rookery.weights.merge.method import MergeConfig, is_dense

@@ -16,8 +16,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.seeding import Key, bulk_stream
-from rookery.weights.merge.blend import Blend, Drop, Floats, Integers, Trim
-from rookery.weights.merge.compiled import open_rows
+from rookery.weights.merge.compiled import Blend, Drop, Floats, Integers, Trim, open_rows
 from rookery.weights.merge.cross import (
     BLOCK,
     Cross,

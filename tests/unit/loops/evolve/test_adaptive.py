@@ -93,7 +93,7 @@ async def test_a_failed_program_is_mended_with_its_error(tmp_path: Path) -> None
     for prompt in model.repairs:
         current = prompt[prompt.index("# Current Program\n") :]
         assert f'NameError: "np" at {number_in(current)}' in prompt, "its own error"
-        assert prompt.count("  more\n") < 15, "the last lines of it"
+        assert 5 < prompt.count("  more\n") < 15, "the last lines of it, as lines"
         assert "BUG" in current
     assert model.warned and "error NameError" in model.warned[-1]
     rows = {row.name: row for row in report.operators}

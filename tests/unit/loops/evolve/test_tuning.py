@@ -61,14 +61,27 @@ def test_a_program_without_blocks_is_tuned_as_a_whole() -> None:
 
 def test_the_search_finds_better_numbers() -> None:
     constants = lift_constants("a = 3.0\nb = -2.0\n")
-    search, best = NumberSearch(constants, seed=1), -100.0
+    search, best = NumberSearch(constants, seed=1, score=None), -100.0
     for _ in range(20):
         scores = [-((a - 4.1) ** 2) - (b - 1.3) ** 2 for a, b in search.ask()]
         best = max(best, *scores)
         search.tell([None, *scores[1:]])
     assert best > -0.01
-    alone = NumberSearch(lift_constants("a = 3.0\n"), seed=1)
+    alone = NumberSearch(lift_constants("a = 3.0\n"), seed=1, score=None)
     assert all(len(values) == 1 for values in alone.ask())
+
+
+def test_lists_of_numbers_are_tuned() -> None:
+    numbers = ", ".join(f"({0.1 + i / 40}, 0.5)" for i in range(26))
+    constants = lift_constants(f"centers = [{numbers}]\n")
+    assert len(constants) == 52
+    search = NumberSearch(constants, seed=1, score=-13.0)
+    best, num = -13.0, 0
+    while num < 300:
+        scores = [-sum((value - 0.4) ** 2 for value in values) for values in search.ask()]
+        best, num = max(best, *scores), num + len(scores)
+        search.tell(scores)
+    assert best > -0.5, "a few numbers at a time, where CMA-ES has hardly begun"
 
 
 PROGRAM = "# EVOLVE-BLOCK-START\na = 1.0\nb = 1.0\n# EVOLVE-BLOCK-END\nc = 1.0\n"
@@ -182,3 +195,11 @@ async def test_baselines_are_tuned_where_they_say_so(tmp_path: Path) -> None:
 async def test_nothing_is_tuned_by_default(tmp_path: Path) -> None:
     config = EvolveConfig.model_validate({"max_iterations": 5, "diff_based_evolution": False})
     assert (await evolve_toy(tmp_path, config)).report.num_tuning_evaluations == 0
+
+
+async def test_fast_programs_are_scored_more_often_where_seconds_allow(tmp_path: Path) -> None:
+    own = {"tune": {"evaluations": 4, "seconds": 0.3}}
+    report = (await run_toy(tmp_path, tune_config(**own), ToyExecutor(outcome_of))).report
+    assert report.num_tuning_evaluations > 4
+    with pytest.raises(ValueError, match="what a clock ends is not repeatable"):
+        tune_config(mode="deterministic", **own)

@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.search.fitness import Fitness
-from rookery.search.fronts import first_front
+from rookery.search.fitness import Fitness, first_front
 from rookery.search.programs.ranking import Front
 from rookery.seeding import stream
 

@@ -207,10 +207,12 @@ class SandboxSettings(Config):
 
 
 class TuneConfig(Config):
-    """Numbers of a new best program are tuned by CMA-ES (extra `cmaes`): no tokens, evaluations."""
+    """Numbers of a new best program are tuned (extra `cmaes`): no tokens, evaluations."""
 
     evaluations: int = Field(default=60, ge=4)
     """For each new best program."""
+    seconds: float = Field(default=0.0, ge=0)
+    """More evaluations, where so many seconds allow them: for programs that are scored fast."""
 
 
 class RookeryConfig(Config):
@@ -243,12 +245,17 @@ class RookeryConfig(Config):
     """Tune the numbers in the EVOLVE blocks of every new best Python program; null: not."""
 
     @model_validator(mode="after")
-    def _baselines_are_possible(self) -> Self:
+    def _tuning_is_possible(self) -> Self:
         tuned = [name for name in self.baselines if name.endswith("+tune")]
         if tuned and self.tune is None:
             raise ValueError(
                 f"baselines name {tuned[0]!r}, and tune is not set: write "
                 "tune: {evaluations: 60}, or the baseline without +tune."
+            )
+        if self.mode == "deterministic" and self.tune is not None and self.tune.seconds:
+            raise ValueError(
+                f"tune.seconds is {self.tune.seconds:g} and mode is deterministic: what a clock "
+                "ends is not repeatable. Leave seconds out, and write more evaluations."
             )
         return self
 
