@@ -20,6 +20,8 @@ Every message says what was given, what is allowed and what to write instead. Th
 prints it as it is and exits with 2.
 """
 
+import errno
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -154,6 +156,10 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
     )
 
 
+NO_SPACE = os.strerror(errno.ENOSPC)
+"""What the system says of a full disk; libraries with errors of their own repeat it."""
+
+
 @contextmanager
 def boundary(
     error: type[RookeryError],
@@ -174,4 +180,6 @@ def boundary(
     except foreign as cause:
         hint = next((text for kind, text in (remedy or {}).items() if isinstance(cause, kind)), "")
         detail = " ".join(str(cause).split()) or type(cause).__name__
+        if not hint and NO_SPACE in detail:
+            hint = "The disk is full: free some space, then go on"
         raise error(f"{what}: {detail}" + (f". {hint}" if hint else "")) from cause
