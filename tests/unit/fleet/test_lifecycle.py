@@ -1,8 +1,10 @@
 """Every caller of a fleet is told at once: closing, defects, lost servers. Real HTTP."""
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from fleet.adapters import make_small
@@ -57,6 +59,31 @@ async def test_a_load_that_is_under_way_leaves_nothing_behind(is_called: bool) -
         assert not stub.adapters
         if is_called:
             assert isinstance(caller.exception(), FleetError)
+
+
+async def test_a_load_that_hangs_keeps_nothing_else_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up in time, the others are unloaded first, and its end is no stray error."""
+    monkeypatch.setattr("rookery.fleet.adapters.residency.LEAVE_S", 0.2)
+    stub = Stub()
+    strays: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: strays.append(told["message"]))
+    async with serve(stub):
+        config = FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)
+        async with open_fleet(config) as fleet:
+            await fleet.load(make_small("b"))
+            stub.load_s = 60.0
+            caller = asyncio.create_task(fleet.load(make_small("a", seed=1)))
+            await until(lambda: stub.num_loads_begun == 2)
+            caller.cancel()
+            await asyncio.wait([caller])
+        assert stub.loads.total() == 1 and not stub.adapters
+    assert "did not unload" in caplog.text and "it took longer than 0.2 s" in caplog.text
+    await asyncio.sleep(0)
+    del fleet, caller
+    gc.collect()
+    assert not strays
 
 
 async def test_a_closed_fleet_says_so() -> None:

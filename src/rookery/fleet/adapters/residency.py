@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Container, Hashable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -255,12 +256,17 @@ class Residency:
         if load is None:
             load = asyncio.create_task(self._client.load_adapter(name, path=str(path)))
             self._loads[name] = load
-            load.add_done_callback(lambda _: self._loads.pop(name))
+            load.add_done_callback(partial(self._end_load, name))
         try:
             await asyncio.shield(load)
         except AdapterError:
             self._names.discard(name)
             raise
+
+    def _end_load(self, name: str, load: asyncio.Task[None]) -> None:
+        del self._loads[name]
+        if not load.cancelled():
+            load.exception()  # seen: whoever asked for it may have been cancelled meanwhile
 
     async def unload(self, name: str, *, model: str) -> bool:
         """Unregister one; False when its folder must stay, as the server may read it yet.
@@ -280,7 +286,8 @@ class Residency:
     async def _let_go(self, names: Sequence[str], *, model: str) -> bool:
         try:
             async with asyncio.timeout(LEAVE_S):
-                for name in names:
+                # A load that hangs keeps none of the others there.
+                for name in sorted(names, key=self._loads.__contains__):
                     if name in self._loads:
                         await asyncio.wait([self._loads[name]])
                     await self._client.unload_adapter(name)
@@ -288,7 +295,8 @@ class Residency:
                     await self._wait_for_queue(model)
         except (TimeoutError, ServerLost, ServerRefusal) as error:
             if not _is_gone(error):
-                logger.warning("%s did not unload %s: %s", self._client.url, names, error)
+                why = str(error) or f"it took longer than {LEAVE_S:g} s"
+                logger.warning("%s did not unload %s: %s", self._client.url, names, why)
                 return False
         # Only now: as long as a request may be waiting there, a later call must ask again.
         self._names.difference_update(names)
