@@ -16,6 +16,7 @@ from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.admin import restore
 from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.http.client import ClientConfig
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.servers.registry import process_start
 from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
@@ -133,10 +134,17 @@ class TrainedStub(Stub):
 
     routes: tuple[str, ...] = ROUTES
     names: list[str] = field(default_factory=list)
+    hangs_update: bool = False
 
     async def _call_workers(self, request: web.Request) -> web.Response:
         self.names.append(self.version_name)
+        if self.hangs_update:
+            await asyncio.get_running_loop().create_future()  # until the client is gone
         return await super()._call_workers(request)
+
+    async def _tell_weights(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(0.1 if self.hangs_update else 0)  # what hangs was slow before
+        return await super()._tell_weights(request)
 
 
 def fleet_of(stub: Stub) -> FleetConfig:
@@ -218,17 +226,22 @@ async def test_weights_named_by_other_programs_are_theirs() -> None:
         assert (stub.weights, stub.weight_version) == ("theirs", "v7")
 
 
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refuses", "hangs"])
 async def test_a_server_that_keeps_trained_weights_keeps_their_name(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, *, is_refused: bool
 ) -> None:
     async with serve(TrainedStub()) as [stub]:
-        async with open_fleet(fleet_of(stub)) as fleet:
+        assert isinstance(stub, TrainedStub)
+        config = fleet_of(stub).model_copy(update={"client": ClientConfig(control_s=0.5)})
+        async with open_fleet(config) as fleet:
             await update_weights(fleet, Model("new"))
-            version, stub.refuse_update = fleet.base.version, True
+            version = fleet.base.version
+            stub.refuse_update, stub.hangs_update = is_refused, not is_refused
         assert (stub.weights, stub.version_name) == ("new", version)
+        assert is_refused or "refuse it: it takes longer than control_s" in caplog.text
         assert f"rookery fleet restore {stub.url}" in caplog.text
         with pytest.raises(FleetError):
-            async with open_fleet(fleet_of(stub)):
+            async with open_fleet(config):
                 pass
 
 

@@ -393,7 +393,7 @@ class Replica:
                 "%s keeps weights that were trained here, and its next clients refuse it: %s "
                 "Restart it, or write `rookery fleet restore %s`.",
                 self.url,
-                error or "it takes longer than control_s to load others.",
+                str(error) or "it takes longer than control_s to load others.",
                 self.url,
             )
         finally:
