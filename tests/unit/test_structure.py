@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rookery.compat.openevolve import read_config
 from rookery.compose.serve import ServeConfig
-from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
@@ -32,6 +32,7 @@ LAYERS = [
     {"engines", "megatron", "rollout", "vllm_backend"},
     {"environments"},
     {"loops", "service", "ui"},
+    {"compat"},
     {"compose"},
     {"cli"},
 ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rookery.compat.openevolve import Flags, LoadedConfig, read_config, with_keys
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     OpenRun,
@@ -35,8 +36,7 @@ from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.checkpoints import list_checkpoints, read_checkpoint
-from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_config
-from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import evolve
