@@ -182,8 +182,7 @@ def export(path: Path, out: Path | None = None, *, training_data: Path | None = 
     training_data
         The .jsonl file to write prompts and the answers to that improved a program.
     """
-    from rookery.loops.evolve.trace import export as export_population
-    from rookery.loops.evolve.trace import export_training_data
+    from rookery.loops.evolve.report import export_population, export_training_data
     from rookery.runs import Run
 
     if out is None and training_data is None:
