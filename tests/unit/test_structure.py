@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -167,6 +168,11 @@ def test_functions_and_files_stay_small() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_folders_stay_small() -> None:
+    sizes = Counter(path.parent for path in MODULES)
+    assert not {folder: size for folder, size in sizes.items() if size > 20}
 
 
 def test_importing_the_package_is_light() -> None:

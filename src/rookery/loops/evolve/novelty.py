@@ -63,7 +63,7 @@ class Comparison:
     """Of the judge; None when it does not report them."""
 
     def note_on(self, child: Child) -> Child:
-        """The child with its embedding, which its file keeps as OpenEvolve's do."""
+        """The child with its embedding, which its document keeps."""
         if not self.embedding:
             return child
         program = replace(child.program, embedding=unpack_vector(self.embedding))

@@ -165,7 +165,7 @@ class Child:
 
 
 def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
-    """As OpenEvolve's program files have them."""
+    """As the documents of programs have them."""
     prompt = {
         "system": exchange["system"],
         "user": exchange["user"],
