@@ -42,7 +42,8 @@ __all__ = [
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _BUILDING = threading.RLock()
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def _one_at_a_time(build: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
