@@ -166,7 +166,13 @@ def test_the_charts_follow_a_change_of_scheme_and_width(browser: Any, tmp_path: 
 
 
 def test_an_empty_and_a_short_report_open_without_complaint(browser: Any, tmp_path: Path) -> None:
-    nothing = {"rows": [], "lineage": [], "generations": [], "tasksets": [], "warnings": []}
+    nothing: dict[str, Any] = {
+        "rows": [],
+        "lineage": [],
+        "generations": [],
+        "tasksets": [],
+        "warnings": [],
+    }
     short = {"rows": [{"name": "a"}], "front": [{"id": "b"}, {"id": "c"}]}
     for name, keys in (("empty", nothing), ("short", short)):
         report = Report(browser, make_genome(tmp_path, name, report=keys))

@@ -234,9 +234,9 @@ def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Pat
         "sys.stdin.read()\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipe = subprocess.PIPE
     with (
-        subprocess.Popen(words, text=True, **pipes) as process,
+        subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe) as process,
         open_page(tmp_path, port=0) as page,
     ):
         assert process.stdout is not None and process.stdout.readline() == "written\n"

@@ -63,9 +63,9 @@ class Visitor:
         cookie = {"Cookie": self.cookie} if self.cookie else {}
         connection.request(method, path, body=body, headers={**cookie, **(headers or {})})
         response = connection.getresponse()
-        body = response.read()
+        answer = response.read()
         connection.close()
-        return response, body
+        return response, answer
 
     def enter(self) -> "Visitor":
         response, _ = self.ask(f"/?{self.query}")

@@ -318,7 +318,8 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
     def link() -> "ServiceLink":
         if not service:
             raise RunError("No service is named: start `rookery ui --service URL` to see one.")
-        return _fleets().ServiceLink(service)
+        found: ServiceLink = _fleets().ServiceLink(service)
+        return found
 
     @app.get("/api/fleet")
     async def servers() -> Response:
