@@ -179,7 +179,14 @@ def sweep(
     resume
         Resume the run of this name.
     """
-    document = {"vary": dict(map(_values, vary or ())), "seeds": seeds}
+    varied = [_values(text) for text in vary or ()]
+    keys = [key for key, _ in varied]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"--vary has {twice} twice: write all its values in one, --vary {twice}=VALUE,VALUE."
+        )
+    document = {"vary": dict(varied), "seeds": seeds}
     words = [f"--sweep.{key}={json.dumps(value)}" for key, value in document.items() if value]
     if not words:
         raise ConfigError(

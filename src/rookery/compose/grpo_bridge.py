@@ -105,7 +105,7 @@ def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
     layers = config.lora.targets if files.init is None else files.init.factors
     if any(layer.endswith("lm_head") for layer in layers):
         return False  # its weights may be the embeddings too
-    is_only = config.num_policies == 1 and config.atropos is None
+    is_only = config.sweep is None and config.atropos is None
     return is_beside and is_only and not _has_own_layout(files.folder.path)
 
 

@@ -31,6 +31,7 @@ from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
 from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.sweep import swept
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
@@ -117,18 +118,32 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     """The plan of a config; `values` are keys of it, as for `run_grpo`."""
     quiet_libraries()
     loaded = read_config(GrpoConfig, config, values)
-    return make_plan(loaded, read_files(loaded))
+    return make_plan(_with_largest(loaded), read_files(loaded))
 
 
 def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
     """Refuse a training that does not fit into memory. None for one that is far from it: a plan
     takes seconds."""
+    config = _with_largest(config)
     if _is_small(config, files) or _quick_share(config, files) is not None:
         return None
     plan = make_plan(config, files)
     if plan.complaint:
         raise ConfigError(plan.complaint)
     return plan
+
+
+def _with_largest(config: GrpoConfig) -> GrpoConfig:
+    """A sweep is planned as if all its adapters had the values of the one that needs most."""
+    if config.sweep is None:
+        return config
+
+    def size(own: GrpoConfig) -> tuple[int, bool]:
+        num_rollouts = (1 + (own.staleness or 0)) * own.max_groups * own.group_size
+        return num_rollouts * own.max_drawn_tokens, needs_reference(own)
+
+    largest = max((own.config for own in swept(config)), key=size)
+    return largest.model_copy(update={"sweep": config.sweep})
 
 
 def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
@@ -304,6 +319,7 @@ def server_share(
 ) -> float | None:
     """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
     the config says it. `plan` is made where it is not given."""
+    config = _with_largest(config)
     launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
     if launch is None or not _is_beside(launch, trainer_place(config)[0]):
         return None

@@ -19,6 +19,18 @@ REWARD = """\
 def reward(task, completion):
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
 """
+FAILING = """\
+from pathlib import Path
+STATE, CALLS = Path(__file__).with_name("state"), []
+
+def check():
+    CALLS.append(0)
+    if len(CALLS) > 30 and not STATE.exists():
+        STATE.write_text("broken")
+    if STATE.exists() and STATE.read_text() == "broken":
+        raise ValueError("no reward")
+
+"""
 CONFIG = """\
 engine: {model: tiny, cache_gib: 0.01}
 tasksets: [{type: jsonl, path: drawn.jsonl, sampling: {max_tokens: 3},
@@ -173,8 +185,21 @@ def test_an_adapter_that_cannot_be_trained_ends_alone(rookery: Command, config: 
     assert what_was_learned(own) == what_was_learned(config / "runs/alone")
     before = ranking(config / "runs/s")
     assert rookery("runs", "resume", "runs/s").code == 0 and ranking(config / "runs/s") == before
-    all_bad = rookery("grpo", "sweep", "g.yaml", "--max_gap", "1e-30", "--seeds", "2")
-    assert all_bad.code == 2 and "more than max_gap" in all_bad.words
+
+
+def test_when_all_adapters_fail_a_resumed_sweep_tries_all_again(
+    rookery: Command, config: Path
+) -> None:
+    (config / "reward.py").write_text(FAILING + REWARD.replace("return", "check()\n    return"))
+    ended = rookery("grpo", "sweep", "g.yaml", "--seeds", "2", "--name", "s")
+    assert ended.code == 2 and "no reward" in ended.words
+    again = rookery("runs", "resume", "runs/s")
+    assert again.code == 2 and "no reward" in again.words
+    (config / "state").write_text("mended")
+    ended = rookery("runs", "resume", "runs/s")
+    assert ended.code == 0, ended.err
+    adapters = json.loads((config / "runs/s/report.json").read_text())["sweep"]["adapters"]
+    assert len(adapters) == 2 and all("row" in adapter for adapter in adapters)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +216,19 @@ def test_an_adapter_that_cannot_be_trained_ends_alone(rookery: Command, config: 
         (("--vary", "loss.type=grpo,none"), "loss.type is"),
         (("--vary", "seed=1,2", "--seeds", "2"), "leave one of them out"),
         (("--seeds", "2", "--full", "true"), "full trains one model"),
+        (
+            ("--vary", "learning_rate=1e-2", "--vary", "learning-rate=2e-2"),
+            "--vary has learning_rate twice",
+        ),
+        (
+            ("--sweep.vary", "{keep-rollouts: [true, false]}", "--seeds", "2"),
+            "have keep_rollouts in",
+        ),
+        (("--sweep.vary", "{warm-up: [0], warm_up: [1]}", "--seeds", "2"), "warm_up twice"),
+        (
+            ("--seeds", "1", "--bridge", "merge", "--engine", "{type: fleet, urls: ['http://a']}"),
+            "sweep trains many: write bridge: slot",
+        ),
     ],
 )
 def test_what_cannot_be_swept_is_refused(

@@ -232,6 +232,7 @@ async def pause(url: str) -> None:
         ({}, {"quantization_config": {}}, True, False),
         ({}, {"num_experts": 8}, True, False),
         ({"environment": {"type": "atropos", "port": 1}}, {}, True, False),
+        ({"sweep": {"vary": {"learning_rate": [1e-4]}}}, {}, True, False),
     ],
 )
 def test_a_policy_is_merged_where_its_server_has_no_other_use(

@@ -227,6 +227,14 @@ def test_answers_that_wait_to_be_trained_on_count(
         run_grpo(config | {key: 10**9}, name="big", runs_dir=tmp_path / "runs")
 
 
+def test_a_sweep_is_planned_with_its_largest_adapter(config: dict[str, Any]) -> None:
+    def drawn(**values: Any) -> int:
+        [row] = [own for own in plan_grpo(config, **values).rows if own.name == "drawn answers"]
+        return row.num_bytes
+
+    assert drawn(sweep={"vary": {"group_size": [2, 64]}}) == 2 * drawn(group_size=64)
+
+
 def test_a_server_gets_what_the_trainer_leaves_of_its_gpu() -> None:
     gib = 2**30
     trainer = [grpo_plan.MemoryRow(name="masters", num_bytes=40 * gib, note="")]

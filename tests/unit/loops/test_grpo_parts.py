@@ -31,6 +31,7 @@ from rookery.loops.grpo.batch import (
 from rookery.loops.grpo.batch_drawer import BatchDrawer, Policy, TaskOrder
 from rookery.loops.grpo.data import make_data, mean_gap
 from rookery.loops.grpo.group_source import AtroposSource
+from rookery.loops.grpo.sweep import JointTrainer
 from rookery.runs import Run
 from rookery.seeding import stream
 from rookery.types import (
@@ -327,3 +328,52 @@ async def test_an_equal_group_is_replaced_while_others_are_drawn() -> None:
         await asyncio.sleep(0)
     batch = await drawing
     assert [group.position for group in batch.groups] == [1, 2]
+
+
+class HeldTrainer:
+    """Answers with what it was asked, when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.asked: list[list[str]] = []
+
+    async def forward(self, asked: Sequence[str]) -> list[str]:
+        self.asked.append(list(asked))
+        self.begun.set()
+        await self.may_answer.wait()
+        return list(asked)
+
+    forward_backward = optim_step = forward
+
+
+async def ended(task: "asyncio.Task[list[str]]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_adapter_that_stops_while_it_computes_for_all_answers_the_others() -> None:
+    trainer = HeldTrainer()
+    joint = JointTrainer(trainer, num_adapters=2)  # type: ignore[arg-type]
+    waits = asyncio.create_task(joint.call("forward", ["a"]))
+    await asyncio.sleep(0)
+    computes = asyncio.create_task(joint.call("forward", ["b"]))
+    await trainer.begun.wait()
+    computes.cancel()
+    trainer.may_answer.set()
+    await ended(computes)
+    assert await asyncio.wait_for(waits, 2) == ["a"]
+
+
+async def test_an_adapter_that_stops_while_it_waits_asks_for_nothing() -> None:
+    trainer = HeldTrainer()
+    trainer.may_answer.set()
+    joint = JointTrainer(trainer, num_adapters=3)  # type: ignore[arg-type]
+    stops, waits = (asyncio.create_task(joint.call("forward", [own])) for own in ("a", "b"))
+    await asyncio.sleep(0)
+    await ended(stops)
+    await joint.leave()
+    assert trainer.asked == []
+    assert await asyncio.wait_for(joint.call("forward", ["c"]), 2) == ["c"]
+    assert await asyncio.wait_for(waits, 2) == ["b"]
+    assert trainer.asked == [["b", "c"]]

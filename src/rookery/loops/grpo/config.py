@@ -1,11 +1,12 @@
 """What a grpo run is told: the config, with every default the vetted setting."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
@@ -69,6 +70,18 @@ class SweepConfig(Config):
     combination is trained."""
     seeds: int = Field(default=1, ge=1)
     """Adapters of each combination, with the seeds `seed`, `seed` + 1, ..."""
+
+    @field_validator("vary", mode="before")
+    @classmethod
+    def _spell(cls, vary: object) -> object:
+        """`learning-rate` is `learning_rate`, as in flags."""
+        if not isinstance(vary, Mapping):
+            return vary
+        keys = [str(key).replace("-", "_") for key in vary]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise ValueError(f"vary has {twice} twice: write all its values in one list")
+        return dict(zip(keys, vary.values(), strict=True))
 
     @property
     def num_adapters(self) -> int:
@@ -355,6 +368,11 @@ class GrpoConfig(ScheduleConfig):
             trained = "an adapter is" if self.full is None else "all weights are"
             raise ValueError(
                 f"bridge is {self.bridge}, and {trained} trained: write one of {', '.join(fitting)}"
+            )
+        if self.bridge == "merge" and self.sweep is not None:
+            raise ValueError(
+                "bridge is merge, which adds one adapter to the weights of a server, and sweep "
+                "trains many: write bridge: slot, or leave bridge out"
             )
         launch = self.engine.launch if self.engine.type == "fleet" else None
         if self.bridge == "alias" and launch is not None and launch.spare_gpus:

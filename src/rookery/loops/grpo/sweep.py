@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rookery.concurrency import task_group
+from rookery.concurrency import run_to_end, task_group
 from rookery.config import Config, assign, parse_config
 from rookery.errors import RookeryError, TaskError, TrainError
 from rookery.loops.grpo.config import GrpoConfig
@@ -116,7 +116,7 @@ def _folder_name(text: str) -> str:
 # One trainer for all of them: what they ask for is computed together.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     """What one adapter asks for, and where its answer goes."""
 
@@ -141,10 +141,15 @@ class JointTrainer:
 
     async def call(self, method: str, asked: Sequence[Any]) -> list[Any]:
         """The answers to these; the last adapter to ask computes for all."""
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Call(method, asked, answer))
-        await self._answer_all()
-        return await answer
+        call = _Call(method, asked, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        try:
+            await self._answer_all()
+            return await call.answer
+        except asyncio.CancelledError:  # its draw failed, for one: it asks no longer
+            if call in self._waiting:
+                self._waiting.remove(call)
+            raise
 
     async def leave(self) -> None:
         """An adapter is trained to its end: the others wait for it no longer."""
@@ -155,6 +160,10 @@ class JointTrainer:
         if not self._waiting or len(self._waiting) < self._num_adapters:
             return
         calls, self._waiting = self._waiting, []
+        # Whoever computes for all does so to the end, also when it is cancelled itself.
+        await run_to_end(self._compute(calls))
+
+    async def _compute(self, calls: Sequence[_Call]) -> None:
         for method, compute in self._methods.items():
             same = [call for call in calls if call.method == method]
             if not same:
@@ -163,10 +172,13 @@ class JointTrainer:
                 answers = iter(await compute([one for call in same for one in call.asked]))
             except Exception as error:  # noqa: BLE001 (whatever it was, it is everybody's answer)
                 for call in same:
-                    call.answer.set_exception(error)
+                    if not call.answer.done():
+                        call.answer.set_exception(error)
                 continue
             for call in same:
-                call.answer.set_result([next(answers) for _ in call.asked])
+                own = [next(answers) for _ in call.asked]
+                if not call.answer.done():  # one that was cancelled has no use for it
+                    call.answer.set_result(own)
 
 
 class PolicyOfMany:
@@ -285,9 +297,10 @@ async def _train_together(
     trained: Sequence[Trained], joint: JointTrainer, progress: "_Progress", run: Run
 ) -> dict[str, str]:
     """All to their ends. One that cannot be trained on, as one whose loss is NaN, ends alone: why,
-    by name, also of former processes. When none is left, the first error ends the run."""
-    failures = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
-    errors: list[RookeryError] = []
+    by name, also of former processes. When none is left, the first error ends the run, and all are
+    tried again when it is resumed."""
+    known = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
+    failures, errors = dict(known), list[RookeryError]()
 
     async def train_one(own: AdapterInputs, parts: Parts) -> None:
         name = own.swept.name
@@ -296,10 +309,9 @@ async def _train_together(
                 await train(parts)
         except (TaskError, TrainError) as error:
             errors.append(error)
-            if len(errors) == len(trained):
-                raise errors[0] from None
-            await run.append(FAILED, {"error": str(error)}, key=name)
             failures[name] = str(error)
+            if len(failures) == len(trained):
+                raise errors[0] from None
         if name in failures:
             progress.drop(name)
             await asyncio.to_thread(own.run.finish, "failed", message=failures[name])
@@ -308,6 +320,8 @@ async def _train_together(
     async with task_group() as tasks:
         for own, parts in trained:
             tasks.create_task(train_one(own, parts))
+    for name in failures.keys() - known.keys():
+        await run.append(FAILED, {"error": failures[name]}, key=name)
     return failures
 
 
