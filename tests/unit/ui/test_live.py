@@ -3,7 +3,9 @@
 import gzip
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 from base64 import b64encode
@@ -163,6 +165,81 @@ def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
     demo = rows["demo"]["result"]
     assert (demo["mean"], round(demo["low"], 2), round(demo["high"], 2)) == (0.91, 0.88, 0.94)
     assert rows["demo"]["spark_of"] == "genome/best" and len(rows["demo"]["spark"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", '{"stages": 3}'),
+        ("report.json", '{"rows": [null]}'),
+        ("report.json", '{"rows": [{"is_winner": true, "mean": NaN}]}'),
+        ("metrics.jsonl", '{"step": null, "time_s": 1, "genome/best": null}\n'),
+        ("metrics.jsonl", '{"step": 1e999, "time_s": 1, "genome/best": 1}\n'),
+        ("labels.jsonl", '{"id'),
+    ],
+)
+def test_a_file_of_another_form_gets_a_sentence_and_hides_no_other_run(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    make_genome(tmp_path, "good")
+    (make_genome(tmp_path, "bad") / file).write_text(content)
+    parts = ("", "/view", "/report", "/curves", "/labels", "/event/99999999999999999999")
+    with open_page(tmp_path, port=0) as page:
+        visitor = Visitor(page).enter()
+        assert {row["name"] for row in visitor.get("runs")["runs"]} >= {"good", "bad"}
+        for part in parts:
+            response, body = visitor.ask(f"/api/runs/bad{part}")
+            assert response.status in {200, 404, 422}, (part, body)
+            json.loads(body, parse_constant=pytest.fail)
+    try:
+        export_run(tmp_path / "bad", tmp_path / "bad.html")
+    except RookeryError as error:
+        assert "bad" in str(error) or "report.json" in str(error)
+    else:
+        saved = read_saved((tmp_path / "bad.html").read_text())
+        json.dumps(saved, allow_nan=False)
+
+
+def test_half_a_surrogate_pair_is_shown_and_exported(tmp_path: Path) -> None:
+    text = "\ud800 <b>"
+    make_evolve(tmp_path, text=text)
+    with open_page(tmp_path, port=0) as page:
+        programs = Visitor(page).enter().get("runs/programs/view")["lists"]["programs"]
+    assert programs[-1]["failure"] == ["timeout", f"Over 10 s. {text}"]
+    name = os.fsdecode(b"\xff")
+    path = make_grpo(tmp_path, text=text, report={"warnings": [text]}).rename(tmp_path / name)
+    export_run(path, tmp_path / "out.html")
+    assert read_saved((tmp_path / "out.html").read_text())["id"] == name
+
+
+def test_a_folder_with_a_name_of_any_kind_is_exported_as_the_page_asks_for_it(
+    tmp_path: Path,
+) -> None:
+    path = make_genome(tmp_path).rename(tmp_path / "a b,ä(1)")
+    out = tmp_path / f"{'n' * 250}.html"  # the longest that there is
+    export_run(path, out)
+    asked = "runs/a%20b%2C%C3%A4(1)"  # `encodeURIComponent`
+    assert read_saved(out.read_text())["answers"][asked]["row"]["status"] == "done"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export_run(path, out / "below.html")
+
+
+def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(tmp_path: Path) -> None:
+    run = make_genome(tmp_path)
+    with open_page(tmp_path, port=0) as page:
+        visitor = Visitor(page).enter()
+        visitor.get("runs/demo")
+        connection = HTTPConnection(*visitor.place, timeout=20)
+        connection.request("GET", "/api/runs/demo/stream", headers={"Cookie": visitor.cookie})
+        stream = connection.getresponse()
+        assert stream.readline().startswith(b"data: ")
+        shutil.rmtree(run)
+        response, body = visitor.ask("/api/runs/demo/view")
+        assert response.status == 404 and "is gone" in json.loads(body)["error"]
+        assert stream.read().strip() == b"", "the stream ends, so that the page asks again"
+        connection.close()
+        make_genome(tmp_path, generations=1)
+        assert len(visitor.get("runs/demo/view")["lists"]["generations"]) == 2
 
 
 def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
