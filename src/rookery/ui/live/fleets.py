@@ -70,7 +70,7 @@ class ServiceLink:
         with self._answers():
             choice = found["choices"][0]
             reason, usage = choice.get("finish_reason"), found.get("usage")
-            return {"text": str(choice["text"]), "finish_reason": reason, "usage": usage}
+            return {"text": "" + choice["text"], "finish_reason": reason, "usage": usage}
 
     @contextmanager
     def _answers(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Query, Request
@@ -126,6 +127,7 @@ def open_page(
             f"The page would be open to everyone who reaches {host}: give a key of at least "
             f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
         )
+    _check_addresses([*fleet, service])
     listener = _listen(host, port)
     token = key or secrets.token_urlsafe(18)
     number = listener.getsockname()[1]
@@ -387,6 +389,16 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
 def _closed(*, is_wrong: bool) -> str:
     sentence = "That key is not right." if is_wrong else "This page needs the key of its server."
     return _versioned("closed.html").replace("SENTENCE", sentence)
+
+
+def _check_addresses(urls: Sequence[str]) -> None:
+    for url in urls:
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            raise ConfigError(
+                f"Got the address {url}: {error}. Write one such as http://127.0.0.1:8000."
+            ) from None
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
