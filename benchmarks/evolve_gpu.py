@@ -56,10 +56,8 @@ MESSAGES = {
         "You are an expert in Python and in geometry. The function pack() places 26 circles that "
         "do not overlap in the unit square. It is scored by the sum of their radii; the best known "
         "is 2.635. An overlap of any size makes it invalid, so shrink radii by a factor of "
-        "0.9999999 at the end. Rows of 5 or 6 circles, or a list of 26 centers written out, are "
-        "better than rings. First give each circle half of the distance to its nearest neighbour, "
-        "then let one after the other grow until it touches. Use the standard library and numpy "
-        "only."
+        "0.9999999 at the end. Use the standard library "
+        "and numpy only."
     ),
 }
 """What the model is told of each task."""

@@ -1,8 +1,10 @@
 """Reads a model folder into a slotted model, and finds out what the engine could not run."""
 
+import functools
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -39,6 +41,21 @@ __all__ = [
 ]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_BUILDING = threading.RLock()
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _one_at_a_time(build: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Models are built one at a time: transformers sets torch's default type meanwhile, and
+    accelerate what modules do with their parameters, both for all threads."""
+
+    @functools.wraps(build)
+    def locked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with _BUILDING:
+            return build(*args, **kwargs)
+
+    return locked
 
 
 def find_device(name: str) -> str:
@@ -51,6 +68,7 @@ def find_device(name: str) -> str:
     return name
 
 
+@_one_at_a_time
 def load_model(
     folder: Path,
     *,
@@ -87,6 +105,7 @@ def load_model(
     return slotted
 
 
+@_one_at_a_time
 def finish_model(
     model: PreTrainedModel, *, folder: Path, names: frozenset[str] = frozenset()
 ) -> SlottedModel:
@@ -102,6 +121,7 @@ def finish_model(
         return _slotted(model, names=model_names(*known), folder=folder)
 
 
+@_one_at_a_time
 def make_empty_model(
     folder: Path, *, device: str = "cpu", dtype: str = "auto", is_exact: bool = False
 ) -> SlottedModel:
@@ -242,6 +262,7 @@ FindWeights = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, torch.Tenso
 """The weights with these names and shapes, all of them or an error."""
 
 
+@_one_at_a_time
 def attach_model(
     folder: Path, find: FindWeights, *, names: frozenset[str] = frozenset()
 ) -> SlottedModel:
@@ -265,6 +286,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return _shapes(_empty_model(folder))
 
 
+@_one_at_a_time
 def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights in a model folder, by the same names."""
     require_config(folder)
@@ -273,6 +295,7 @@ def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, torch.Tensor]
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@_one_at_a_time
 def _empty_model(folder: Path) -> PreTrainedModel:
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):

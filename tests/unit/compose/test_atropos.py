@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from environments.groups import make_document
 from forked import forked, run_code
+from marks import long
 from tiny import write_tiny_model
 
 from rookery.compose.atropos_options import AtroposOptions, translate
@@ -181,7 +182,7 @@ run_grpo(config, runs_dir=runs, name="toy", progress=False)
 """
 
 
-@pytest.mark.parametrize(("point", "number"), [("before", 2), ("after", 3)])
+@pytest.mark.parametrize(("point", "number"), [pytest.param("before", 2, marks=long), ("after", 3)])
 def test_a_killed_training_goes_on_and_trains_each_group_once(
     point: str, number: int, tmp_path: Path
 ) -> None:
