@@ -30,7 +30,7 @@ from ui.made_runs import (
 
 import rookery
 from rookery.errors import ConfigError, RookeryError
-from rookery.runs import Run
+from rookery.runs import NewEvent, Run
 from rookery.ui.live.curves import Curves, spark, thin
 from rookery.ui.live.export import (
     MODULES,
@@ -41,6 +41,7 @@ from rookery.ui.live.export import (
     render_run,
 )
 from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
 
 
@@ -272,6 +273,24 @@ def test_views_send_only_what_is_new(visitor: Visitor) -> None:
     assert later["lists"] == {"candidates": [], "generations": []}
     duel = visitor.get("runs/demo/duel")
     assert (duel["founder"], duel["candidate"], len(duel["tasks"])) == ("founder-b", "g003-c02", 20)
+
+
+def test_answers_that_are_drawn_for_pass_at_k_do_not_replace_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    path = make_genome(tmp_path)
+    with Run.open(path) as run:
+        rollouts = list(run.events("rollout"))
+        drawn = [{**event.payload, "reward": 1.0 - event.payload["reward"]} for event in rollouts]
+        keys = [f"{event.key}|1" for event in rollouts]
+        news = [
+            NewEvent(kind="rollout", key=k, payload=p) for k, p in zip(keys, drawn, strict=True)
+        ]
+        run.submit(news).result()
+        run.finish()
+    measured = {event.seq: event.payload["reward"] for event in rollouts}
+    tasks = OpenRun(path, "demo").duel("")["tasks"]
+    assert tasks and all(measured[row[2]] == row[1] for row in tasks)
 
 
 def test_programs_and_completions_are_read(visitor: Visitor) -> None:
