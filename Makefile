@@ -47,7 +47,7 @@ test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/real $(ARGS)
 
 test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
-	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
+	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real tests/unit/loops/evolve tests/unit/compat $(ARGS)
 	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit -m long $(ARGS)
 
 check: $(VENV)/.ready

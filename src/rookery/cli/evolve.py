@@ -13,7 +13,7 @@ from rookery.cli.terminal import check_flags, console, display, log_warnings, pr
 from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from rookery.loops.evolve.config import LoadedConfig
+    from rookery.compat.openevolve import LoadedConfig
 
 __all__ = ["evolve"]
 
@@ -182,8 +182,7 @@ def export(path: Path, out: Path | None = None, *, training_data: Path | None = 
     training_data
         The .jsonl file to write prompts and the answers to that improved a program.
     """
-    from rookery.loops.evolve.trace import export as export_population
-    from rookery.loops.evolve.trace import export_training_data
+    from rookery.loops.evolve.report import export_population, export_training_data
     from rookery.runs import Run
 
     if out is None and training_data is None:
@@ -216,7 +215,8 @@ def _load(
     overrides: Sequence[str], models: ModelFlags, length: RunFlags, place: PlaceFlags
 ) -> "LoadedConfig":
     """The config file under the flags and the environment."""
-    from rookery.loops.evolve.config import EvolveConfig, Flags, read_config
+    from rookery.compat.openevolve import Flags, read_config
+    from rookery.loops.evolve.config import EvolveConfig
 
     check_flags(overrides, fields=EvolveConfig.model_fields, own=_OWN)
     if place.distributed and place.executor not in (None, "ray"):

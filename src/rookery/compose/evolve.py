@@ -17,6 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rookery.compat import openevolve
+from rookery.compat.openevolve import (
+    Flags,
+    LoadedConfig,
+    list_checkpoints,
+    read_checkpoint,
+    read_config,
+    with_keys,
+)
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     OpenRun,
@@ -34,9 +43,7 @@ from rookery.concurrency import run_in_thread
 from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
-from rookery.loops.evolve.checkpoints import list_checkpoints, read_checkpoint
-from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_config
-from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import evolve
@@ -464,6 +471,7 @@ async def _evolve(
                     models=models,
                     executor=executor,
                     run=run,
+                    output_format=openevolve,
                     watcher=IterationLines(display, bar, run),
                     embedder=embedder,
                     extended_from=config.extended_from,

@@ -5,12 +5,12 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
+from rookery.compat.openevolve import LoadedConfig
 from rookery.compose.evolve import Problem, open_executor, read_inputs, run_config
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import run_async
 from rookery.errors import SandboxError
 from rookery.fleet.http.external import ExternalEmbedder
-from rookery.loops.evolve.config import LoadedConfig
 from rookery.loops.evolve.evaluation_task import FORGEABLE, EvaluationRequest, say_not_isolated
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.search_state import search_config

@@ -11,6 +11,7 @@ from aiohttp import web
 from scripted import Scripted, serve_scripted
 
 import rookery
+from rookery.compat.openevolve import read_config, with_keys
 from rookery.compose import evolve
 from rookery.compose.evolve import describe
 from rookery.compose.proposers import open_config_embedder, open_models
@@ -25,8 +26,7 @@ from rookery.errors import (
     RunError,
 )
 from rookery.fleet.http.external import ExternalEmbedder, ExternalTextModel
-from rookery.loops.evolve.config import EvolveConfig, read_config
-from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import read_first_program
 from rookery.loops.evolve.parts import Iteration

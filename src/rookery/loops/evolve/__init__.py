@@ -1,7 +1,7 @@
 """evolve: programs evolved by a language model.
 
 loop.py          `evolve`: the whole of it
-scheduler.py           attempts through their stages, many at a time; how a run resumes
+scheduler.py     attempts through their stages, many at a time; how a run resumes
 order.py         which attempt is asked and told next; the backlog, budgets and why a run stops
 stages.py        what each stage of an attempt leaves behind
 search_state.py  what the search knows, as a function of what was told
@@ -15,14 +15,11 @@ evaluation_task.py    what workers run: a warm sandbox around the evaluator
 tuning.py        the numbers of a program, tuned by CMA-ES
 first_program.py the program to start from, checked
 first_programs.py     the programs to start from, scored
-program.py       a program with all that is known of it, of one file or of several
-program_store.py programs as blobs, and logs/
+program.py       a program with all that is known of it: files, document, blob
 baselines.py     simpler searches with as much to spend
-outputs.py       best/, checkpoints/ and the trace
-checkpoints.py   checkpoint and `best` folders that OpenEvolve reads, and reading its own
-trace.py         evolution_trace, the population without clocks, training data
-report.py        the report
-config/          OpenEvolve's config files, and our own keys under `rookery:`
+outputs.py       what is written for others and when: best/, checkpoints/, the trace; logs/
+report.py        the report, the population without clocks, training data
+config/          the config: its sections, and all of them
 prompt_templates/     what prompts are made of
 """
 

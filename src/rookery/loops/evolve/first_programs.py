@@ -15,9 +15,8 @@ from rookery.errors import ConfigError
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.parts import Parts
-from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.program import ProgramRecord, has_large
 from rookery.loops.evolve.program_evaluator import Lease
-from rookery.loops.evolve.program_store import has_large
 from rookery.loops.evolve.proposer import make_child
 from rookery.loops.evolve.search_state import SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data

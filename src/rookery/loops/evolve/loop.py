@@ -26,10 +26,9 @@ from rookery.loops.evolve.first_programs import (
     prepare_first_programs,
     tell_first_programs,
 )
-from rookery.loops.evolve.outputs import Outputs, open_outputs
+from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
 from rookery.loops.evolve.parts import UNWATCHED, Providers, Watcher, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.program_store import log_to_file
 from rookery.loops.evolve.report import FinishedSearch, make_report
 from rookery.loops.evolve.scheduler import AttemptScheduler
 from rookery.loops.evolve.search_state import open_state
@@ -56,6 +55,7 @@ async def evolve(
     models: Mapping[str, TextModel],
     executor: Executor,
     run: Run,
+    output_format: OutputFormat,
     watcher: Watcher = UNWATCHED,
     embedder: Embedder | None = None,
     extended_from: int = 0,
@@ -65,8 +65,9 @@ async def evolve(
     Call it again with the same run to resume. `models` has the arms by the names that `llm.models`
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
-    `embedder` is the config's `database.embedding_model`. `extended_from` is how many attempts were
-    decided when the run had finished and more were asked for.
+    `output_format` writes `best/`, the checkpoints and the trace. `embedder` is the config's
+    `database.embedding_model`. `extended_from` is how many attempts were decided when the run had
+    finished and more were asked for.
     """
     programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
@@ -81,7 +82,9 @@ async def evolve(
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
-        return await _evolve(config, programs, providers, extended_from=extended_from)
+        return await _evolve(
+            config, programs, providers, output_format=output_format, extended_from=extended_from
+        )
 
 
 async def _evolve(
@@ -89,6 +92,7 @@ async def _evolve(
     programs: Sequence[FirstProgram | ProgramRecord],
     providers: Providers,
     *,
+    output_format: OutputFormat,
     extended_from: int,
 ) -> EvolveResult:
     run = providers.run
@@ -99,7 +103,14 @@ async def _evolve(
     state.extended_from = extended_from
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
-    outputs = Outputs(config, run=run, store=parts.store, state=state, first=programs[0])
+    outputs = Outputs(
+        config,
+        run=run,
+        store=parts.store,
+        state=state,
+        first=programs[0],
+        output_format=output_format,
+    )
     await outputs.ensure_best()
     scheduler = AttemptScheduler(parts, state, num_attempts=config.max_iterations, outputs=outputs)
     async with open_outputs(outputs):

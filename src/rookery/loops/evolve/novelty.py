@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import EngineError, FleetError, FleetSettingsError
-from rookery.loops.evolve.program import pack_vector, unpack_vector
-from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.program import ProgramStore, pack_vector, unpack_vector
 from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, seed_of
 from rookery.loops.evolve.search_state import similarity_failure
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
@@ -64,7 +63,7 @@ class Comparison:
     """Of the judge; None when it does not report them."""
 
     def note_on(self, child: Child) -> Child:
-        """The child with its embedding, which its file keeps as OpenEvolve's do."""
+        """The child with its embedding, which its document keeps."""
         if not self.embedding:
             return child
         program = replace(child.program, embedding=unpack_vector(self.embedding))

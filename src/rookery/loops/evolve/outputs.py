@@ -1,4 +1,4 @@
-"""The files of an evolution for people and for OpenEvolve: `best/`, `checkpoints/`, the trace.
+"""The files of an evolution for people and other programs: `best/`, `checkpoints/`, trace, `logs/`.
 
     async with open_outputs(parts...) as outputs:
         due = outputs.find_due(member, is_best=True, is_new=True)      # when it is told
@@ -9,34 +9,145 @@ than QUEUE of them are due. After a crash what may be missing is written again.
 """
 
 import asyncio
+import logging
+import queue
+import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
+from typing import Protocol
 
 from rookery.concurrency import run_in_thread, task_group
-from rookery.loops.evolve.checkpoints import (
-    Checkpoint,
-    FeatureRange,
-    WriteOptions,
-    fill_best,
-    fill_checkpoint,
-    list_checkpoints,
-)
-from rookery.loops.evolve.config import EvolveConfig
+from rookery.errors import RunError, boundary
+from rookery.loops.evolve.config import EvolveConfig, TraceConfig
 from rookery.loops.evolve.first_program import FirstProgram, suffix_of
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.program import ProgramRecord, ProgramStore
 from rookery.loops.evolve.prompts import Prompt
 from rookery.loops.evolve.search_state import SearchState
-from rookery.loops.evolve.trace import Step, TraceWriter, trace_entry
 from rookery.runs import Run
 from rookery.search.programs.database import DatabaseState
 from rookery.search.programs.program import Member
 
-__all__ = ["Due", "Outputs", "open_outputs"]
+__all__ = [
+    "Checkpoint",
+    "Due",
+    "FeatureRange",
+    "OutputFormat",
+    "Outputs",
+    "Step",
+    "Trace",
+    "WriteOptions",
+    "log_to_file",
+    "open_outputs",
+]
+
+# What is written, as values; how, an OutputFormat says.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureRange:
+    """What was seen of a feature dimension; the grid's bins are cut from it."""
+
+    min: float
+    max: float
+    values: tuple[float, ...] = ()
+    """The latest values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Programs, and which of them stand where. Lists over islands have one entry per island."""
+
+    programs: Sequence[ProgramRecord]
+    islands: Sequence[Sequence[str]]
+    """Ids per island."""
+    grids: Sequence[Mapping[str, str]]
+    """Per island: cell ("3-7": one bin per feature dimension) to id."""
+    archive: Sequence[str] = ()
+    best_id: str | None = None
+    island_best_ids: Sequence[str | None] = ()
+    iteration: int = 0
+    """The last iteration that is in it."""
+    current_island: int = 0
+    island_generations: Sequence[int] = ()
+    last_migration_generation: int = 0
+    feature_ranges: Mapping[str, FeatureRange] = field(default_factory=dict)
+
+    @property
+    def best(self) -> ProgramRecord | None:
+        """The best program, where one is named."""
+        return next((p for p in self.programs if p.id == self.best_id), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a checkpoint is written."""
+
+    suffix: str = ".py"
+    """Of the best program's file."""
+    other_files: Mapping[str, str] = field(default_factory=dict)
+    """Of a folder: what stands unchanged beside the program's files."""
+    saved_at: float
+    """Now, in seconds since 1970."""
+    with_prompts: bool = True
+    max_inline_bytes: int = 32 * 1024
+    """Larger artifacts get files of their own (`database.artifact_size_threshold`)."""
+    earlier: Path | None = None
+    """A checkpoint of the same run. Programs that it has get a second name, not a second copy: most
+    of a population was in the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One iteration that gave a child."""
+
+    parent: ProgramRecord
+    child: ProgramRecord
+    prompt: Prompt | None = None
+    answer: str | None = None
+
+
+class Trace(Protocol):
+    """A file of steps, each child once: what may be missing after a crash is appended again."""
+
+    def append(self, step: Step) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OutputFormat(Protocol):
+    """How programs and populations stand in files.
+
+    A function fills a folder that is new and empty; whoever calls it makes that whole or absent.
+    """
+
+    def fill_best(self, folder: Path, program: ProgramRecord, *, options: WriteOptions) -> None: ...
+
+    def fill_checkpoint(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        *,
+        place: Path,
+        options: WriteOptions,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
+        """`place` is the path at which the folder will stand, `files` has programs as documents."""
+        ...
+
+    def list_checkpoints(self, folder: Path) -> list[Path]:
+        """The checkpoints of a run, by iteration."""
+        ...
+
+    def open_trace(self, output: Path, *, config: TraceConfig) -> Trace: ...
+
+
+# What of it is due, and when it is written.
+
 
 QUEUE = 64
 NEW_SHARE = 0.05
@@ -86,17 +197,19 @@ class Outputs:
         store: ProgramStore,
         state: SearchState,
         first: FirstProgram | ProgramRecord,
+        output_format: OutputFormat,
     ) -> None:
         self._config = config
         self._run = run
         self._store = store
         self._state = state
+        self._format = output_format
         self._suffix = suffix_of(first.language)
         self._other_files: Mapping[str, str] = {}
         if isinstance(first, FirstProgram):
             self._suffix, self._other_files = first.suffix, first.other_files
         self._num_at_checkpoint = state.num_decided
-        self._trace: TraceWriter | None = None
+        self._trace: Trace | None = None
         self._earlier: Path | None = None
         """The checkpoint before, once it was looked for."""
         # Set by `note` and `close`, cleared by `write_bests`, which writes what is the best then.
@@ -190,14 +303,14 @@ class Outputs:
         await run_in_thread(
             self._run.write_folder,
             "best",
-            lambda folder: fill_best(folder, program, options=options),
+            lambda folder: self._format.fill_best(folder, program, options=options),
         )
 
     async def write_all(self) -> None:
         """Until `close`."""
         if self._config.evolution_trace.enabled:
             self._trace = await run_in_thread(
-                TraceWriter, self._run.path, config=self._config.evolution_trace
+                self._format.open_trace, self._run.path, config=self._config.evolution_trace
             )
         try:
             while (item := await self._queue.get()) is not None:
@@ -209,7 +322,7 @@ class Outputs:
     def _write(self, item: _Item) -> None:
         match item:
             case _Traced() if self._trace is not None:
-                self._trace.append(self._trace_entry(item))
+                self._trace.append(self._step(item))
             case _Checkpoint():
                 self._write_checkpoint(item)
 
@@ -222,13 +335,13 @@ class Outputs:
             max_inline_bytes=self._config.database.artifact_size_threshold,
         )
 
-    def _trace_entry(self, item: _Traced) -> dict[str, object]:
+    def _step(self, item: _Traced) -> Step:
         step = Step(parent=self._store.get(item.parent), child=self._store.get(item.id))
         if item.answer:  # tuned numbers are nobody's answer
             kept = self._store.get_document(item.answer)
             prompt = Prompt(system=kept["system"], user=kept["user"], template=kept["template"])
             step = replace(step, prompt=prompt, answer=kept["answer"])
-        return trace_entry(step, config=self._config.evolution_trace)
+        return step
 
     def _write_checkpoint(self, due: _Checkpoint) -> None:
         name = f"checkpoints/checkpoint_{due.iteration}"
@@ -236,11 +349,13 @@ class Outputs:
         ids = [member.id for member in due.database.population.members]
         files = {id: self._store.path(id) for id in ids if id not in due.large}
         checkpoint = self._checkpoint(due)
-        earlier = self._earlier or next(reversed(list_checkpoints(self._run.path)), None)
+        earlier = self._earlier or next(
+            reversed(self._format.list_checkpoints(self._run.path)), None
+        )
         options = replace(self._options(), earlier=earlier)
         self._run.write_folder(
             name,
-            lambda folder: fill_checkpoint(
+            lambda folder: self._format.fill_checkpoint(
                 folder, checkpoint, place=place, options=options, files=files
             ),
         )
@@ -278,3 +393,51 @@ async def open_outputs(outputs: Outputs) -> AsyncIterator[Outputs]:
         group.create_task(outputs.write_bests(), name="best")
         yield outputs
         await outputs.close()
+
+
+# `logs/` of a run: what Rookery logs while it evolves, in a file of its own.
+#
+# with log_to_file(config, run.path):
+#     ...
+#
+# A thread writes: the event loop does not wait for the file. What programs and servers wrote cannot
+# colour or move the terminal of whoever reads it.
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Colours and moves of the cursor; of other sequences the control characters go."""
+FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+class _PlainFormatter(logging.Formatter):
+    """Without terminal escapes and other control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = _ESCAPES.sub("", super().format(record))
+        return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
+@contextmanager
+def log_to_file(config: EvolveConfig, folder: Path) -> Iterator[Path]:
+    """Append to `logs/evolve.log`, or to the folder of `log_dir`, from `log_level` on."""
+    place = Path(config.log_dir) if config.log_dir else folder / "logs"
+    with boundary(RunError, f"Opening the log in {place}", foreign=(OSError,)):
+        place.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(place / "evolve.log", encoding="utf-8")
+    file.setFormatter(_PlainFormatter(FORMAT))
+    # Filled by whoever logs, drained by the listener's thread.
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    listener, handler = QueueListener(lines, file), QueueHandler(lines)
+    logger = logging.getLogger("rookery")
+    level = logger.level
+    handler.setLevel(config.log_level)
+    logger.addHandler(handler)
+    logger.setLevel(min(logging.getLevelName(config.log_level), logger.getEffectiveLevel()))
+    listener.start()
+    try:
+        yield place / "evolve.log"
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        listener.stop()
+        file.close()

@@ -8,8 +8,8 @@ from typing import Protocol
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.novelty import Novelty, NoveltyJudge
+from rookery.loops.evolve.program import ProgramStore
 from rookery.loops.evolve.program_evaluator import Judge, Judges, ProgramEvaluator
-from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Endpoint, Proposer
 from rookery.ports import Embedder, Executor, TextModel

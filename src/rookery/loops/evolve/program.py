@@ -1,27 +1,37 @@
-"""A program under search, with all that OpenEvolve's files say of one."""
+"""A program under search with all that is known of it: its files, its document, its blob."""
 
 import base64
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.errors import ConfigError
+from rookery.runs import BlobStore
 
 __all__ = [
     "Metrics",
+    "ProgramDocument",
     "ProgramRecord",
+    "ProgramStore",
     "find_file_problem",
     "find_fitness",
+    "has_large",
     "is_number",
     "join_files",
+    "keep_artifacts",
     "named_file",
     "pack_vector",
+    "program_document",
+    "read_artifacts",
     "read_other_files",
     "read_program",
     "split_files",
@@ -160,7 +170,7 @@ class ProgramRecord:
     """What the model says of all changes so far (`prompt.programs_as_changes_description`)."""
     parent_metrics: Metrics = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries of OpenEvolve's `metadata`, such as `migrant` and `token_usage`."""
+    """Further entries of the document's `metadata`, such as `migrant` and `token_usage`."""
     artifacts: Mapping[str, str | bytes] = field(default_factory=dict)
     prompts: Mapping[str, Any] = field(default_factory=dict)
     """Template name to {system, user, responses}."""
@@ -223,3 +233,197 @@ def pack_vector(vector: Sequence[float]) -> str:
 def unpack_vector(text: str) -> tuple[float, ...]:
     """The numbers of a packed vector."""
     return tuple(np.frombuffer(base64.b64decode(text), dtype=_DTYPE).tolist())
+
+
+# A program as the document that blobs and the `programs/` of checkpoints hold, and back.
+
+
+_OWN = ("changes", "parent_metrics", "island")
+"""Entries of the document's `metadata` that are fields of a ProgramRecord."""
+
+
+class ProgramDocument(BaseModel):
+    """What is read of the document. Entries of other versions are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Also a file name, so no path."""
+    code: str
+    changes_description: str | None = None
+    language: str | None = None
+    parent_id: str | None = None
+    generation: int = 0
+    timestamp: float = 0.0
+    iteration_found: int = 0
+    metrics: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    prompts: dict[str, Any] | None = None
+    artifacts_json: str | None = None
+    artifact_dir: str | None = None
+    embedding: tuple[float, ...] | None = None
+
+    def record(self, *, island: int | None, artifacts: Mapping[str, str | bytes]) -> ProgramRecord:
+        """The program, on the island that the metadata names or else its own document."""
+        own = self.metadata.get("island")
+        own_island = own if isinstance(own, int) and not isinstance(own, bool) else None
+        parent_metrics = self.metadata.get("parent_metrics")
+        return ProgramRecord(
+            id=self.id,
+            code=self.code,
+            language=self.language or "unknown",
+            parent_id=self.parent_id,
+            generation=self.generation,
+            iteration=self.iteration_found,
+            timestamp=self.timestamp,
+            metrics=self.metrics,
+            island=own_island if island is None else island,
+            changes=str(self.metadata.get("changes") or ""),
+            changes_description=self.changes_description or "",
+            parent_metrics=parent_metrics if isinstance(parent_metrics, dict) else {},
+            metadata={key: value for key, value in self.metadata.items() if key not in _OWN},
+            artifacts=artifacts,
+            prompts=self.prompts or {},
+            embedding=self.embedding,
+        )
+
+
+def program_document(
+    program: ProgramRecord, *, small: Mapping[str, str | bytes], artifact_dir: Path | None
+) -> dict[str, Any]:
+    """The document. Small artifacts stand in it, large ones in their own folder."""
+    own = {
+        "changes": program.changes or None,
+        "parent_metrics": dict(program.parent_metrics) or None,
+        "island": program.island,
+    }
+    kept = {key: value for key, value in own.items() if value is not None}
+    return {
+        "id": program.id,
+        "code": program.code,
+        "changes_description": program.changes_description,
+        "language": program.language,
+        "parent_id": program.parent_id,
+        "generation": program.generation,
+        "timestamp": program.timestamp,
+        "iteration_found": program.iteration,
+        "metrics": dict(program.metrics),
+        "complexity": float(len(program.code)),
+        "metadata": {**program.metadata, **kept},
+        "prompts": dict(program.prompts) or None,
+        "artifacts_json": json.dumps(small, default=_encode_bytes) if small else None,
+        "artifact_dir": str(artifact_dir) if artifact_dir else None,
+        "embedding": list(program.embedding) if program.embedding is not None else None,
+    }
+
+
+def read_artifacts(text: str | None, folder: Path | None) -> dict[str, str | bytes]:
+    """The artifacts of a document and of its folder. Files that are no text are bytes."""
+    loaded = json.loads(text) if text else {}
+    entries = loaded if isinstance(loaded, dict) else {}
+    artifacts = {name: _decode(value) for name, value in entries.items()}
+    for path in sorted(folder.iterdir()) if folder else ():
+        if path.is_file() and not path.is_symlink():
+            artifacts[path.name] = _as_text(path.read_bytes())
+    return artifacts
+
+
+def _encode_bytes(value: object) -> dict[str, str]:
+    assert isinstance(value, bytes)
+    return {"__bytes__": base64.b64encode(value).decode()}
+
+
+def _decode(value: object) -> str | bytes:
+    if isinstance(value, dict) and list(value) == ["__bytes__"]:
+        return base64.b64decode(value["__bytes__"])
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _as_text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+# Programs of a run as blobs, by id: the search keeps numbers in memory, texts stay on disk.
+#
+#     digest = store.put(program)
+#     store.add("p7", digest)
+#     store.get("p7").code
+#
+# `put` and `get` wait for the disk: call them in a thread.
+
+
+NUM_CACHED = 256
+"""Programs in memory: the parents, inspirations and best of the islands come up again."""
+
+
+class ProgramStore:
+    """Usable from several threads."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._digests: dict[str, str] = {}
+        self._read = lru_cache(maxsize=NUM_CACHED)(self._read_blob)
+
+    def put(self, program: ProgramRecord) -> str:
+        """Store a program and return its digest."""
+        document = program_document(program, small=program.artifacts, artifact_dir=None)
+        return self.put_document(document)
+
+    def path(self, id: str) -> Path:
+        """The file with the program's document, as checkpoints have it."""
+        return self._blobs.path(self._digests[id])
+
+    def put_document(self, document: Mapping[str, object]) -> str:
+        return self._blobs.put_bytes(json.dumps(document, sort_keys=True).encode())
+
+    def get_document(self, digest: str) -> dict[str, str]:
+        document: dict[str, str] = json.loads(self._blobs.read_bytes(digest))
+        return document
+
+    def add(self, id: str, digest: str) -> None:
+        """Let a program be found by its id."""
+        self._digests[id] = digest
+
+    def get(self, id: str) -> ProgramRecord:
+        return self._read(self._digests[id])
+
+    def get_whole(self, id: str) -> ProgramRecord:
+        """With its prompts, which are for checkpoints and longer than all the rest."""
+        return self._read_file(self._digests[id])
+
+    def _read_blob(self, digest: str) -> ProgramRecord:
+        return replace(self._read_file(digest), prompts={})
+
+    def _read_file(self, digest: str) -> ProgramRecord:
+        file = ProgramDocument.model_validate_json(self._blobs.read_bytes(digest))
+        return file.record(island=None, artifacts=read_artifacts(file.artifacts_json, None))
+
+
+def keep_artifacts(
+    artifacts: Mapping[str, str | bytes], *, max_bytes: int
+) -> dict[str, str | bytes]:
+    """The artifacts that fit, in their order; those left out are named in one of their own."""
+    kept: dict[str, str | bytes] = {}
+    left_out, num_bytes = [], 0
+    for name, value in artifacts.items():
+        size = _num_bytes(value)
+        if num_bytes + size > max_bytes:
+            left_out.append(f"{name} ({size} bytes)")
+            continue
+        kept[name] = value
+        num_bytes += size
+    if left_out:
+        kept["left_out"] = f"Over evaluator.max_artifact_storage: {', '.join(left_out)}"[:1000]
+    return kept
+
+
+def has_large(artifacts: Mapping[str, str | bytes], *, max_bytes: int) -> bool:
+    """Whether one of them is larger than that."""
+    return any(_num_bytes(value) > max_bytes for value in artifacts.values())
+
+
+def _num_bytes(value: str | bytes) -> int:
+    return len(value.encode(errors="replace")) if isinstance(value, str) else len(value)

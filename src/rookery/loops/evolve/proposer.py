@@ -22,8 +22,7 @@ from rookery.errors import (
 )
 from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.config import ModelConfig
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.program import ProgramRecord, ProgramStore
 from rookery.loops.evolve.prompts import Asked, Prompt, Prompts, ShownPrograms
 from rookery.loops.evolve.search_state import program_id
 from rookery.loops.evolve.stages import AttemptFailure, Generated
@@ -166,7 +165,7 @@ class Child:
 
 
 def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
-    """As OpenEvolve's program files have them."""
+    """As the documents of programs have them."""
     prompt = {
         "system": exchange["system"],
         "user": exchange["user"],

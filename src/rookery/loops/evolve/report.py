@@ -1,17 +1,24 @@
-"""The report of an evolution, made of its state when it ended. Reads programs: call in a thread."""
+"""What a run tells when it has ended: its report, its population, its training data.
 
-from collections.abc import Iterator, Sequence
+All of it reads programs: call it in a thread.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.baselines import Baseline
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import FORGEABLE
+from rookery.loops.evolve.first_programs import FIRST_PROGRAM, first_id
 from rookery.loops.evolve.order import price
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.search_state import SearchState, Spending, search_config
+from rookery.loops.evolve.search_state import SearchState, Spending, program_id, search_config
+from rookery.loops.evolve.stages import Evaluated, Stages, from_data, read_stages
 from rookery.reports.evolve import (
     ArmRecord,
     BaselineRecord,
@@ -23,9 +30,10 @@ from rookery.reports.evolve import (
     ProgramRow,
     TokensRecord,
 )
+from rookery.runs import RunView
 from rookery.search.programs.program import Member, numeric_metrics, score_of
 
-__all__ = ["FinishedSearch", "make_report"]
+__all__ = ["FinishedSearch", "export_population", "export_training_data", "make_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,3 +233,96 @@ def _warnings(config: EvolveConfig, state: SearchState, *, is_forgeable: bool) -
         yield f"{num} programs could not be compared by embedding as asked. The first: {first}"
     if state.num_decided and not state.num_committed:
         yield "No iteration gave a program that could be scored."
+
+
+# The population of a run as text without clocks: equal for runs that found the same.
+#
+#     text = export_population(run)
+#
+# One line of JSON per attempt in the order of decisions, with the program or the failure, after the
+# first programs. Two deterministic runs of one config give the same bytes, whatever the number of
+# workers and however often they were killed.
+
+
+def export_population(run: RunView) -> str:
+    """A line of JSON for each first program, then for each attempt."""
+    lines = [*_first_programs(run), *_attempts(run)]
+    return "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+def _first_programs(run: RunView) -> Iterator[dict[str, Any]]:
+    events = sorted(run.events(FIRST_PROGRAM), key=lambda event: int(event.key))
+    for event in events:
+        evaluated = from_data(Evaluated, event.payload)
+        yield {"id": first_id(int(event.key)), **_program(run, evaluated)}
+
+
+def _attempts(run: RunView) -> Iterator[dict[str, Any]]:
+    known, decided = read_stages(run)
+    for number in decided:
+        yield _line(run, number, known[number])
+
+
+def _line(run: RunView, number: int, stages: Stages) -> dict[str, Any]:
+    planned, evaluated, decision = stages.planned, stages.evaluated, stages.decision
+    assert planned is not None and decision is not None
+    plan = planned.plan
+    line: dict[str, Any] = {
+        "iteration": number,
+        "island": plan.island,
+        "parent": plan.parent,
+        "inspirations": plan.inspirations,
+        "top": plan.top,
+        "model": plan.arm,
+        "generation": plan.generation,
+    }
+    if plan.operator:
+        line["operator"] = plan.operator
+    if decision.failure is not None:
+        failure = {"kind": decision.failure.kind, "message": decision.failure.message}
+        return line | {"failure": failure}
+    assert evaluated is not None
+    return line | {"id": program_id(number), **_program(run, evaluated)}
+
+
+def _program(run: RunView, evaluated: Evaluated) -> dict[str, Any]:
+    document = json.loads(run.blobs.read_bytes(evaluated.program))
+    names = ("code", "metrics", "changes_description")
+    return {name: document[name] for name in names}
+
+
+# The answers of a run that improved a program, as rows that `rookery sft` takes.
+#
+#     text = export_training_data(run, features=config.database.feature_dimensions)
+#
+# A row is a chat: the prompt with the parent and its metrics, then the answer whose child scored
+# higher than the parent. An adapter trained on it proposes as the model did when it was right.
+
+
+def export_training_data(run: RunView, *, features: Collection[str]) -> str:
+    """A line of JSON per answer, in the order of decisions."""
+    known, decided = read_stages(run)
+    rows = (_training_row(run, number, known[number], features) for number in decided)
+    return "".join(json.dumps(row) + "\n" for row in rows if row is not None)
+
+
+def _training_row(
+    run: RunView, number: int, stages: Stages, features: Collection[str]
+) -> dict[str, Any] | None:
+    """None for an attempt that failed, is no better than its parent, or asked no model."""
+    planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
+    assert planned is not None and generated is not None and stages.decision is not None
+    if stages.decision.failure is not None or evaluated is None or not generated.answer:
+        return None
+    score = score_of(evaluated.metrics, features=features)
+    if score is None or score <= planned.plan.parent_score:
+        return None
+    exchange = json.loads(run.blobs.read_bytes(generated.answer))
+    roles = {"system": "system", "user": "user", "answer": "assistant"}
+    return {
+        "id": f"{run.name}-{program_id(number)}",
+        "messages": [{"role": role, "content": exchange[name]} for name, role in roles.items()],
+        "score": score,
+        "parent_score": planned.plan.parent_score,
+        "model": planned.plan.arm,
+    }

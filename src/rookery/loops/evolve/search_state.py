@@ -58,7 +58,7 @@ def program_id(attempt: int) -> str:
 
 
 def search_config(config: EvolveConfig) -> DatabaseConfig:
-    """OpenEvolve's section `database` as the search reads it."""
+    """The section `database` as the search reads it."""
     own, prompt = config.database, config.prompt
     document: dict[str, Any] = {
         "population_size": own.population_size,

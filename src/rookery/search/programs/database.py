@@ -191,7 +191,7 @@ BUILT_IN = ("complexity", "diversity", "score")
 
 
 class DatabaseConfig(PopulationConfig):
-    """OpenEvolve's `database` section, as far as search is concerned."""
+    """How programs are kept and drawn: the section `database`, as far as search is concerned."""
 
     diversity_reference_size: int = Field(default=20, ge=1)
     """Programs that diversity is measured against."""

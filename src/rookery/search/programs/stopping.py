@@ -17,7 +17,7 @@ __all__ = ["Stopping", "StoppingConfig", "advance", "begin_again"]
 
 
 class StoppingConfig(Config):
-    """OpenEvolve's rules: `early_stopping_*`, `convergence_threshold` and `target_score`."""
+    """The rules of `early_stopping_*`, `convergence_threshold` and `target_score`."""
 
     patience: int | None = None
     """Stop after so many programs in a row without improvement; 0 or below stops when the metric

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from loops.evolve.toy import ToyExecutor, evolve_toy, number_in, toy_config, toy_model
 
-from rookery.loops.evolve.checkpoints import read_checkpoint
-from rookery.loops.evolve.config import read_config
+from rookery.compat.openevolve import read_checkpoint, read_config
 from rookery.loops.evolve.search_state import search_config
 from rookery.sandbox import Failure, Outcome
 from rookery.types import TextRequest

@@ -15,9 +15,10 @@ from loops.evolve.toy import (
     toy_config,
 )
 
+from rookery.compat import openevolve
+from rookery.compat.openevolve import fill_best, read_checkpoint
 from rookery.loops.evolve import outputs
-from rookery.loops.evolve.checkpoints import fill_best, read_checkpoint
-from rookery.loops.evolve.program_store import log_to_file
+from rookery.loops.evolve.outputs import log_to_file
 
 
 async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ async def test_a_best_found_while_an_earlier_one_is_written_is_written_too(
         await close(self)
         is_closing.set()
 
-    monkeypatch.setattr(outputs, "fill_best", fill_slowly)
+    monkeypatch.setattr(openevolve, "fill_best", fill_slowly)
     monkeypatch.setattr(outputs.Outputs, "close", close_and_tell)
     result = await evolve_toy(tmp_path, toy_config())
     assert num == 3

@@ -20,9 +20,10 @@ from loops.evolve.toy import (
     toy_model,
 )
 
+from rookery.compat import openevolve
+from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineDownError
 from rookery.loops.evolve import scheduler
-from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
@@ -263,7 +264,12 @@ async def evolve_with(
 ) -> EvolveResult:
     with open_toy_run(folder, config) as run:
         return await evolve(
-            config, programs=programs, models=models, executor=ToyExecutor(), run=run
+            config,
+            programs=programs,
+            models=models,
+            executor=ToyExecutor(),
+            run=run,
+            output_format=openevolve,
         )
 
 

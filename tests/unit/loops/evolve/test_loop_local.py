@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from loops.evolve.toy import FIRST, open_toy_run, propose_new, toy_config, toy_model
 
+from rookery.compat import openevolve
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
@@ -82,7 +83,12 @@ async def evolve_local(
     async with open_local(spec, num_workers=num_workers) as executor:
         with open_toy_run(folder, config) as run:
             return await evolve(
-                config, programs=[first], models={"toy": model}, executor=executor, run=run
+                config,
+                programs=[first],
+                models={"toy": model},
+                executor=executor,
+                run=run,
+                output_format=openevolve,
             )
 
 

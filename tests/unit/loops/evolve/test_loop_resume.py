@@ -20,7 +20,7 @@ from loops.evolve.toy import (
     toy_model,
 )
 
-from rookery.loops.evolve.trace import export
+from rookery.loops.evolve.report import export_population
 from rookery.runs import Run
 from rookery.testing import FakeTextModel
 from rookery.types import Job, TextRequest
@@ -31,7 +31,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["adaptive", "openevolve"])
 
 def read_export(folder: Path) -> str:
     with Run.view(folder / "toy") as view:
-        return export(view)
+        return export_population(view)
 
 
 def _random_delays(seed: int) -> Callable[[Job], float]:

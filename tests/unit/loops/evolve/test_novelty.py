@@ -16,13 +16,14 @@ from loops.evolve.toy import (
     toy_model,
 )
 
+from rookery.compat import openevolve
+from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineError
-from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.novelty import read_verdict
 from rookery.loops.evolve.program import pack_vector, unpack_vector
-from rookery.loops.evolve.trace import export
+from rookery.loops.evolve.report import export_population
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.runs import Run
 from rookery.testing import FakeEmbedder, FakeTextModel
@@ -69,6 +70,7 @@ async def run_toy(
             models={"toy": model or toy_model(propose_new)},
             executor=executor or ToyExecutor(),
             run=run,
+            output_format=openevolve,
             embedder=embedder or FakeEmbedder(direction),
         )
 
@@ -79,7 +81,7 @@ def failures(result: EvolveResult) -> dict[str, int]:
 
 def exported(folder: Path) -> str:
     with Run.view(folder / "toy") as view:
-        return export(view)
+        return export_population(view)
 
 
 async def test_without_a_judge_each_direction_is_there_once(tmp_path: Path) -> None:
@@ -122,6 +124,7 @@ async def test_one_model_of_the_ensemble_may_be_the_judge(tmp_path: Path) -> Non
             models={"toy": toy_model(propose_new), "judge": judge},
             executor=ToyExecutor(),
             run=run,
+            output_format=openevolve,
             embedder=FakeEmbedder(direction),
         )
     assert judge.requests and all(is_judging(request) for request in judge.requests)
@@ -141,6 +144,7 @@ async def test_a_judge_or_an_embedder_that_is_not_there_is_refused(tmp_path: Pat
             models={"toy": toy_model()},
             executor=ToyExecutor(),
             run=run,
+            output_format=openevolve,
         )
 
 

@@ -17,8 +17,9 @@ from loops.evolve.toy import (
     toy_model,
 )
 
+from rookery.compat import openevolve
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.trace import export_training_data
+from rookery.loops.evolve.report import export_training_data
 from rookery.ports import TextModel
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
@@ -69,7 +70,12 @@ async def evolve_with(
     config = toy_config(max_iterations=num_iterations, rookery={"bandit": True})
     with open_toy_run(folder, config) as run:
         return await evolve(
-            config, programs=[FIRST], models=models, executor=ToyExecutor(), run=run
+            config,
+            programs=[FIRST],
+            models=models,
+            executor=ToyExecutor(),
+            run=run,
+            output_format=openevolve,
         )
 
 

@@ -9,11 +9,12 @@ import pytest
 from loops.evolve.test_loop_resume import read_export
 from loops.evolve.toy import ToyExecutor, decided_states, evolve_toy, open_toy_run, toy_model
 
+from rookery.compat import openevolve
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.trace import export_training_data
+from rookery.loops.evolve.report import export_training_data
 from rookery.loops.evolve.tuning import NumberSearch, lift_constants, write_constants
 from rookery.reports import EvolveReport
 from rookery.runs import Run
@@ -121,6 +122,7 @@ async def run_toy(folder: Path, config: EvolveConfig, executor: ToyExecutor) -> 
             models={"toy": toy_model(same)},
             executor=executor,
             run=run,
+            output_format=openevolve,
         )
 
 

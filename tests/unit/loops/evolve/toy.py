@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rookery.compat import openevolve
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
@@ -146,6 +147,7 @@ async def evolve_toy(
             models={"toy": model or toy_model()},
             executor=executor or ToyExecutor(),
             run=run,
+            output_format=openevolve,
             watcher=watcher,
         )
 

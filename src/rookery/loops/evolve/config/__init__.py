@@ -1,10 +1,9 @@
 """The config of an evolution.
 
-sections.py  OpenEvolve's sections, and our own
-reading.py   the whole config from a file, the environment and flags; keys that change nothing
+sections.py  its sections
+whole.py     all of them, and the keys of no section
 """
 
-from rookery.loops.evolve.config.reading import EvolveConfig, Flags, LoadedConfig, read_config
 from rookery.loops.evolve.config.sections import (
     BudgetConfig,
     DatabaseConfig,
@@ -16,19 +15,17 @@ from rookery.loops.evolve.config.sections import (
     SandboxSettings,
     TraceConfig,
 )
+from rookery.loops.evolve.config.whole import EvolveConfig
 
 __all__ = [
     "BudgetConfig",
     "DatabaseConfig",
     "EvaluatorConfig",
     "EvolveConfig",
-    "Flags",
     "LlmConfig",
-    "LoadedConfig",
     "ModelConfig",
     "PromptConfig",
     "RookeryConfig",
     "SandboxSettings",
     "TraceConfig",
-    "read_config",
 ]

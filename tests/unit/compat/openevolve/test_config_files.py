@@ -9,9 +9,10 @@ import pytest
 import yaml
 from pydantic import BaseModel, SecretStr
 
+from rookery.compat.openevolve import Flags, LoadedConfig, read_config
+from rookery.compat.openevolve.config_files import NOT_BUILT
 from rookery.errors import ConfigError
-from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, ModelConfig, read_config
-from rookery.loops.evolve.config.reading import NOT_BUILT
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 
 OpenEvolve = Callable[[str, Any], Any]
 

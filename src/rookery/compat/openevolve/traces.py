@@ -1,7 +1,7 @@
 """evolution_trace: a line for each child beside its parent, in OpenEvolve's format.
 
     with TraceWriter(output, config=config.evolution_trace) as trace:
-        trace.append(trace_entry(step, config=config.evolution_trace))
+        trace.append(step)
 
 Lines are appended as they come. The formats `json` and `hdf5` are made of the lines at the end.
 """
@@ -10,8 +10,7 @@ import gzip
 import importlib.util
 import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -20,35 +19,13 @@ from typing import IO, Any, Self
 from rookery.errors import ConfigError, RunError
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.config import TraceConfig
-from rookery.loops.evolve.first_programs import FIRST_PROGRAM, first_id
-from rookery.loops.evolve.program import Metrics, ProgramRecord, is_number
-from rookery.loops.evolve.prompts import Prompt
-from rookery.loops.evolve.search_state import program_id
-from rookery.loops.evolve.stages import Evaluated, Stages, from_data, read_stages
-from rookery.runs import RunView
-from rookery.search.programs.program import score_of
+from rookery.loops.evolve.outputs import Step
+from rookery.loops.evolve.program import Metrics, is_number
 
-__all__ = [
-    "Step",
-    "TraceWriter",
-    "export",
-    "export_training_data",
-    "trace_entry",
-    "trace_path",
-]
+__all__ = ["TraceWriter", "trace_entry", "trace_path"]
 
 _MAX_ATTRIBUTE_CHARS = 15_000
 """HDF5 keeps at most 64 KiB in an attribute; a character has up to four bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One iteration that gave a child."""
-
-    parent: ProgramRecord
-    child: ProgramRecord
-    prompt: Prompt | None = None
-    answer: str | None = None
 
 
 def trace_entry(step: Step, *, config: TraceConfig) -> dict[str, Any]:
@@ -101,12 +78,12 @@ class TraceWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._known = self._recover()
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Keep an entry; every `buffer_size` of them are written."""
-        if entry["child_id"] in self._known:
+    def append(self, step: Step) -> None:
+        """Keep the entry of a step; every `buffer_size` of them are written."""
+        if step.child.id in self._known:
             return
-        self._known.add(entry["child_id"])
-        self._buffer.append(json.dumps(entry) + "\n")
+        self._known.add(step.child.id)
+        self._buffer.append(json.dumps(trace_entry(step, config=self._config)) + "\n")
         if len(self._buffer) >= self._config.buffer_size:
             self.flush()
 
@@ -218,96 +195,3 @@ def _improvement(parent: Metrics, child: Metrics) -> dict[str, float]:
 
 def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode(errors="replace")
-
-
-# The population of a run as text without clocks: equal for runs that found the same.
-#
-#     text = export(run)
-#
-# One line of JSON per attempt in the order of decisions, with the program or the failure, after the
-# first programs. Two deterministic runs of one config give the same bytes, whatever the number of
-# workers and however often they were killed.
-
-
-def export(run: RunView) -> str:
-    """Reads all programs: call it in a thread."""
-    lines = [*_first_programs(run), *_attempts(run)]
-    return "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-
-
-def _first_programs(run: RunView) -> Iterator[dict[str, Any]]:
-    events = sorted(run.events(FIRST_PROGRAM), key=lambda event: int(event.key))
-    for event in events:
-        evaluated = from_data(Evaluated, event.payload)
-        yield {"id": first_id(int(event.key)), **_program(run, evaluated)}
-
-
-def _attempts(run: RunView) -> Iterator[dict[str, Any]]:
-    known, decided = read_stages(run)
-    for number in decided:
-        yield _line(run, number, known[number])
-
-
-def _line(run: RunView, number: int, stages: Stages) -> dict[str, Any]:
-    planned, evaluated, decision = stages.planned, stages.evaluated, stages.decision
-    assert planned is not None and decision is not None
-    plan = planned.plan
-    line: dict[str, Any] = {
-        "iteration": number,
-        "island": plan.island,
-        "parent": plan.parent,
-        "inspirations": plan.inspirations,
-        "top": plan.top,
-        "model": plan.arm,
-        "generation": plan.generation,
-    }
-    if plan.operator:
-        line["operator"] = plan.operator
-    if decision.failure is not None:
-        failure = {"kind": decision.failure.kind, "message": decision.failure.message}
-        return line | {"failure": failure}
-    assert evaluated is not None
-    return line | {"id": program_id(number), **_program(run, evaluated)}
-
-
-def _program(run: RunView, evaluated: Evaluated) -> dict[str, Any]:
-    document = json.loads(run.blobs.read_bytes(evaluated.program))
-    names = ("code", "metrics", "changes_description")
-    return {name: document[name] for name in names}
-
-
-# The answers of a run that improved a program, as rows that `rookery sft` takes.
-#
-#     text = export_training_data(run, features=config.database.feature_dimensions)
-#
-# A row is a chat: the prompt with the parent and its metrics, then the answer whose child scored
-# higher than the parent. An adapter trained on it proposes as the model did when it was right.
-
-
-def export_training_data(run: RunView, *, features: Collection[str]) -> str:
-    """A line of JSON per answer, in the order of decisions. Reads files: call it in a thread."""
-    known, decided = read_stages(run)
-    rows = (_row(run, number, known[number], features) for number in decided)
-    return "".join(json.dumps(row) + "\n" for row in rows if row is not None)
-
-
-def _row(
-    run: RunView, number: int, stages: Stages, features: Collection[str]
-) -> dict[str, Any] | None:
-    """None for an attempt that failed, is no better than its parent, or asked no model."""
-    planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
-    assert planned is not None and generated is not None and stages.decision is not None
-    if stages.decision.failure is not None or evaluated is None or not generated.answer:
-        return None
-    score = score_of(evaluated.metrics, features=features)
-    if score is None or score <= planned.plan.parent_score:
-        return None
-    exchange = json.loads(run.blobs.read_bytes(generated.answer))
-    roles = {"system": "system", "user": "user", "answer": "assistant"}
-    return {
-        "id": f"{run.name}-{program_id(number)}",
-        "messages": [{"role": role, "content": exchange[name]} for name, role in roles.items()],
-        "score": score,
-        "parent_score": planned.plan.parent_score,
-        "model": planned.plan.arm,
-    }

@@ -14,27 +14,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, get_args
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import SecretStr
 
 from rookery.config import Config, check_url, override, parse_config, parse_overrides, read_document
 from rookery.errors import ConfigError
-from rookery.loops.evolve.answers import DIFF_PATTERN, AnswerRules, SummaryLimits
-from rookery.loops.evolve.config.sections import (
-    DEFAULT_API_BASE,
-    DatabaseConfig,
-    EvaluatorConfig,
-    LlmConfig,
-    ModelConfig,
-    PromptConfig,
-    RookeryConfig,
-    Section,
-    TraceConfig,
-)
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig
+from rookery.loops.evolve.config.sections import DEFAULT_API_BASE, Section
 
 __all__ = [
-    "EvolveConfig",
     "Flags",
     "LoadedConfig",
     "drop_unknown",
@@ -43,109 +32,6 @@ __all__ = [
     "warn_unknown",
     "with_keys",
 ]
-
-# OpenEvolve's 0.4 config as a whole, with our own keys under `rookery`.
-
-
-class EvolveConfig(Section):
-    """One evolution of programs."""
-
-    max_iterations: int = Field(default=10_000, ge=1)
-    """How many iterations the run has."""
-    checkpoint_interval: int = Field(default=100, ge=1)
-    """Iterations between checkpoints."""
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
-    """The least serious messages that the log has."""
-    log_dir: str | None = None
-    """Where the log is written; by default `logs/` of the run."""
-    random_seed: int | None = 42
-    """Goes before `database.random_seed`."""
-    language: str | None = None
-    """Of the program; null: seen from its file name and its text."""
-    file_suffix: str = ".py"
-    """How the file of a program ends."""
-    llm: LlmConfig = LlmConfig()
-    prompt: PromptConfig = PromptConfig()
-    database: DatabaseConfig = DatabaseConfig()
-    evaluator: EvaluatorConfig = EvaluatorConfig()
-    evolution_trace: TraceConfig = TraceConfig()
-    diff_based_evolution: bool = True
-    """Answers are SEARCH/REPLACE blocks; false: whole programs."""
-    max_code_length: int = Field(default=10_000, ge=1)
-    """Characters."""
-    enforce_evolve_blocks: bool = False
-    """Undo edits outside of EVOLVE-BLOCKs."""
-    diff_pattern: str = DIFF_PATTERN
-    """The pattern of a change in an answer: what to search, what to put there."""
-    early_stopping_patience: int | None = None
-    """End after so many iterations without improvement; null: never."""
-    convergence_threshold: float = 0.001
-    """The least improvement that counts for the patience."""
-    early_stopping_metric: str = "combined_score"
-    """The metric that the patience looks at."""
-    max_tasks_per_child: int | None = None
-    """Changes nothing here."""
-    rookery: RookeryConfig = RookeryConfig()
-
-    @field_validator("diff_pattern")
-    @classmethod
-    def _pattern_has_two_groups(cls, pattern: str) -> str:
-        try:
-            num_groups = re.compile(pattern, re.DOTALL).groups
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from None
-        if num_groups < 2:
-            raise ValueError(
-                f"{pattern!r} has {num_groups} groups; it needs two: what to find and what to put "
-                "there."
-            )
-        return pattern
-
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> Self:
-        if self.prompt.programs_as_changes_description and not self.diff_based_evolution:
-            raise ValueError(
-                "prompt.programs_as_changes_description needs diff_based_evolution: true, as a "
-                "whole program cannot also update its description."
-            )
-        return self
-
-    @property
-    def seed(self) -> int | None:
-        """None: the run draws one and records it."""
-        return self.database.random_seed if self.random_seed is None else self.random_seed
-
-    @property
-    def executor(self) -> Literal["local", "ray", "modal"]:
-        """`evaluator.distributed` is Ray, unless another executor is named."""
-        return self.rookery.executor or ("ray" if self.evaluator.distributed else "local")
-
-    @property
-    def workers(self) -> int:
-        """Evaluations at a time."""
-        return self.rookery.workers or self.evaluator.parallel_evaluations
-
-    @property
-    def lag(self) -> int:
-        """How many attempts back a deterministic attempt looks."""
-        return self.rookery.lag or self.rookery.in_flight
-
-    def answer_rules(self, language: str) -> AnswerRules:
-        """How answers for programs in this language are read."""
-        return AnswerRules(
-            language=language,
-            is_diff=self.diff_based_evolution,
-            diff_pattern=self.diff_pattern,
-            max_code_chars=self.max_code_length,
-            enforce_blocks=self.enforce_evolve_blocks,
-            with_description=self.prompt.programs_as_changes_description,
-            initial_description=self.prompt.initial_changes_description,
-            summary=SummaryLimits(
-                max_line_chars=self.prompt.diff_summary_max_line_len,
-                max_lines=self.prompt.diff_summary_max_lines,
-            ),
-        )
-
 
 # Keys of a config file that change nothing, each with a sentence that says so.
 #

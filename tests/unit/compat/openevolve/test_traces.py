@@ -4,16 +4,18 @@ import gzip
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rookery.compat.openevolve.traces import TraceWriter, trace_entry, trace_path
 from rookery.errors import ConfigError, RunError
 from rookery.loops.evolve.config import TraceConfig
+from rookery.loops.evolve.outputs import Step
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.prompts import Prompt
-from rookery.loops.evolve.trace import Step, TraceWriter, trace_entry, trace_path
 
 OpenEvolve = Callable[[str, Any], Any]
 PARENT = ProgramRecord(id="a", code="x = 1", metrics={"combined_score": 0.25, "ok": "no", "t": 1})
@@ -33,14 +35,14 @@ PROMPT = Prompt(system="s", user="u", template="diff_user")
 STEP = Step(parent=PARENT, child=CHILD, prompt=PROMPT, answer="r")
 
 
-def _entry(name: str, config: TraceConfig) -> dict[str, Any]:
-    return {**trace_entry(STEP, config=config), "child_id": name}
+def _step(name: str) -> Step:
+    return replace(STEP, child=replace(CHILD, id=name))
 
 
 def _fill(output: Path, config: TraceConfig, names: str) -> Path:
     with TraceWriter(output, config=config) as trace:
         for name in names:
-            trace.append(_entry(name, config))
+            trace.append(_step(name))
     return trace.path
 
 
@@ -103,9 +105,9 @@ def test_a_damaged_line_in_the_middle_is_not_dropped_silently(tmp_path: Path) ->
 def test_entries_are_written_by_buffers(tmp_path: Path) -> None:
     config = TraceConfig(buffer_size=2)
     trace = TraceWriter(tmp_path, config=config)
-    trace.append(_entry("b", config))
+    trace.append(_step("b"))
     assert not trace.path.exists()
-    trace.append(_entry("c", config))
+    trace.append(_step("c"))
     assert len(trace.path.read_text().splitlines()) == 2
 
 

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
+from rookery.compat.openevolve import fill_best, fill_checkpoint, list_checkpoints, read_checkpoint
 from rookery.errors import RunError
-from rookery.loops.evolve.checkpoints import (
-    Checkpoint,
-    FeatureRange,
-    WriteOptions,
-    fill_best,
-    fill_checkpoint,
-    list_checkpoints,
-    read_checkpoint,
-)
+from rookery.loops.evolve.outputs import Checkpoint, FeatureRange, WriteOptions
 from rookery.loops.evolve.program import ProgramRecord, join_files
 
 OpenEvolve = Callable[[str, Any], Any]

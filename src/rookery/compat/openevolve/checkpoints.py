@@ -1,203 +1,26 @@
 """Checkpoints in OpenEvolve's format: the population at one iteration, as folders that it reads."""
 
-import base64
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rookery.errors import RunError
-from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.outputs import Checkpoint, FeatureRange, WriteOptions
+from rookery.loops.evolve.program import (
+    ProgramDocument,
+    ProgramRecord,
+    program_document,
+    read_artifacts,
+)
 
-__all__ = [
-    "Checkpoint",
-    "FeatureRange",
-    "ProgramFile",
-    "WriteOptions",
-    "fill_best",
-    "fill_checkpoint",
-    "list_checkpoints",
-    "program_document",
-    "read_artifacts",
-    "read_checkpoint",
-    "split_artifacts",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureRange:
-    """What was seen of a feature dimension; the grid's bins are cut from it."""
-
-    min: float
-    max: float
-    values: tuple[float, ...] = ()
-    """The latest values; OpenEvolve keeps 100."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """Programs, and which of them stand where. Lists over islands have one entry per island."""
-
-    programs: Sequence[ProgramRecord]
-    islands: Sequence[Sequence[str]]
-    """Ids per island."""
-    grids: Sequence[Mapping[str, str]]
-    """Per island: cell ("3-7": one bin per feature dimension) to id."""
-    archive: Sequence[str] = ()
-    best_id: str | None = None
-    island_best_ids: Sequence[str | None] = ()
-    iteration: int = 0
-    """The last iteration that is in it."""
-    current_island: int = 0
-    island_generations: Sequence[int] = ()
-    last_migration_generation: int = 0
-    feature_ranges: Mapping[str, FeatureRange] = field(default_factory=dict)
-
-    @property
-    def best(self) -> ProgramRecord | None:
-        """The best program, where one is named."""
-        return next((p for p in self.programs if p.id == self.best_id), None)
-
-
-# One program as the document of `programs/<id>.json`, and back.
-
-
-_OWN = ("changes", "parent_metrics", "island")
-"""Entries of OpenEvolve's `metadata` that are fields of a ProgramRecord."""
-
-
-class ProgramFile(BaseModel):
-    """What is read of the document. Entries of other versions are left out."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-    """Also a file name, so no path."""
-    code: str
-    changes_description: str | None = None
-    language: str | None = None
-    parent_id: str | None = None
-    generation: int = 0
-    timestamp: float = 0.0
-    iteration_found: int = 0
-    metrics: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    prompts: dict[str, Any] | None = None
-    artifacts_json: str | None = None
-    artifact_dir: str | None = None
-    embedding: tuple[float, ...] | None = None
-
-    def record(self, *, island: int | None, artifacts: Mapping[str, str | bytes]) -> ProgramRecord:
-        """The program, on the island that the metadata names or else its own document."""
-        own = self.metadata.get("island")
-        own_island = own if isinstance(own, int) and not isinstance(own, bool) else None
-        parent_metrics = self.metadata.get("parent_metrics")
-        return ProgramRecord(
-            id=self.id,
-            code=self.code,
-            language=self.language or "unknown",
-            parent_id=self.parent_id,
-            generation=self.generation,
-            iteration=self.iteration_found,
-            timestamp=self.timestamp,
-            metrics=self.metrics,
-            island=own_island if island is None else island,
-            changes=str(self.metadata.get("changes") or ""),
-            changes_description=self.changes_description or "",
-            parent_metrics=parent_metrics if isinstance(parent_metrics, dict) else {},
-            metadata={key: value for key, value in self.metadata.items() if key not in _OWN},
-            artifacts=artifacts,
-            prompts=self.prompts or {},
-            embedding=self.embedding,
-        )
-
-
-def program_document(
-    program: ProgramRecord, *, small: Mapping[str, str | bytes], artifact_dir: Path | None
-) -> dict[str, Any]:
-    """The document. Small artifacts stand in it, large ones in their own folder."""
-    own = {
-        "changes": program.changes or None,
-        "parent_metrics": dict(program.parent_metrics) or None,
-        "island": program.island,
-    }
-    kept = {key: value for key, value in own.items() if value is not None}
-    return {
-        "id": program.id,
-        "code": program.code,
-        "changes_description": program.changes_description,
-        "language": program.language,
-        "parent_id": program.parent_id,
-        "generation": program.generation,
-        "timestamp": program.timestamp,
-        "iteration_found": program.iteration,
-        "metrics": dict(program.metrics),
-        "complexity": float(len(program.code)),
-        "metadata": {**program.metadata, **kept},
-        "prompts": dict(program.prompts) or None,
-        "artifacts_json": json.dumps(small, default=_encode_bytes) if small else None,
-        "artifact_dir": str(artifact_dir) if artifact_dir else None,
-        "embedding": list(program.embedding) if program.embedding is not None else None,
-    }
-
-
-def split_artifacts(
-    artifacts: Mapping[str, str | bytes], *, max_bytes: int
-) -> tuple[dict[str, str | bytes], dict[str, bytes]]:
-    """Those that stand in the document, and file name to content of the larger ones."""
-    small: dict[str, str | bytes] = {}
-    large: dict[str, bytes] = {}
-    for name, value in artifacts.items():
-        data = value.encode(errors="replace") if isinstance(value, str) else value
-        if len(data) <= max_bytes:
-            small[name] = value
-        else:
-            large[_new_file_name(name, large)] = data
-    return small, large
-
-
-def read_artifacts(text: str | None, folder: Path | None) -> dict[str, str | bytes]:
-    """The artifacts of a document and of its folder. Files that are no text are bytes."""
-    loaded = json.loads(text) if text else {}
-    entries = loaded if isinstance(loaded, dict) else {}
-    artifacts = {name: _decode(value) for name, value in entries.items()}
-    for path in sorted(folder.iterdir()) if folder else ():
-        if path.is_file() and not path.is_symlink():
-            artifacts[path.name] = _as_text(path.read_bytes())
-    return artifacts
-
-
-def _new_file_name(name: str, taken: Mapping[str, bytes]) -> str:
-    file = "".join(char for char in name if char.isalnum() or char in "._-").lstrip(".")
-    file = file[:100] or "artifact"
-    while file in taken:
-        file += "_"
-    return file
-
-
-def _encode_bytes(value: object) -> dict[str, str]:
-    assert isinstance(value, bytes)
-    return {"__bytes__": base64.b64encode(value).decode()}
-
-
-def _decode(value: object) -> str | bytes:
-    if isinstance(value, dict) and list(value) == ["__bytes__"]:
-        return base64.b64decode(value["__bytes__"])
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _as_text(data: bytes) -> str | bytes:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return data
-
+__all__ = ["fill_best", "fill_checkpoint", "list_checkpoints", "read_checkpoint"]
 
 # A checkpoint folder, of OpenEvolve or our own, read to start from.
 #
@@ -281,7 +104,7 @@ def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> Chec
 
 
 def _read_program(path: Path, folder: Path, island_of: dict[str, int]) -> ProgramRecord:
-    file = _parse(ProgramFile, path, folder)
+    file = _parse(ProgramDocument, path, folder)
     place = _artifact_folder(file, folder)
     try:
         artifacts = read_artifacts(file.artifacts_json, place)
@@ -290,7 +113,7 @@ def _read_program(path: Path, folder: Path, island_of: dict[str, int]) -> Progra
     return file.record(island=island_of.get(file.id), artifacts=artifacts)
 
 
-def _artifact_folder(file: ProgramFile, folder: Path) -> Path | None:
+def _artifact_folder(file: ProgramDocument, folder: Path) -> Path | None:
     """Where OpenEvolve and we keep large artifacts, whatever path the file names.
 
     A checkpoint of somebody else must not bring other files of this machine into a prompt.
@@ -333,24 +156,6 @@ def _hint(folder: Path) -> str:
 #     run.write_folder("best", lambda folder: fill_best(folder, program, options=options))
 #
 # A function fills a folder that is new and empty; whoever calls it makes that whole or absent.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
-    """How a checkpoint is written."""
-
-    suffix: str = ".py"
-    """Of the best program's file."""
-    other_files: Mapping[str, str] = field(default_factory=dict)
-    """Of a folder: what stands unchanged beside the program's files."""
-    saved_at: float
-    """Now, in seconds since 1970."""
-    with_prompts: bool = True
-    max_inline_bytes: int = 32 * 1024
-    """Larger artifacts get files of their own (`database.artifact_size_threshold`)."""
-    earlier: Path | None = None
-    """A checkpoint of the same run. Programs that it has get a second name, not a second copy: most
-    of a population was in the one before."""
 
 
 def fill_checkpoint(
@@ -418,7 +223,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 def _write_program(
     folder: Path, program: ProgramRecord, *, place: Path, options: WriteOptions
 ) -> None:
-    small, large = split_artifacts(program.artifacts, max_bytes=options.max_inline_bytes)
+    small, large = _split_artifacts(program.artifacts, max_bytes=options.max_inline_bytes)
     inside = Path("artifacts") / program.id
     if large:
         (folder / inside).mkdir(parents=True)
@@ -429,6 +234,29 @@ def _write_program(
     if not options.with_prompts:
         document["prompts"] = None
     _write_json(folder / "programs" / f"{program.id}.json", document)
+
+
+def _split_artifacts(
+    artifacts: Mapping[str, str | bytes], *, max_bytes: int
+) -> tuple[dict[str, str | bytes], dict[str, bytes]]:
+    """Those that stand in the document, and file name to content of the larger ones."""
+    small: dict[str, str | bytes] = {}
+    large: dict[str, bytes] = {}
+    for name, value in artifacts.items():
+        data = value.encode(errors="replace") if isinstance(value, str) else value
+        if len(data) <= max_bytes:
+            small[name] = value
+        else:
+            large[_new_file_name(name, large)] = data
+    return small, large
+
+
+def _new_file_name(name: str, taken: Mapping[str, bytes]) -> str:
+    file = "".join(char for char in name if char.isalnum() or char in "._-").lstrip(".")
+    file = file[:100] or "artifact"
+    while file in taken:
+        file += "_"
+    return file
 
 
 def _write_code(folder: Path, program: ProgramRecord, options: WriteOptions) -> None:
