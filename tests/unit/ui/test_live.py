@@ -412,6 +412,15 @@ def test_a_large_run_is_exported_as_far_as_there_is_room(
     assert differing and differing <= {row[0] for row in document["events"]}
 
 
+def test_the_newest_completions_are_exported_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.ui.live.export.MOST_BYTES", 3_000)
+    answers = read_saved(render_run(make_grpo(tmp_path, text="x" * 1_000)))["answers"]
+    steps = [name.rpartition("/")[2] for name in answers if "/step/" in name]
+    assert steps == ["3"], "of four"
+
+
 def test_a_report_has_what_the_view_has_not(visitor: Visitor) -> None:
     report = visitor.get("runs/demo/report")
     assert report["summary"]["numbers"][0]["value"] == "0.910" and report["is_written"]

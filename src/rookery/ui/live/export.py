@@ -47,7 +47,7 @@ UNQUOTED = "!*'()"
 """What `encodeURIComponent` leaves as it is, beside what `quote` does."""
 POINTS = 4_000
 MOST_BYTES = 32_000_000
-"""Of events and programs, before they are compressed: a file to send, which opens at once."""
+"""Of completions, programs and events, before compression: a file to send, which opens at once."""
 
 
 def export_run(path: Path, out: Path) -> None:
@@ -150,9 +150,12 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
     if run.kind == "genome":
         duel = answers[f"{base}/duel"] = run.duel("")
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
-    for row in lists.get("steps", []):
-        answers[f"{base}/step/{row['id']}"] = run.step(int(row["id"]))
     left = MOST_BYTES
+    for row in reversed(lists.get("steps", [])):
+        step = run.step(int(row["id"]))
+        left -= len(to_json(step))
+        if left > 0:
+            answers[f"{base}/step/{row['id']}"] = step
     for row in lists.get("programs", []):
         program = run.program(row["id"])
         left -= len(program["code"]) + sum(map(len, program["diff"]))
