@@ -112,7 +112,7 @@ def read_rows(path: Path, *, after_bytes: int = 0) -> tuple[list[MetricsRow], in
     for line in data.split(b"\n")[:-1]:
         try:
             rows.append(_decode(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             number = _line_number(path, after_bytes) + len(rows)
             raise RunError(f"{path}, line {number} is damaged ({error}): remove it.") from error
     return rows, after_bytes + data.rfind(b"\n") + 1

@@ -15,6 +15,7 @@ from fleet.stub import serve as serve_stub
 from service.tenants import Served, serve
 from ui.test_live import Visitor
 
+from rookery.errors import ConfigError
 from rookery.service.app import make_app
 from rookery.service.keys import Keys, add_key
 from rookery.ui.live.server import open_page
@@ -88,3 +89,34 @@ def test_nobody_asks_servers_through_the_page_without_its_token(tmp_path: Path, 
     with open_page(tmp_path, port=0, service="http://127.0.0.1:9") as page:
         response, _ = Visitor(page).ask(path)
         assert response.status == 401
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", '{"data": [3], "choices": []}', '{"queues": 3, "choices": [{"text": null}]}']
+)
+async def test_a_service_that_answers_in_another_form_gets_a_sentence(
+    tmp_path: Path, answer: str
+) -> None:
+    async def reply(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n"
+        writer.write((head + answer).encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with await asyncio.to_thread(open_page, tmp_path, port=0, service=url) as page:
+            visitor = await asyncio.to_thread(Visitor(page).enter)
+            response, body = await asyncio.to_thread(visitor.ask, "/api/service")
+            found = [(response.status, json.loads(body))]
+            for part, asked in (("models", {}), ("sample", {"model": "m", "prompt": "p"})):
+                told = await asyncio.to_thread(post, visitor, f"/api/service/{part}", asked)
+                found.append(told)
+            for code, document in found:
+                assert code == 404 and "not answer as a service" in document["error"]
+
+
+def test_an_address_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    for url in ("http://127.0.0.1:99999", "http://[::"):
+        with pytest.raises(ConfigError, match="Got the address http"):
+            open_page(tmp_path, port=0, service=url)

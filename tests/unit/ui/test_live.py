@@ -3,7 +3,9 @@
 import gzip
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 from base64 import b64encode
@@ -28,7 +30,7 @@ from ui.made_runs import (
 
 import rookery
 from rookery.errors import ConfigError, RookeryError
-from rookery.runs import Run
+from rookery.runs import NewEvent, Run
 from rookery.ui.live.curves import Curves, spark, thin
 from rookery.ui.live.export import (
     MODULES,
@@ -39,6 +41,7 @@ from rookery.ui.live.export import (
     render_run,
 )
 from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
 
 
@@ -165,6 +168,81 @@ def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
     assert rows["demo"]["spark_of"] == "genome/best" and len(rows["demo"]["spark"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", '{"stages": 3}'),
+        ("report.json", '{"rows": [null]}'),
+        ("report.json", '{"rows": [{"is_winner": true, "mean": NaN}]}'),
+        ("metrics.jsonl", '{"step": null, "time_s": 1, "genome/best": null}\n'),
+        ("metrics.jsonl", '{"step": 1e999, "time_s": 1, "genome/best": 1}\n'),
+        ("labels.jsonl", '{"id'),
+    ],
+)
+def test_a_file_of_another_form_gets_a_sentence_and_hides_no_other_run(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    make_genome(tmp_path, "good")
+    (make_genome(tmp_path, "bad") / file).write_text(content)
+    parts = ("", "/view", "/report", "/curves", "/labels", "/event/99999999999999999999")
+    with open_page(tmp_path, port=0) as page:
+        visitor = Visitor(page).enter()
+        assert {row["name"] for row in visitor.get("runs")["runs"]} >= {"good", "bad"}
+        for part in parts:
+            response, body = visitor.ask(f"/api/runs/bad{part}")
+            assert response.status in {200, 404, 422}, (part, body)
+            json.loads(body, parse_constant=pytest.fail)
+    try:
+        export_run(tmp_path / "bad", tmp_path / "bad.html")
+    except RookeryError as error:
+        assert "bad" in str(error) or "report.json" in str(error)
+    else:
+        saved = read_saved((tmp_path / "bad.html").read_text())
+        json.dumps(saved, allow_nan=False)
+
+
+def test_half_a_surrogate_pair_is_shown_and_exported(tmp_path: Path) -> None:
+    text = "\ud800 <b>"
+    make_evolve(tmp_path, text=text)
+    with open_page(tmp_path, port=0) as page:
+        programs = Visitor(page).enter().get("runs/programs/view")["lists"]["programs"]
+    assert programs[-1]["failure"] == ["timeout", f"Over 10 s. {text}"]
+    name = os.fsdecode(b"\xff")
+    path = make_grpo(tmp_path, text=text, report={"warnings": [text]}).rename(tmp_path / name)
+    export_run(path, tmp_path / "out.html")
+    assert read_saved((tmp_path / "out.html").read_text())["id"] == name
+
+
+def test_a_folder_with_a_name_of_any_kind_is_exported_as_the_page_asks_for_it(
+    tmp_path: Path,
+) -> None:
+    path = make_genome(tmp_path).rename(tmp_path / "a b,ä(1)")
+    out = tmp_path / f"{'n' * 250}.html"  # the longest that there is
+    export_run(path, out)
+    asked = "runs/a%20b%2C%C3%A4(1)"  # `encodeURIComponent`
+    assert read_saved(out.read_text())["answers"][asked]["row"]["status"] == "done"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export_run(path, out / "below.html")
+
+
+def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(tmp_path: Path) -> None:
+    run = make_genome(tmp_path)
+    with open_page(tmp_path, port=0) as page:
+        visitor = Visitor(page).enter()
+        visitor.get("runs/demo")
+        connection = HTTPConnection(*visitor.place, timeout=20)
+        connection.request("GET", "/api/runs/demo/stream", headers={"Cookie": visitor.cookie})
+        stream = connection.getresponse()
+        assert stream.readline().startswith(b"data: ")
+        shutil.rmtree(run)
+        response, body = visitor.ask("/api/runs/demo/view")
+        assert response.status == 404 and "is gone" in json.loads(body)["error"]
+        assert stream.read().strip() == b"", "the stream ends, so that the page asks again"
+        connection.close()
+        make_genome(tmp_path, generations=1)
+        assert len(visitor.get("runs/demo/view")["lists"]["generations"]) == 2
+
+
 def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
     make_eval(tmp_path, "a")
     folder = RunsFolder(tmp_path)
@@ -195,6 +273,24 @@ def test_views_send_only_what_is_new(visitor: Visitor) -> None:
     assert later["lists"] == {"candidates": [], "generations": []}
     duel = visitor.get("runs/demo/duel")
     assert (duel["founder"], duel["candidate"], len(duel["tasks"])) == ("founder-b", "g003-c02", 20)
+
+
+def test_answers_that_are_drawn_for_pass_at_k_do_not_replace_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    path = make_genome(tmp_path)
+    with Run.open(path) as run:
+        rollouts = list(run.events("rollout"))
+        drawn = [{**event.payload, "reward": 1.0 - event.payload["reward"]} for event in rollouts]
+        keys = [f"{event.key}|1" for event in rollouts]
+        news = [
+            NewEvent(kind="rollout", key=k, payload=p) for k, p in zip(keys, drawn, strict=True)
+        ]
+        run.submit(news).result()
+        run.finish()
+    measured = {event.seq: event.payload["reward"] for event in rollouts}
+    tasks = OpenRun(path, "demo").duel("")["tasks"]
+    assert tasks and all(measured[row[2]] == row[1] for row in tasks)
 
 
 def test_programs_and_completions_are_read(visitor: Visitor) -> None:
@@ -314,6 +410,15 @@ def test_a_large_run_is_exported_as_far_as_there_is_room(
     duel = document["answers"]["runs/demo/duel"]["tasks"]
     differing = {seq for row in duel for seq in (row[2], row[4]) if row[1] != row[3]}
     assert differing and differing <= {row[0] for row in document["events"]}
+
+
+def test_the_newest_completions_are_exported_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.ui.live.export.MOST_BYTES", 3_000)
+    answers = read_saved(render_run(make_grpo(tmp_path, text="x" * 1_000)))["answers"]
+    steps = [name.rpartition("/")[2] for name in answers if "/step/" in name]
+    assert steps == ["3"], "of four"
 
 
 def test_a_report_has_what_the_view_has_not(visitor: Visitor) -> None:

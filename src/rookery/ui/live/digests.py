@@ -134,7 +134,8 @@ class GenomeDigest(Digest):
             answers = sides.get(str(event.payload.get("model", "")).rpartition("@")[2])
             reward = event.payload.get("reward")
             if answers is not None and isinstance(reward, int | float):
-                answers[str(event.payload.get("task"))] = (float(reward), event.seq)
+                # The first is measured; the further ones are drawn for pass@k.
+                answers.setdefault(str(event.payload.get("task")), (float(reward), event.seq))
         before, after = sides[str(founder["version"])], sides[str(best["version"])]
         both = sorted(before.keys() & after.keys())
         rows = [[task, *before[task], *after[task]] for task in both]

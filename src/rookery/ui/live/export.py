@@ -11,29 +11,43 @@ import gzip
 import hashlib
 import html
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs import find_runs
+from rookery.ui.live.folder import MALFORMED, malformed
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.summary import parse_report, render_summary
 
-__all__ = ["MODULES", "export_run", "inline", "join_modules", "read_file", "render_run"]
+__all__ = [
+    "MODULES",
+    "export_run",
+    "inline",
+    "join_modules",
+    "read_file",
+    "render_run",
+    "to_json",
+]
 
 MODULES = (
     "dom", "words", "source", "table", "charts", "report", "lineage", "genome", "grpo", "icm",
     "evolve", "eval", "events", "runs", "compare", "fleet", "run", "app",
 )  # fmt: skip
 """In the order in which they need one another; joined they are one module."""
+UNQUOTED = "!*'()"
+"""What `encodeURIComponent` leaves as it is, beside what `quote` does."""
 POINTS = 4_000
 MOST_BYTES = 32_000_000
-"""Of events and programs, before they are compressed: a file to send, which opens at once."""
+"""Of completions, programs and events, before compression: a file to send, which opens at once."""
 
 
 def export_run(path: Path, out: Path) -> None:
@@ -43,13 +57,17 @@ def export_run(path: Path, out: Path) -> None:
         raise RunError(f"{path} is not a run: give its folder, or its name and the folder of runs.")
     if out.suffix not in {".html", ".htm"}:
         raise ConfigError(f"Got {out}: the file to write ends in .html.")
-    text = render_run(path)
-    partial = out.with_name(f".{out.name}.partial")
+    try:
+        text = render_run(path)
+    except MALFORMED as error:
+        raise malformed(path, error) from error
+    partial = out.with_name(f".{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise ConfigError(f"{out} cannot be written: {error.strerror}.") from error
 
 
@@ -57,13 +75,11 @@ def render_run(path: Path, *, status: str = "") -> str:
     """The file as text. `status` is what the run is about to be: its owner writes the page first,
     then that it is done."""
     run = OpenRun(path, path.name)
-    saved = gzip.compress(
-        json.dumps(_saved(run, status), separators=(",", ":")).encode(), 6, mtime=0
-    )
+    saved = gzip.compress(to_json(_saved(run, status)).encode(), 6, mtime=0)
     scripts = [inline(read_file("vendor/echarts.min.js")), inline(join_modules())]
     hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:"
-    return "\n".join(
+    page = "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
@@ -81,6 +97,23 @@ def render_run(path: Path, *, status: str = "") -> str:
             "</body></html>\n",
         ]
     )
+    return page.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8
+
+
+def to_json(document: Any) -> str:
+    """JSON as browsers read it: half a surrogate pair is escaped, what is no number is null."""
+    try:
+        return json.dumps(document, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_without_nan(document), separators=(",", ":"))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _without_script(run: OpenRun) -> str:
@@ -102,7 +135,7 @@ def join_modules() -> str:
 
 
 def _saved(run: OpenRun, status: str) -> dict[str, Any]:
-    base = f"runs/{run.name}"
+    base = f"runs/{quote(run.name, safe=UNQUOTED, errors='replace')}"
     view, overview = run.view(), run.overview()
     overview["row"] |= {"path": "", **({"status": status, "progress": None} if status else {})}
     answers: dict[str, Any] = {
@@ -117,9 +150,12 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
     if run.kind == "genome":
         duel = answers[f"{base}/duel"] = run.duel("")
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
-    for row in lists.get("steps", []):
-        answers[f"{base}/step/{row['id']}"] = run.step(int(row["id"]))
     left = MOST_BYTES
+    for row in reversed(lists.get("steps", [])):
+        step = run.step(int(row["id"]))
+        left -= len(to_json(step))
+        if left > 0:
+            answers[f"{base}/step/{row['id']}"] = step
     for row in lists.get("programs", []):
         program = run.program(row["id"])
         left -= len(program["code"]) + sum(map(len, program["diff"]))

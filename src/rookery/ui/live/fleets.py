@@ -8,13 +8,17 @@ Only `sample` has something computed, for the tenant whose key is given; the key
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rookery.errors import RookeryError
+from pydantic import TypeAdapter
+
+from rookery.errors import RookeryError, ServiceError
 from rookery.fleet.admin import status
 from rookery.fleet.http.client import Client, ClientConfig, open_session
+from rookery.reports import ServiceStatus
 
 __all__ = ["ServiceLink", "read_fleet"]
 
@@ -38,10 +42,12 @@ class ServiceLink:
         """Queues, tenants and throughput; a service on another machine tells its models alone."""
         answer: dict[str, Any] = {"url": self.url}
         try:
-            return answer | await self._get("/status?format=json")
+            found = await self._get("/status?format=json")
         except RookeryError as error:
             told, models = str(error), await self._get("/")
-        return answer | {"name": models.get("name", ""), "reason": told}
+            return answer | {"name": models.get("name", ""), "reason": told}
+        with self._answers():
+            return answer | asdict(TypeAdapter(ServiceStatus).validate_python(found))
 
     async def models(self, *, key: str) -> dict[str, Any]:
         """What a tenant can sample from, and its checkpoints."""
@@ -49,8 +55,9 @@ class ServiceLink:
             self._get("/v1/models", key=key),
             self._get(f"/api/v1/checkpoints?limit={MOST_CHECKPOINTS}", key=key),
         )
-        names = [str(row.get("id", "")) for row in models.get("data", [])]
-        return {"models": names, "checkpoints": saved.get("checkpoints", [])}
+        with self._answers():
+            names = [str(row["id"]) for row in models["data"]]
+            return {"models": names, "checkpoints": [dict(row) for row in saved["checkpoints"]]}
 
     async def sample(
         self, *, key: str, model: str, prompt: str, max_tokens: int, temperature: float
@@ -60,9 +67,21 @@ class ServiceLink:
         async with open_session() as session:
             client = self._client(session, key, seconds=SAMPLE_S)
             found = await client.post_json("/v1/completions", body | {"temperature": temperature})
-        choice = found["choices"][0]
-        reason, usage = choice.get("finish_reason"), found.get("usage")
-        return {"text": choice.get("text", ""), "finish_reason": reason, "usage": usage}
+        with self._answers():
+            choice = found["choices"][0]
+            reason, usage = choice.get("finish_reason"), found.get("usage")
+            return {"text": "" + choice["text"], "finish_reason": reason, "usage": usage}
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Turn an answer of another form into a sentence."""
+        try:
+            yield
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ServiceError(
+                f"{self.url} does not answer as a service of Rookery: give the address that "
+                "`rookery serve` printed."
+            ) from error
 
     async def _get(self, path: str, *, key: str = "") -> dict[str, Any]:
         async with open_session() as session:

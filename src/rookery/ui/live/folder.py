@@ -19,7 +19,7 @@ from rookery.errors import RookeryError, RunError
 from rookery.runs import Run, RunView, find_runs, is_locked
 from rookery.ui.live.curves import spark
 
-__all__ = ["RunsFolder", "describe_run"]
+__all__ = ["MALFORMED", "RunsFolder", "describe_run", "malformed"]
 
 WATCHED = ("events.db", "events.db-wal", "metrics.jsonl", "report.json", "config.json")
 MAIN_METRICS = {
@@ -34,6 +34,8 @@ LOOK_AGAIN_S = 0.3
 """Several pages that ask at once share one look at the files."""
 RATE_STEPS = 20
 """The time left comes from this many of the newest steps."""
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What reading a file raises that is JSON, but not as a run writes it."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
 
 
@@ -121,12 +123,13 @@ def describe_run(path: Path) -> dict[str, Any]:
     try:
         with Run.view(path) as run:
             return _describe(run)
-    except (RookeryError, OSError, ValueError) as error:
+    except (RookeryError, OSError, *MALFORMED) as error:
+        reason = malformed(path, error) if isinstance(error, MALFORMED) else error
         return {
             "name": path.name,
             "kind": "",
             "status": "unreadable",
-            "reason": str(error),
+            "reason": str(reason),
             "model": "",
             "started_s": 0.0,
             "last_event_s": 0.0,
@@ -137,6 +140,14 @@ def describe_run(path: Path) -> dict[str, Any]:
             "spark": [],
             "spark_of": "",
         }
+
+
+def malformed(path: Path, error: Exception) -> RunError:
+    """The error of a run with a file that is not as a run writes it."""
+    return RunError(
+        f"A file of {path} is not as a run writes it ({type(error).__name__}: {error}): restore "
+        "the folder from a copy."
+    )
 
 
 def _describe(run: RunView) -> dict[str, Any]:

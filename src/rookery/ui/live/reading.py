@@ -54,12 +54,18 @@ class OpenRuns:
         with self._mutex:
             run = self._open.get(name)
             if run is None or run.is_replaced():
-                run = OpenRun(path, name)
-                self._open[name] = run
+                self._open.pop(name, None)
+                run = self._open[name] = self._read(path, name)
             self._open.move_to_end(name)
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)  # closed when the last request is done with it
             return run
+
+    def _read(self, path: Path, name: str) -> "OpenRun":
+        try:
+            return OpenRun(path, name)
+        except FileNotFoundError as error:
+            raise _gone(name) from error
 
 
 class OpenRun:
@@ -88,6 +94,8 @@ class OpenRun:
 
     def pulse(self) -> dict[str, Any]:
         """What tells a page that there is something new."""
+        if self.is_replaced():
+            raise _gone(self.name)  # who asks again gets the one in its place
         newest = self._view.last()
         metrics, report = self.path / "metrics.jsonl", self.path / "report.json"
         return {
@@ -214,6 +222,10 @@ class OpenRun:
                     rows.append(json.loads(line))
         keys = ("id", "label", "margin", "score", "text", "batch", "chain", "iteration")
         return {"labels": [{key: row.get(key) for key in keys} for row in rows]}
+
+
+def _gone(name: str) -> RunError:
+    return RunError(f"The run {name!r} is gone: its folder was deleted or moved.")
 
 
 def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:

@@ -25,17 +25,19 @@ from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Query, Request
+from fastapi import Path as PathValue
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from pydantic import BaseModel, Field
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
 from rookery.errors import ConfigError, RookeryError, RunError
-from rookery.ui.live.export import join_modules, read_file
-from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.export import join_modules, read_file, to_json
+from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed
 from rookery.ui.live.reading import OpenRun, OpenRuns
 
 if TYPE_CHECKING:
@@ -64,6 +66,14 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 Answer = Callable[[Request], Awaitable[Response]]
+MOST_SEQ = (1 << 63) - 1
+
+
+class Json(JSONResponse):
+    """Whatever a run holds, as JSON that browsers read."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content).encode()
 
 
 class LivePage:
@@ -117,6 +127,7 @@ def open_page(
             f"The page would be open to everyone who reaches {host}: give a key of at least "
             f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
         )
+    _check_addresses([*fleet, service])
     listener = _listen(host, port)
     token = key or secrets.token_urlsafe(18)
     number = listener.getsockname()[1]
@@ -148,7 +159,8 @@ def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
     runs = OpenRuns(folder)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=4)
     app.middleware("http")(_gate(token, cookie))
-    app.exception_handler(RookeryError)(_refuse)
+    for kind in (RookeryError, OSError, *MALFORMED):
+        app.exception_handler(kind)(_refuse(folder))
     _add_pages(app)
     _add_runs(app, folder)
     _add_run(app, runs)
@@ -163,7 +175,7 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
         given = request.query_params.get("token")
         is_code = request.url.path.startswith("/static/")  # the same for everyone
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
-            response: Response = JSONResponse({"error": "The page only reads."}, status_code=405)
+            response: Response = Json({"error": "The page only reads."}, status_code=405)
         elif given is not None and _is_equal(given, token):
             response = RedirectResponse(request.url.path, status_code=303)
             response.set_cookie(cookie, session, httponly=True, samesite="lax")
@@ -194,8 +206,13 @@ def _is_equal(given: str, wanted: str) -> bool:
     return hmac.compare_digest(*digests)
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
+def _refuse(folder: RunsFolder) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def refuse(request: Request, error: Exception) -> Response:
+        path = folder.root / request.path_params.get("name", "")
+        said = malformed(path, error) if isinstance(error, MALFORMED) else error
+        return Json({"error": str(said)}, status_code=404)
+
+    return refuse
 
 
 def _add_pages(app: FastAPI) -> None:
@@ -206,7 +223,7 @@ def _add_pages(app: FastAPI) -> None:
     @app.get("/static/{name}")
     def static(name: str) -> Response:
         if name not in FILES:
-            return JSONResponse({"error": "There is no such file."}, status_code=404)
+            return Json({"error": "There is no such file."}, status_code=404)
         headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
         headers["Cache-Control"] = f"max-age={YEAR_S}, immutable"  # its address has the version
         kind = TYPES[name.rpartition(".")[2]]
@@ -230,7 +247,7 @@ def _add_runs(app: FastAPI, folder: RunsFolder) -> None:
     @app.get("/api/runs")
     def runs(since: int = 0) -> Response:
         folder.refresh(seconds=FIRST_S)
-        return JSONResponse(folder.changes(since=since))
+        return Json(folder.changes(since=since))
 
     @app.get("/api/stream")
     async def stream() -> Response:
@@ -246,13 +263,13 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
     def add(route: str, answer: Callable[..., Any]) -> None:
         app.get(f"/api/runs/{{name}}{route}")(answer)
 
-    add("", lambda name: JSONResponse(runs.get(name).overview()))
-    add("/report", lambda name: JSONResponse(runs.get(name).report()))
-    add("/labels", lambda name: JSONResponse(runs.get(name).labels()))
+    add("", lambda name: Json(runs.get(name).overview()))
+    add("/report", lambda name: Json(runs.get(name).report()))
+    add("/labels", lambda name: Json(runs.get(name).labels()))
 
     @app.get("/api/runs/{name}/view")
     def view(name: str, after: int = 0) -> Response:
-        return JSONResponse(runs.get(name).view(after=after))
+        return Json(runs.get(name).view(after=after))
 
     @app.get("/api/runs/{name}/curves")
     def curves(
@@ -263,7 +280,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         names: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
         run = runs.get(name)
-        return JSONResponse(run.curves(points=points, first=first, last=last, names=names or []))
+        return Json(run.curves(points=points, first=first, last=last, names=names or []))
 
     @app.get("/api/runs/{name}/events")
     def events(
@@ -274,23 +291,23 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         limit: Annotated[int, Query(ge=1, le=500)] = 100,
     ) -> Response:
         run = runs.get(name)
-        return JSONResponse(run.events(kind=kind, text=text, offset=offset, limit=limit))
+        return Json(run.events(kind=kind, text=text, offset=offset, limit=limit))
 
     @app.get("/api/runs/{name}/event/{seq}")
-    def event(name: str, seq: int) -> Response:
-        return JSONResponse(runs.get(name).event(seq))
+    def event(name: str, seq: Annotated[int, PathValue(le=MOST_SEQ)]) -> Response:
+        return Json(runs.get(name).event(seq))
 
     @app.get("/api/runs/{name}/duel")
     def duel(name: str, candidate: str = "") -> Response:
-        return JSONResponse(runs.get(name).duel(candidate))
+        return Json(runs.get(name).duel(candidate))
 
     @app.get("/api/runs/{name}/program/{program}")
     def program(name: str, program: str) -> Response:
-        return JSONResponse(runs.get(name).program(program))
+        return Json(runs.get(name).program(program))
 
     @app.get("/api/runs/{name}/step/{number}")
     def step(name: str, number: int) -> Response:
-        return JSONResponse(runs.get(name).step(number))
+        return Json(runs.get(name).step(number))
 
     @app.get("/api/runs/{name}/stream")
     async def stream(name: str) -> Response:
@@ -324,20 +341,20 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
     @app.get("/api/fleet")
     async def servers() -> Response:
         fleets = await asyncio.to_thread(_fleets)
-        return JSONResponse(await fleets.read_fleet(fleet))
+        return Json(await fleets.read_fleet(fleet))
 
     @app.get("/api/service")
     async def status() -> Response:
-        return JSONResponse(await (await asyncio.to_thread(link)).status())
+        return Json(await (await asyncio.to_thread(link)).status())
 
     @app.post("/api/service/models")
     async def models(body: KeyRequest) -> Response:
-        return JSONResponse(await (await asyncio.to_thread(link)).models(key=body.key))
+        return Json(await (await asyncio.to_thread(link)).models(key=body.key))
 
     @app.post("/api/service/sample")
     async def sample(body: SampleRequest) -> Response:
         asked = body.model_dump()
-        return JSONResponse(await (await asyncio.to_thread(link)).sample(**asked))
+        return Json(await (await asyncio.to_thread(link)).sample(**asked))
 
 
 def _fleets() -> ModuleType:
@@ -355,7 +372,7 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
         while not app.state.is_over():
             try:
                 seen = json.dumps(await asyncio.to_thread(look))
-            except (RookeryError, OSError):
+            except (RookeryError, OSError, *MALFORMED):
                 return  # the run is gone; the page asks again and is told
             if seen != told:
                 told, quiet_s = seen, 0.0
@@ -372,6 +389,16 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
 def _closed(*, is_wrong: bool) -> str:
     sentence = "That key is not right." if is_wrong else "This page needs the key of its server."
     return _versioned("closed.html").replace("SENTENCE", sentence)
+
+
+def _check_addresses(urls: Sequence[str]) -> None:
+    for url in urls:
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            raise ConfigError(
+                f"Got the address {url}: {error}. Write one such as http://127.0.0.1:8000."
+            ) from None
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -24,7 +24,9 @@ export class EvalView {
     const tasks = new Map();
     for (const a of listed(view, "answers")) {
       if (!tasks.has(a.task)) tasks.set(a.task, new Map());
-      tasks.get(a.task).set(a.model, a);
+      const first = tasks.get(a.task).get(a.model); // what is measured; the further ones are drawn for pass@k
+      if (first) first.further.push(a);
+      else tasks.get(a.task).set(a.model, { ...a, further: [] });
     }
     this.tasks = [...tasks];
     this.names = [...new Set(listed(view, "answers").map((a) => a.model))];
@@ -36,7 +38,7 @@ export class EvalView {
 
   drawModels(view, report) {
     const live = this.names.map((name) => {
-      const rewards = listed(view, "answers").filter((a) => a.model === name && isNumber(a.reward)).map((a) => a.reward);
+      const rewards = this.tasks.map(([, answers]) => answers.get(name)?.reward).filter(isNumber);
       return { name, mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_scored: rewards.length };
     });
     const rows = report.models.length ? report.models : live;
@@ -77,7 +79,7 @@ export class EvalView {
 
   async open(task, answers) {
     try {
-      const events = await Promise.all([...answers.values()].map((a) => this.source.get(`${this.path}/event/${a.id}`)));
+      const events = await Promise.all([...answers.values()].flatMap((a) => [a, ...a.further]).map((a) => this.source.get(`${this.path}/event/${a.id}`)));
       const asked = this.asked.get(task);
       const answer = ({ payload }) => [h("h4", null, String(payload.model).split("@")[0], h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), h("pre", { class: "answer" }, payload.completion?.text ?? payload.error ?? "")];
       this.detail.replaceChildren(h("h3", null, task), asked ? h("pre", { class: "answer prompt" }, asked.prompt) : "", asked?.reference ? h("p", { class: "note" }, `reference: ${asked.reference}`) : "", ...events.flatMap(answer));

@@ -94,21 +94,22 @@ class RunPage {
     const follow = later(() => this.refresh(), 30);
     this.stop = this.source.follow(`${this.path}/stream`, (pulse) => {
       const known = this.overview.pulse;
-      this.setLost(false);
+      this.tellLost("");
       if (Object.keys(pulse).some((key) => pulse[key] !== known[key])) follow();
-    }, () => this.setLost(true));
+    }, follow); // what it is told then says why the stream ended
     this.clock = setInterval(() => this.head(), 20000);
   }
 
-  setLost(isLost) {
-    this.lost.hidden = !isLost;
+  tellLost(reason) {
+    this.lost.hidden = !reason;
+    this.lost.textContent = `${reason} This is the last that was seen.`;
   }
 
   build() {
     const back = this.source.isLive ? h("a", { href: "#/runs" }, "Rookery") : "Rookery";
     this.header = h("header", { class: "masthead" });
     this.brand = h("p", { class: "brand" }, back, h("span", null, `${this.overview.row.kind} run`));
-    this.lost = h("p", { class: "trouble", role: "alert", hidden: true }, "The server does not answer; this is the last that was seen.");
+    this.lost = h("p", { class: "trouble", role: "alert", hidden: true });
     this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
     this.body = h("div", { class: "tab-body" }, emptyNote("Reading the run …"));
     this.main.replaceChildren(this.header, this.lost, this.tabs, this.body);
@@ -170,8 +171,9 @@ class RunPage {
       this.overview = await this.source.get(this.path);
       this.head();
       await this.growPart(known);
+      this.tellLost("");
     } catch (error) {
-      this.setLost(true);
+      this.tellLost(error.message);
     }
     this.refreshing = false;
     if (this.again) {
