@@ -100,11 +100,15 @@ class Opened:
 def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
     """Whether an adapter is added to the weights of its server. It is known before a server starts,
     which then has no room for adapters. `is_beside`: there is one, on the trainer's GPU."""
-    if config.full is not None or config.bridge != "auto":
-        return config.bridge == "merge"
     layers = config.lora.targets if files.init is None else files.init.factors
-    if any(layer.endswith("lm_head") for layer in layers):
-        return False  # its weights may be the embeddings too
+    has_head = any(layer.endswith("lm_head") for layer in layers)
+    if config.bridge == "merge" and has_head:
+        raise ConfigError(
+            "bridge is merge and the adapter has factors of lm_head, whose weights may be those of "
+            "the embeddings too: write bridge: slot, or leave lm_head out of lora.targets."
+        )
+    if config.full is not None or config.bridge != "auto" or has_head:
+        return config.bridge == "merge"
     is_only = config.sweep is None and config.atropos is None
     return is_beside and is_only and not _has_own_layout(files.folder.path)
 

@@ -247,6 +247,10 @@ def test_a_policy_is_merged_where_its_server_has_no_other_use(
     folder = ModelFolder(path=tmp_path, name="tiny", names=frozenset())
     files = GrpoFiles([], folder, cast(Template, None), tmp_path, None, None)
     assert is_merged(config, files, is_beside=is_beside) is merged
+    head = config.lora.model_copy(update={"targets": ("lm_head",)})
+    forced = config.model_copy(update={"bridge": "merge", "lora": head})
+    with pytest.raises(ConfigError, match="write bridge: slot"):
+        is_merged(forced, files, is_beside=is_beside)
 
 
 @pytest.mark.parametrize(
