@@ -293,6 +293,8 @@ def test_large_runs_stay_responsive(browser: Any, tmp_path: Path, capsys: Any) -
         events.see(".events .key", text="99/999")
         events.close()
         search = Visit(browser, page.url, "#/run/large")
+        search.see(".lead, .number, h2")
+        search.page.locator(".chart").first.scroll_into_view_if_needed()  # drawn when it is seen
         search.see(".chart canvas")
         seen["10,000 candidates drawn, s"] = time.monotonic() - search.begun
         search.close()
