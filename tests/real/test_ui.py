@@ -26,18 +26,6 @@ from rookery.ui.live.server import LivePage, open_page
 
 MAKERS: Sequence[Callable[..., Path]] = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
 NAMES = ("demo", "train", "labels", "programs", "scores")
-FRAMES = """() => new Promise((done) => {
-    const body = document.querySelector(".lt-body");
-    const begun = performance.now();
-    let frames = 0;
-    const step = () => {
-        body.scrollTop += 400;
-        frames += 1;
-        if (performance.now() - begun < 1500) requestAnimationFrame(step);
-        else done(frames / 1.5);
-    };
-    requestAnimationFrame(step);
-})"""
 """Scrolls a long table for a while; how many frames a second there were."""
 
 pytestmark = pytest.mark.skipif(
@@ -262,8 +250,8 @@ def test_an_export_opens_from_disk_and_asks_for_nothing(browser: Any, tmp_path: 
         visit.close()
 
 
-def test_large_runs_stay_responsive(browser: Any, tmp_path: Path, capsys: Any) -> None:
-    """10,000 candidates, 100,000 events, 1,000 runs."""
+def test_large_runs_are_shown_in_part(browser: Any, tmp_path: Path) -> None:
+    """10,000 candidates, 100,000 events, 1,000 runs; `benchmarks/ui.py` takes their times."""
     make_genome(tmp_path, "large", generations=100, size=100)
     with Run.create(tmp_path, kind="eval", name="long", config={}) as run:
         for block in range(100):
@@ -276,19 +264,13 @@ def test_large_runs_stay_responsive(browser: Any, tmp_path: Path, capsys: Any) -
     small = make_eval(tmp_path, "run-0000")
     for number in range(1, 998):
         shutil.copytree(small, tmp_path / f"run-{number:04d}")
-    seen: dict[str, float] = {}
     with open_page(tmp_path, port=0) as page:
         table = Visit(browser, page.url)
-        table.see(".runs a.name")
-        seen["first rows of 1,000 runs, s"] = time.monotonic() - table.begun
         table.see(".lead", text="1,000 runs in")
         assert table.page.locator(".runs .lt-row").count() < 60, "only what is seen exists"
-        seen["scrolling 1,000 runs, frames/s"] = table.page.evaluate(FRAMES)
         table.close()
         events = Visit(browser, page.url, "#/run/long?tab=events")
         events.see(".events .lt-space .lt-row button")
-        seen["first rows of 100,000 events, s"] = time.monotonic() - events.begun
-        seen["scrolling 100,000 events, frames/s"] = events.page.evaluate(FRAMES)
         events.page.evaluate("document.querySelector('.lt-body').scrollTop = 1e9")
         events.see(".events .key", text="99/999")
         events.close()
@@ -296,9 +278,4 @@ def test_large_runs_stay_responsive(browser: Any, tmp_path: Path, capsys: Any) -
         search.see(".lead, .number, h2")
         search.page.locator(".chart").first.scroll_into_view_if_needed()  # drawn when it is seen
         search.see(".chart canvas")
-        seen["10,000 candidates drawn, s"] = time.monotonic() - search.begun
         search.close()
-    with capsys.disabled():
-        sys.stdout.write("".join(f"\n  {what}: {value:.2f}" for what, value in seen.items()))
-    assert all(value > 20 for what, value in seen.items() if "frames" in what)
-    assert all(value < 8 for what, value in seen.items() if "frames" not in what)
