@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import secrets
 import socket
 import threading
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from rookery.ui.live.fleets import ServiceLink
 
 __all__ = ["FILES", "LivePage", "make_app", "open_page"]
+
+logger = logging.getLogger(__name__)
 
 PORT = 7700
 LOOK_S = 0.4
@@ -209,7 +212,11 @@ def _is_equal(given: str, wanted: str) -> bool:
 def _refuse(folder: RunsFolder) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def refuse(request: Request, error: Exception) -> Response:
         path = folder.root / request.path_params.get("name", "")
-        said = malformed(path, error) if isinstance(error, MALFORMED) else error
+        said: Exception = error
+        if isinstance(error, MALFORMED):
+            said = malformed(path, error)
+            # A mistake of ours looks the same from here.
+            logger.debug("%s", request.url.path, exc_info=error)
         return Json({"error": str(said)}, status_code=404)
 
     return refuse
