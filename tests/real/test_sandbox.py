@@ -626,7 +626,7 @@ asyncio.run(main())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     await until(lambda: not _running(mark))
-    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jail))
+    await until(lambda: not any(_is_alive(pid) for pid in jail))
 
 
 def start(command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -636,6 +636,14 @@ def start(command: list[str], *, env: dict[str, str] | None = None) -> subproces
 def leftovers() -> list[Path]:
     groups = Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*")
     return [*Path(tempfile.gettempdir()).glob("rookery-sandbox-*"), *groups]
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether it runs; what waits for its new parent to reap it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _running(mark: str) -> bool:

@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["main"]
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+_POLL_S = 0.002
 
 
 def main(policy: str, command: list[str]) -> None:
@@ -43,15 +45,18 @@ def main(policy: str, command: list[str]) -> None:
 
 
 def _end_descendants() -> None:
-    """Orphans in the jail are children of this process, and of any of its threads."""
-    while pids := [
-        int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in _read(path)
-    ]:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+    """Orphans in the jail are children of this process, and of any of its threads.
+
+    The kernel alone knows when the last has gone: a list of children that are ending can be short.
+    """
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            for path in Path("/proc/self/task").glob("*/children"):
+                for pid in _read(path):
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(_POLL_S)  # sandlock's thread may have reaped what was killed
 
 
 def _read(path: Path) -> list[str]:
