@@ -50,7 +50,6 @@ from rookery.concurrency import task_group
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.environments.atropos.feed import Feed
 from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
@@ -59,6 +58,7 @@ from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.data import check_inputs
+from rookery.loops.grpo.loop import Source
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.loops.grpo.sweep import (
     ADAPTERS,
@@ -412,20 +412,20 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 @asynccontextmanager
 async def _open_drawer(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | Feed]:
+) -> AsyncIterator[GroupDrawer | Source]:
     """Who answers tasks, or where groups of environments come from."""
     engine = opened.engine
     if config.atropos is None:
         yield _drawer(config, files, engine)
         return
-    from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
+    from rookery.compose.grpo_atropos import open_source  # needs the extra `serve`
 
     assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
     shape = opened.model.shape
-    async with open_feed(
+    async with open_source(
         config, files, engine=engine, shape=shape, run=run, say=display.say
-    ) as feed:
-        yield feed
+    ) as source:
+        yield source
 
 
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:

@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rookery.compat.atropos.programs import check_commands
 from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, require_adapters
-from rookery.environments.atropos.programs import check_commands
 from rookery.errors import ConfigError, ModelError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
