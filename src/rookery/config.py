@@ -12,7 +12,7 @@ Wrong input is answered with what was given, what is allowed and the nearest rig
 import difflib
 import json
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
@@ -68,11 +68,16 @@ def without_removed(document: object, removed: Mapping[str, tuple[object, str]])
 
 
 def load_config(
-    model: type[Model], path: Path | None = None, *, overrides: Sequence[str] = ()
+    model: type[Model],
+    path: Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resolve: Callable[[dict[str, Any]], dict[str, Any]] = lambda document: document,
 ) -> Model:
-    """Read `path` (or nothing), lay the overrides over it, validate."""
+    """Read `path` (or nothing), lay the overrides over it, resolve what they refer to, validate."""
     document = read_document(path) if path is not None else {}
     flags = override(model, document, parse_overrides(overrides))
+    document = resolve(document)
     return parse_config(
         model, document, origin=str(path) if path else "the command line", flags=flags
     )

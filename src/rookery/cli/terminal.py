@@ -75,7 +75,7 @@ def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[s
 
 
 def _from_here(key: str, text: str, paths: Sequence[str]) -> str:
-    if _is_any(key, paths):
+    if _is_any(key, paths) and not text.startswith("run:"):
         return str(Path(text).expanduser().absolute())
     return function_from_folder(text, Path.cwd()) if _is_any(key, FUNCTIONS) else text
 

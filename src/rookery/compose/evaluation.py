@@ -41,6 +41,7 @@ from rookery.reports import (
 )
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runs.references import in_folder, resolve_references
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
@@ -93,11 +94,12 @@ def evaluate(
     """
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
-    model = str(model)
+    named = {"model": str(model), "taskset": str(taskset), "adapters": [*map(str, adapters)]}
+    named = resolve_references(named, find=in_folder(runs_dir))
     document = {
-        "model": model if model.lower() == "smollm2" else _anchored(model),
-        "taskset": _anchored(str(taskset)),
-        "adapters": [_anchored(str(path)) for path in adapters],
+        "model": str(model) if str(model).lower() == "smollm2" else _anchored(named["model"]),
+        "taskset": _anchored(named["taskset"]),
+        "adapters": [_anchored(path) for path in named["adapters"]],
         **values,
     }
     config = parse_config(EvaluationConfig, document, origin="the evaluation")

@@ -57,6 +57,7 @@ from rookery.reports import Report as AnyReport
 from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
+from rookery.runs.references import in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, require_trackers
 from rookery.tasks.python_function import read_source
 from rookery.tasks.scorers import PythonConfig, ScorerConfig
@@ -176,7 +177,7 @@ class RunKind(Generic[Settings, Report]):
         progress: bool = True,
     ) -> Outcome[Report]:
         """A new run, to its end. `values` are keys of the config, see `read_config`."""
-        config = read_config(self.config, source, values)
+        config = read_config(self.config, source, values, runs_dir=runs_dir)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         return self.finish(config, open_run, Display(is_quiet=not progress))
 
@@ -210,20 +211,27 @@ async def _carry_out(
 
 
 def read_config(
-    model: type[Settings], source: "ConfigSource | Settings", values: Mapping[str, Any]
+    model: type[Settings],
+    source: "ConfigSource | Settings",
+    values: Mapping[str, Any],
+    *,
+    runs_dir: str | Path = "runs",
 ) -> Settings:
     """A config from a file, a document or a config, with keyword values laid over it.
 
-    Paths in a file are relative to it, all others to the current folder. A mapping given for a
-    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
-    of another `type` replaces the section: the keys of a type are its own.
+    Paths in a file are relative to it, all others to the current folder; `run:NAME/PART` is what a
+    run in `runs_dir` left. A mapping given for a section changes the keys it names:
+    `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One of another `type` replaces the
+    section: the keys of a type are its own.
     """
+    find = in_folder(runs_dir)
+    values = resolve_references(values, find=find)
     if isinstance(source, str | Path):
         path = Path(source)
-        config = parse_config(model, read_document(path), origin=str(path))
-        config = config.from_folder(path.parent)
+        document = resolve_references(read_document(path), find=find)
+        config = parse_config(model, document, origin=str(path)).from_folder(path.parent)
     elif isinstance(source, Mapping):
-        document = merge(source, values)
+        document = merge(resolve_references(source, find=find), values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
         config = source.from_folder(Path.cwd())
