@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         IcmReport,
         ModelRow,
         ReportRow,
+        SftReport,
         SweepRecord,
     )
 
@@ -227,6 +228,18 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
     _print_places({"run": path, "answers": path / "report.html"})
 
 
+def _print_sft(report: "SftReport", path: Path) -> None:
+    from rookery.ui.summary import summarize
+
+    summary = summarize(report)
+    losses = ", ".join(f"{number.label.lower()} {number.value}" for number in summary.numbers)
+    console.print(losses.capitalize(), style="bold", highlight=False)
+    console.print(summary.sentence, highlight=False)
+    _print_warnings(report.warnings)
+    console.print(", ".join(summary.costs), highlight=False)
+    _print_places({"trained": path / "trained", "report": path / "report.html"})
+
+
 def _fail_if_tasks_failed(report: "EvaluationReport") -> int:
     """A line for each model with tasks that failed, and the exit code."""
     failures = [row for row in report.models if row.num_failed]
@@ -265,4 +278,5 @@ _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "genome": _print_genome,
     "grpo": _print_grpo,
     "icm": _print_icm,
+    "sft": _print_sft,
 }

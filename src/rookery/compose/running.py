@@ -535,7 +535,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = ("eval", "evolve", "genome", "grpo", "icm")
+KINDS = ("eval", "evolve", "genome", "grpo", "icm", "sft")
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
@@ -557,6 +557,10 @@ def find_kind(name: str) -> RunKind[Any, Any]:
             from rookery.compose.grpo import GRPO
 
             return GRPO
+        case "sft":
+            from rookery.compose.sft import SFT
+
+            return SFT
     from rookery.compose.icm import ICM
 
     return ICM

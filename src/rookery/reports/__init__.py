@@ -44,11 +44,13 @@ from rookery.reports.record import (
     Report,
     SampledRecord,
     ServiceStatus,
+    SftReport,
     TaskRecord,
     TenantStatus,
     Text,
     describe_task,
     parse_evaluation_report,
+    parse_sft_report,
 )
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "SampledRecord",
     "ServiceStatus",
     "SettingRow",
+    "SftReport",
     "StepRecord",
     "SupportRecord",
     "SweepRecord",
@@ -95,4 +98,5 @@ __all__ = [
     "parse_genome_report",
     "parse_grpo_report",
     "parse_icm_report",
+    "parse_sft_report",
 ]

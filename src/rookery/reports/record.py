@@ -26,12 +26,14 @@ __all__ = [
     "Report",
     "SampledRecord",
     "ServiceStatus",
+    "SftReport",
     "TaskRecord",
     "TenantStatus",
     "Text",
     "describe_task",
     "parse_evaluation_report",
     "parse_record",
+    "parse_sft_report",
 ]
 
 
@@ -183,6 +185,36 @@ class EvaluationReport(Report):
 def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
     """Read a report, or raise a RunError that names the first value that does not fit."""
     return parse_record(EvaluationReport, document, kind="an eval")
+
+
+# The report of a supervised fine-tuning.
+
+
+class SftReport(Report):
+    """What was trained, on how much. How good it is, an evaluation tells."""
+
+    kind: Literal["sft"] = "sft"
+    run: Text = ""
+    model: Text = ""
+    taskset: Text = ""
+    split: Text = ""
+    seed: int = 0
+    num_rows: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Of answers, in all steps."""
+    first_loss: Measured = None
+    """-log p per token of the answers of the first step, before it."""
+    last_loss: Measured = None
+    rank: int = 0
+    version: Text = ""
+    """Of the adapter."""
+    seconds: Measured = None
+
+
+def parse_sft_report(document: Mapping[str, Json]) -> SftReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(SftReport, document, kind="an sft")
 
 
 # The service as it is now: its queues, its tenants and how fast it is.

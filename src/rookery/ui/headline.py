@@ -104,6 +104,9 @@ def short_result(document: Mapping[str, Json]) -> str:
         case "eval":
             models = parse_evaluation_report(document).models
             return ", ".join(wording.score(row.mean) for row in models[:3])
+        case "sft":
+            loss = document.get("last_loss")
+            return f"loss {loss:.3f}" if isinstance(loss, float) else ""
     return ""
 
 

@@ -20,11 +20,13 @@ from rookery.reports import (
     GrpoReport,
     IcmReport,
     Report,
+    SftReport,
     parse_evaluation_report,
     parse_evolve_report,
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_sft_report,
 )
 from rookery.ui import evolve, grpo, icm, wording
 from rookery.ui.headline import make_headline
@@ -33,12 +35,17 @@ __all__ = ["Number", "Summary", "parse_report", "render_summary", "summarize"]
 
 MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
+SFT_DONE = (
+    "The adapter is trained. The loss is that of its own rows: what it is worth on others, "
+    "`rookery eval` measures."
+)
 PARSERS = {
     "genome": parse_genome_report,
     "grpo": parse_grpo_report,
     "icm": parse_icm_report,
     "evolve": parse_evolve_report,
     "eval": parse_evaluation_report,
+    "sft": parse_sft_report,
 }
 
 
@@ -88,6 +95,8 @@ def summarize(report: Report) -> Summary:
             return _evolve(report)
         case EvaluationReport():
             return _evaluation(report)
+        case SftReport():
+            return _sft(report)
     raise RunError(f"{type(report).__name__} is not the report of a loop.")
 
 
@@ -278,6 +287,29 @@ def _evaluation(report: EvaluationReport) -> Summary:
         columns=("model", "accuracy", "95 % interval", "gain over base", "failed"),
         rows=rows,
         costs=[wording.duration(report.seconds)] if report.seconds else [],
+    )
+
+
+def _sft(report: SftReport) -> Summary:
+    is_done = bool(report.version)
+    losses = (("Loss of the first step", report.first_loss), ("of the last", report.last_loss))
+    seconds = [wording.duration(report.seconds)] if report.seconds else []
+    return Summary(
+        facts=_facts(Model=report.model, Tasks=report.taskset, Seed=report.seed),
+        verdict="unclear",
+        numbers=[
+            Number(label=label, value=wording.score(loss)) for label, loss in losses if is_done
+        ],
+        sentence=SFT_DONE if is_done else "The training has not ended yet.",
+        contexts=[],
+        columns=(),
+        rows=[],
+        costs=[
+            wording.plural(report.num_rows, "row"),
+            wording.plural(report.num_steps, "step"),
+            wording.plural(report.num_tokens, "token"),
+            *seconds,
+        ],
     )
 
 

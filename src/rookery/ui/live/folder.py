@@ -268,6 +268,8 @@ def _result(run: RunView) -> dict[str, Any] | None:
             models = report.get("models", [])
             best = max(models, key=lambda m: m.get("mean") or -math.inf, default=None)
             return _estimate(best, f"mean reward, {best.get('name', '')}") if best else None
+        case "sft":
+            return {"label": "loss of the last step", "mean": report.get("last_loss")}
     return None
 
 

@@ -37,6 +37,7 @@ ELSEWHERE: dict[str, set[str]] = {
     "icm": {"items"},
     "evolve": set(),
     "eval": set(),
+    "sft": set(),
 }
 """Parts of each loop's report that the page has from events, curves and labels."""
 
