@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 from urllib.parse import SplitResult, urlsplit
 
 import yaml
@@ -50,6 +50,9 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    resolved_later: ClassVar[frozenset[str]] = frozenset()
+    """Keys whose `run:NAME/PART` are runs that are still to be made."""
 
     def from_folder(self, folder: Path) -> Self:  # noqa: ARG002
         """The same with its relative paths taken from `folder`, where its file is."""

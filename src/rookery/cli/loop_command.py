@@ -25,6 +25,7 @@ __all__ = [
     "genome",
     "icm",
     "make_loop_app",
+    "pipeline",
     "read_loop_config",
     "run_loop",
 ]
@@ -112,7 +113,8 @@ def read_loop_config(
     log_warnings()
     check_flags(overrides, fields=model.model_fields, own=own)
     words = paths_from_here(overrides, paths=paths)
-    resolve = partial(resolve_references, find=in_folder(runs_dir))
+    find = in_folder(runs_dir)
+    resolve = partial(resolve_references, find=find, later=model.resolved_later)
     loaded = load_config(model, config, overrides=words, resolve=resolve)
     return loaded.from_folder(config.parent)
 
@@ -142,7 +144,7 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
     return _print_once(resume(path))
 
 
-# `rookery genome run` and `rookery icm run`: what differs between them.
+# `rookery genome run`, `icm run` and `pipeline run`: what differs between them.
 
 
 genome = make_loop_app(
@@ -164,4 +166,15 @@ icm = make_loop_app(
         "rookery icm run mine.yaml --data.path claims.jsonl --num-chains 4",
     ),
     paths=("data.path", "data.gold.path", "iterate.sft.init_from"),
+)
+pipeline = make_loop_app(
+    "pipeline",
+    help="Run loops that feed each other, with one report over all of them.",
+    summary="Run the steps of the config, each as a run of its own, and measure what each left on "
+    "tasks that none has seen.",
+    examples=(
+        "rookery pipeline run flywheel.yaml --name flywheel",
+        "rookery runs resume flywheel                   # after an interruption",
+    ),
+    paths=("report.taskset",),
 )

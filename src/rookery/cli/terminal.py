@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         GrpoReport,
         IcmReport,
         ModelRow,
+        PipelineReport,
         ReportRow,
         SftReport,
         SweepRecord,
@@ -108,7 +109,7 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
         console.print_json(report.model_dump_json(exclude_none=True))
     else:
         _PRINTERS[report.kind](report, outcome.path)
-    return _fail_if_tasks_failed(report) if report.kind == "eval" else 0
+    return _fail_if_tasks_failed(report) if report.kind in ("eval", "pipeline") else 0
 
 
 def _print_genome(report: "GenomeReport", path: Path) -> None:
@@ -228,6 +229,13 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
     _print_places({"run": path, "answers": path / "report.html"})
 
 
+def _print_pipeline(report: "PipelineReport", path: Path) -> None:
+    from rookery.ui.summary import STEP_COLUMNS, step_rows
+
+    print_table("Steps, each a run", columns=STEP_COLUMNS, rows=step_rows(report))
+    _print_evaluation(report, path)
+
+
 def _print_sft(report: "SftReport", path: Path) -> None:
     from rookery.ui.summary import summarize
 
@@ -278,5 +286,6 @@ _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "genome": _print_genome,
     "grpo": _print_grpo,
     "icm": _print_icm,
+    "pipeline": _print_pipeline,
     "sft": _print_sft,
 }

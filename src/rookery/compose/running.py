@@ -36,6 +36,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -224,14 +225,14 @@ def read_config(
     `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One of another `type` replaces the
     section: the keys of a type are its own.
     """
-    find = in_folder(runs_dir)
-    values = resolve_references(values, find=find)
+    resolve = partial(resolve_references, find=in_folder(runs_dir), later=model.resolved_later)
+    values = resolve(values)
     if isinstance(source, str | Path):
         path = Path(source)
-        document = resolve_references(read_document(path), find=find)
+        document = resolve(read_document(path))
         config = parse_config(model, document, origin=str(path)).from_folder(path.parent)
     elif isinstance(source, Mapping):
-        document = merge(resolve_references(source, find=find), values)
+        document = merge(resolve(source), values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
         config = source.from_folder(Path.cwd())
@@ -535,7 +536,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = ("eval", "evolve", "genome", "grpo", "icm", "sft")
+KINDS = ("eval", "evolve", "genome", "grpo", "icm", "pipeline", "sft")
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
@@ -557,6 +558,10 @@ def find_kind(name: str) -> RunKind[Any, Any]:
             from rookery.compose.grpo import GRPO
 
             return GRPO
+        case "pipeline":
+            from rookery.compose.pipeline import PIPELINE
+
+            return PIPELINE
         case "sft":
             from rookery.compose.sft import SFT
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rookery.compose.evaluation import Split
+from rookery.compose.evaluation import EvaluationConfig, Split
 from rookery.compose.running import (
     OpenRun,
     Outcome,
@@ -59,18 +59,12 @@ class SftRunConfig(SftConfig):
     def from_folder(self, folder: Path) -> "SftRunConfig":
         """Paths from there; a model or a taskset only where it is one."""
         place = folder.absolute()
+        named = EvaluationConfig(model=self.model, taskset=self.taskset).from_folder(place)
         paths = {
             key: None if path is None else place / path.expanduser()
             for key, path in (("init_from", self.init_from), ("out", self.out))
         }
-        taskset, mark, options = self.taskset.partition("?")
-        names = {"model": self.model, "taskset": taskset}
-        for key, name in names.items():
-            path = place / Path(name).expanduser()
-            if path.exists() and loadable_model(name) == name:
-                names[key] = str(path)
-        names["taskset"] += f"{mark}{options}"
-        return self.model_copy(update={**paths, **names})
+        return self.model_copy(update={**paths, "model": named.model, "taskset": named.taskset})
 
 
 def run_sft(

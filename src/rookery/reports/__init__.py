@@ -39,6 +39,8 @@ from rookery.reports.record import (
     EvaluationReport,
     Measured,
     ModelRow,
+    PipelineReport,
+    PipelineStep,
     QueueStatus,
     Record,
     Report,
@@ -50,6 +52,7 @@ from rookery.reports.record import (
     Text,
     describe_task,
     parse_evaluation_report,
+    parse_pipeline_report,
     parse_sft_report,
 )
 
@@ -73,6 +76,8 @@ __all__ = [
     "LineageRecord",
     "Measured",
     "ModelRow",
+    "PipelineReport",
+    "PipelineStep",
     "QueueStatus",
     "Record",
     "Report",
@@ -98,5 +103,6 @@ __all__ = [
     "parse_genome_report",
     "parse_grpo_report",
     "parse_icm_report",
+    "parse_pipeline_report",
     "parse_sft_report",
 ]

@@ -21,6 +21,8 @@ __all__ = [
     "EvaluationReport",
     "Measured",
     "ModelRow",
+    "PipelineReport",
+    "PipelineStep",
     "QueueStatus",
     "Record",
     "Report",
@@ -32,6 +34,7 @@ __all__ = [
     "Text",
     "describe_task",
     "parse_evaluation_report",
+    "parse_pipeline_report",
     "parse_record",
     "parse_sft_report",
 ]
@@ -185,6 +188,34 @@ class EvaluationReport(Report):
 def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
     """Read a report, or raise a RunError that names the first value that does not fit."""
     return parse_record(EvaluationReport, document, kind="an eval")
+
+
+# The report of a pipeline: its steps, and what each left on tasks that none has seen.
+
+
+class PipelineStep(Record):
+    """One step: a run of its own."""
+
+    name: Text = ""
+    loop: Text = ""
+    run: Text = ""
+    made_from: tuple[Text, ...] = ()
+    """Runs that its config takes something from."""
+    result: Text = ""
+    """What its own report is about, in short."""
+    seconds: Measured = None
+
+
+class PipelineReport(EvaluationReport):
+    """The base model and the adapter of every step, in their order."""
+
+    kind: Literal["pipeline"] = "pipeline"  # type: ignore[assignment]
+    steps: tuple[PipelineStep, ...] = ()
+
+
+def parse_pipeline_report(document: Mapping[str, Json]) -> PipelineReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(PipelineReport, document, kind="a pipeline")
 
 
 # The report of a supervised fine-tuning.

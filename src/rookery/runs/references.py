@@ -8,7 +8,7 @@ that a run's own config.json names the path, and by it the run that it was made 
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 from rookery.errors import ConfigError
 from rookery.runs.run_folder import EVENTS
 
-__all__ = ["Source", "find_sources", "in_folder", "resolve_references", "resolve_text"]
+__all__ = [
+    "Find",
+    "Source",
+    "find_names",
+    "find_sources",
+    "in_folder",
+    "resolve_references",
+    "resolve_text",
+]
 
 PREFIX = "run:"
 HIDDEN = frozenset({"blobs", "config.json", "inputs.json", "metrics.jsonl", "run.lock"})
@@ -40,12 +48,17 @@ def in_folder(runs_dir: str | Path) -> Find:
     return lambda name: Path(runs_dir).absolute() / name
 
 
-def resolve_references(document: Any, *, find: Find, key: str = "") -> Any:
-    """The document with the path in place of every reference; ConfigError where there is none."""
+def resolve_references(
+    document: Any, *, find: Find, later: Collection[str] = (), key: str = ""
+) -> Any:
+    """The document with the path in place of every reference; ConfigError where there is none.
+    Those in the sections `later` stay."""
     match document:
         case Mapping():
             return {
-                name: resolve_references(value, find=find, key=_join(key, name))
+                name: value
+                if name in later
+                else resolve_references(value, find=find, key=_join(key, name))
                 for name, value in document.items()
             }
         case list() | tuple():
@@ -99,6 +112,12 @@ def _parts(folder: Path) -> list[str]:
     ]
 
 
+def find_names(document: Any) -> list[tuple[str, str]]:
+    """(key, name of the run) of every reference in a document."""
+    found = [(key, text) for key, text in _texts(document, "") if _refers(text)]
+    return [(key, text.removeprefix(PREFIX).partition("/")[0]) for key, text in found]
+
+
 def find_sources(config: Mapping[str, Any]) -> list[Source]:
     """What a run's config takes from other runs: each path in it that lies in a run's folder."""
     return [source for key, text in _texts(config, "") if (source := _source(key, text))]
@@ -111,13 +130,13 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _texts(inner, _join(key, index))
-    elif isinstance(value, str) and value.startswith("/"):
-        yield key, value
+    elif isinstance(value, str | Path):
+        yield key, str(value)
 
 
 def _source(key: str, text: str) -> Source | None:
     path = Path(text.partition("?")[0])
-    for folder in path.parents:
+    for folder in path.parents if path.is_absolute() else ():
         if (folder / EVENTS).is_file():
             return Source(key, folder, str(path.relative_to(folder)))
     return None

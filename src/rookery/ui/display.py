@@ -46,7 +46,7 @@ class Display:
     """Lines and bars on stderr, or nothing at all."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
-        self._is_quiet = is_quiet
+        self.is_quiet = is_quiet
         self._console = Console(stderr=True, quiet=is_quiet)
 
     def say(self, line: str) -> None:
@@ -80,14 +80,14 @@ class Display:
             TimeElapsedColumn(),
             _TimeLeft(),
             console=self._console,
-            disable=self._is_quiet or not can_draw,
+            disable=self.is_quiet or not can_draw,
         )
         with progress:
             left = TimeLeft()
             left.expect(total or 0)
             task = progress.add_task(escape(name), total=total, tokens=0, left=left)
             bar = Bar(progress, task, left)
-            if self._is_quiet or can_draw:
+            if self.is_quiet or can_draw:
                 yield bar
                 return
             with self._lines(progress):
@@ -102,7 +102,7 @@ class Display:
             TextColumn("{task.fields[line]}", style="dim", markup=False),
             console=self._console,
             transient=True,
-            disable=self._is_quiet or not self._console.is_terminal,
+            disable=self.is_quiet or not self._console.is_terminal,
         )
         lines: dict[int, TaskID] = {}
         ready: set[int] = set()

@@ -19,6 +19,7 @@ from rookery.reports import (
     GenomeReport,
     GrpoReport,
     IcmReport,
+    PipelineReport,
     Report,
     SftReport,
     parse_evaluation_report,
@@ -26,12 +27,21 @@ from rookery.reports import (
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_pipeline_report,
     parse_sft_report,
 )
 from rookery.ui import evolve, grpo, icm, wording
 from rookery.ui.headline import make_headline
 
-__all__ = ["Number", "Summary", "parse_report", "render_summary", "summarize"]
+__all__ = [
+    "STEP_COLUMNS",
+    "Number",
+    "Summary",
+    "parse_report",
+    "render_summary",
+    "step_rows",
+    "summarize",
+]
 
 MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
@@ -45,6 +55,7 @@ PARSERS = {
     "icm": parse_icm_report,
     "evolve": parse_evolve_report,
     "eval": parse_evaluation_report,
+    "pipeline": parse_pipeline_report,
     "sft": parse_sft_report,
 }
 
@@ -93,7 +104,7 @@ def summarize(report: Report) -> Summary:
             return _icm(report)
         case EvolveReport():
             return _evolve(report)
-        case EvaluationReport():
+        case EvaluationReport():  # and that of a pipeline
             return _evaluation(report)
         case SftReport():
             return _sft(report)
@@ -288,6 +299,22 @@ def _evaluation(report: EvaluationReport) -> Summary:
         rows=rows,
         costs=[wording.duration(report.seconds)] if report.seconds else [],
     )
+
+
+STEP_COLUMNS = ("step", "loop", "made from", "result", "time")
+
+
+def step_rows(report: PipelineReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            step.name,
+            step.loop,
+            ", ".join(step.made_from),
+            step.result,
+            wording.duration(step.seconds) if step.seconds else "",
+        )
+        for step in report.steps
+    ]
 
 
 def _sft(report: SftReport) -> Summary:

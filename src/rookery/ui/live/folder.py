@@ -264,7 +264,7 @@ def _result(run: RunView) -> dict[str, Any] | None:
         case "evolve":
             best = report.get("best")
             return {"label": "best score", "mean": best.get("score")} if best else None
-        case "eval":
+        case "eval" | "pipeline":
             models = report.get("models", [])
             best = max(models, key=lambda m: m.get("mean") or -math.inf, default=None)
             return _estimate(best, f"mean reward, {best.get('name', '')}") if best else None

@@ -13,7 +13,7 @@ import { progressBar, statusMark } from "./runs.js";
 import { mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
 
-const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView };
+const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, pipeline: EvalView };
 const POINTS = 600;
 
 // All metrics, grouped by what stands before the slash.
@@ -121,6 +121,8 @@ class RunPage {
     document.title = `${row.name} · Rookery`;
     const told = [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)], ["Folder", row.path]];
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
+    const from = this.overview.made_from.map(({ run, part, id }, k) => [k ? ", " : "", id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run, `/${part}`]);
+    if (from.length) told.unshift(["Made from", from]);
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
