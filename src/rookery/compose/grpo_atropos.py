@@ -13,24 +13,22 @@ from urllib.parse import quote
 import torch
 from pydantic import Field, model_validator
 
+from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all
 from rookery.compose.running import quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
-from rookery.embedded import EmbeddedEngine
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
-from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.feed import ClientFeed, Feed, GatewayFeed, open_client
 from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.environments.atropos.programs import running
 from rookery.environments.atropos.registry import AtroposConfig, TrainerRegistration
 from rookery.errors import ConfigError, RunError
-from rookery.fleet import Fleet
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
 from rookery.service.atropos import make_atropos_app
-from rookery.slots.model import ModelShape
 from rookery.tasks.template import load_template
 
 __all__ = [
@@ -130,8 +128,6 @@ async def _open_side(
         return None
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
-    if not isinstance(engine, Fleet | EmbeddedEngine):
-        raise ConfigError("The gateway's engine is embedded or a fleet.")
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
 
 
@@ -167,15 +163,14 @@ def gateway_key(config: AtroposConfig) -> str:
 async def open_feed(
     config: GrpoConfig,
     files: GrpoFiles,
+    opened: Opened,
     *,
-    engine: ServingEngine,
-    shape: ModelShape,
     run: Run,
     say: Callable[[str], None],
 ) -> AsyncIterator[Feed]:
-    """Where the batches of the run come from, while the block runs. `shape` is the trainer's; `say`
-    is told how far a batch is."""
-    own = config.atropos
+    """Where the batches of the run come from, while the block runs. `say` is told how far a batch
+    is."""
+    own, shape = config.atropos, opened.model.shape
     assert own is not None
     # What the trainer cannot read would end the run again and again: a batch is durable.
     longest = min(own.max_token_len, shape.context_tokens)
@@ -191,9 +186,12 @@ async def open_feed(
     gateway = await Gateway.open(
         run, trainer=registration, vocab_size=shape.vocab_size, trained=trained_groups(run)
     )
-    num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
-    codec = TemplateCodec(files.template)
-    side = EngineSide(engine, codec=codec, samples=gateway.samples, num_kept=num_kept)
+    side = EngineSide(
+        opened.engine,
+        codec=TemplateCodec(files.template),
+        samples=gateway.samples,
+        num_kept=opened.max_kept,
+    )
     app = make_atropos_app(
         gateway, delivery=None, side=side, key=key, limit_bytes=int(own.body_mib * 2**20)
     )
