@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, launch_of, require_adapters
-from rookery.environments.atropos.programs import check_commands
 from rookery.errors import ConfigError, ModelError
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
