@@ -53,7 +53,6 @@ from rookery.embedded import open_engine as open_embedded
 from rookery.embedded import run_engine
 from rookery.engines import OnLaunch, open_servers
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.environments.atropos.feed import Feed
 from rookery.errors import ConfigError
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
@@ -61,6 +60,7 @@ from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.data import check_inputs
+from rookery.loops.grpo.loop import Source
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.loops.grpo.sweep import (
     ADAPTERS,
@@ -434,15 +434,15 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 @asynccontextmanager
 async def _open_drawer(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | Feed]:
+) -> AsyncIterator[GroupDrawer | Source]:
     """Who answers tasks, or where groups of environments come from."""
     if config.atropos is None:
         yield _drawer(config, files, opened.engine)
         return
-    from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
+    from rookery.compose.grpo_atropos import open_source  # needs the extra `serve`
 
-    async with open_feed(config, files, opened, run=run, say=display.say) as feed:
-        yield feed
+    async with open_source(config, files, opened, run=run, say=display.say) as source:
+        yield source
 
 
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:
