@@ -210,6 +210,7 @@ def _write(
     run.write_folder(TRAINED, lambda folder: write_adapter(adapter, folder))
     if config.out is not None:
         write_adapter(adapter, config.out)
+    run.append_blocking("trained", {"version": adapter.version}, key="trained")
     rows = run.metrics()
     report = SftReport(
         run=run.name,

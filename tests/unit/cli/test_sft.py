@@ -1,5 +1,6 @@
 """`rookery sft` on the tiny model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> No
     [run] = (place / "runs").iterdir()
     assert read_adapter(run / "trained").version == adapter.version
     assert {"report.json", "report.html"} <= {path.name for path in run.iterdir()}
+    assert json.loads((run / "report.json").read_text())["seconds"] > 0
     assert "loss of the first step" in ended.out.lower() and not (run / "training").exists()
     used = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "out/mine", "--json")
     assert used.code == 0 and used.document["models"][1]["name"] == "mine"
