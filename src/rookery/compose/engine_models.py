@@ -107,7 +107,7 @@ async def _require_loading(engine: Engine, config: LearnConfig) -> None:
 def _free_memory() -> None:
     """Of a model that is gone: torch keeps a GPU's memory for itself."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

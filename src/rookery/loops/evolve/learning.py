@@ -51,7 +51,7 @@ class Lesson:
 class Trained:
     """An adapter that was trained."""
 
-    write: Callable[[Path], None]
+    write: Callable[[Path], object]
     """Puts it into a folder."""
     num_rows: int
     num_tokens: int
