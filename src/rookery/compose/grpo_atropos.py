@@ -4,8 +4,8 @@ import asyncio
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all
-from rookery.compose.running import quiet_libraries, run_async
+from rookery.compose.running import open_or_create, quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
@@ -25,7 +25,7 @@ from rookery.environments.atropos.feed import ClientFeed, Feed, GatewayFeed, ope
 from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.environments.atropos.programs import running
 from rookery.environments.atropos.registry import AtroposConfig, TrainerRegistration
-from rookery.errors import ConfigError, RunError
+from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
 from rookery.service.atropos import make_atropos_app
@@ -106,7 +106,10 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
     """The gateway at its address, inside the block."""
     remedy = "Stop what listens there, or set `port` and `engine_ports`."
     ports = (config.port, *config.engine_ports)
-    with listen_all(config.host, ports, remedy=remedy) as listeners, _own_run(config) as run:
+    with (
+        listen_all(config.host, ports, remedy=remedy) as listeners,
+        open_or_create(config.folder, kind="gateway", config=config) as run,
+    ):
         async with AsyncExitStack() as stack:
             gateway = await Gateway.open(
                 run, trainer=None, vocab_size=config.vocab_size, trained=trained_groups(run)
@@ -129,21 +132,6 @@ async def _open_side(
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
-
-
-@contextmanager
-def _own_run(config: GatewayConfig) -> Iterator[Run]:
-    """The gateway's folder, made when it is not there."""
-    try:
-        run = Run.open(config.folder)
-    except RunError:
-        if (config.folder / "events.db").exists():
-            raise
-        root, name = config.folder.parent, config.folder.name
-        document = config.model_dump(mode="json")
-        run = Run.create(root, kind="gateway", name=name, config=document)
-    with run:
-        yield run
 
 
 PORT_REMEDY = "Stop what listens there, or write environment.port and environment.engine_ports."
