@@ -18,8 +18,8 @@ from rookery.cli.serve import keys, serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.cli.ui import ui
-from rookery.compose.stopping import Stopped, stop_signals
 from rookery.errors import RookeryError, missing_extra
+from rookery.runtime.stopping import Stopped, stop_signals
 
 __all__ = ["app", "main"]
 

@@ -41,7 +41,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
@@ -60,6 +59,7 @@ from rookery.runs import Run
 from rookery.runs.following import follow_metrics
 from rookery.runs.references import in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, require_trackers
+from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.tasks.python_function import read_source
 from rookery.tasks.scorers import PythonConfig, ScorerConfig
 from rookery.tasks.splits import SPLITS
@@ -93,6 +93,7 @@ __all__ = [
     "num_local_processes",
     "num_processes",
     "on_same_inputs",
+    "open_or_create",
     "open_shown_engine",
     "quiet_libraries",
     "read_config",
@@ -274,6 +275,17 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name))
+
+
+def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
+    """The run in the folder of a service, made when it is not there."""
+    try:
+        return Run.open(folder)
+    except RunError:
+        if (folder / "events.db").exists():
+            raise
+        document = config.model_dump(mode="json")
+        return Run.create(folder.parent, kind=kind, name=folder.name, config=document)
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
