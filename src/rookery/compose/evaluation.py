@@ -238,7 +238,7 @@ async def _measure(
     taskset, tasks = inputs.taskset, inputs.tasks
     log = RolloutLog(run)
     is_resumed = len(log) > 0 or log.has_answers
-    with display.bar(taskset.name, total=len(models) * len(tasks)) as bar:
+    with display.bar(taskset.name, total=len(models) * len(tasks), run=run) as bar:
 
         def advance(progress: Progress) -> None:
             bar.advance(progress.num_rollouts, tokens=progress.num_tokens)

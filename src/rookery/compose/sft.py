@@ -173,7 +173,9 @@ async def _open(
     )
 
     async def train(run: Run) -> SftReport:
-        with display.bar(taskset.name, total=count_steps(data, config)) as bar:
+        with display.bar(
+            taskset.name, total=count_steps(data, config), noun="step", run=run
+        ) as bar:
 
             def stepped(step: SftStep) -> None:
                 bar.advance(0, tokens=step.num_tokens)
