@@ -117,7 +117,7 @@ async def _open(
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
-                is_remote=not isinstance(config.engine, EngineConfig),
+                is_remote=config.engine.type != "embedded",
                 notes=_notes(config, sampler),
             )
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)

@@ -10,7 +10,10 @@ from driving import Command
 
 from rookery.runs import Run
 
-SFT = {"loop": "sft", "values": {"model": "tiny", "rank": 2, "layers": 1, "steps": 2}}
+SFT: dict[str, Any] = {
+    "loop": "sft",
+    "values": {"model": "tiny", "rank": 2, "layers": 1, "steps": 2},
+}
 
 
 @pytest.fixture
