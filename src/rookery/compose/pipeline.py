@@ -39,7 +39,7 @@ from rookery.loops.icm import IcmConfig, read_items
 from rookery.reports import EvaluationReport, PipelineReport, PipelineStep, describe_task
 from rookery.runs import Run
 from rookery.runs.references import Find, find_names, find_sources, in_folder, resolve_references
-from rookery.runs.run_folder import check_name
+from rookery.runs.run_folder import check_name, find_changes
 from rookery.tasks.taskset import load_taskset_file, load_tasksets
 from rookery.ui.display import Display
 from rookery.ui.headline import short_result
@@ -124,13 +124,19 @@ def _finish(config: PipelineConfig, open_run: OpenRun, display: Display) -> Outc
 def _take_step(config: PipelineConfig, name: str, *, pipeline: Path, display: Display) -> None:
     """Begin it, go on with it, or find that it has ended."""
     path = _place(pipeline, name)
+    settings = _read_step(config, name, find=_finder(config, pipeline))
     if is_run(path):
         with Run.view(path) as run:
-            if run.status == "finished":
-                return
-        resume(path, progress=not display.is_quiet)
+            changes = find_changes(run.config, settings.model_dump(mode="json"))
+            is_finished = run.status == "finished"
+        if changes:
+            raise RunError(
+                f"{path} was made with another {', '.join(changes)}: remove it, or give the "
+                "pipeline another --name."
+            )
+        if not is_finished:
+            resume(path, progress=not display.is_quiet)
         return
-    settings = _read_step(config, name, find=_finder(config, pipeline))
     kind = find_kind(config.steps[name].loop)
     kind.start(settings, {}, name=path.name, runs_dir=path.parent, progress=not display.is_quiet)
 

@@ -1,6 +1,7 @@
 """`rookery pipeline`: loops that feed each other, on the tiny model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_an_interrupted_pipeline_goes_on_with_its_step(
     assert weights[0] == weights[1]
     with Run.view(place / "runs/cut.first") as run:
         assert sum(event.kind == "run/opened" for event in run.events()) == 1, "resumed, not anew"
+
+
+def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    assert rookery("pipeline", "run", write(place, {"first": student()}), "--name", "f").code == 0
+    shutil.rmtree(place / "runs/f")
+    other = write(place, {"first": student(seed=5)})
+    ended = rookery("pipeline", "run", other, "--name", "f")
+    assert ended.code == 2 and "was made with another seed" in ended.words
 
 
 @pytest.mark.parametrize(
