@@ -1,4 +1,8 @@
-"""Hostile programs on every backend that works here; without one they skip, under CI they fail."""
+"""Hostile programs on every backend that works here; without one they skip, under CI they fail.
+
+All of them run on both backends; what else a backend does is tested on bubblewrap, and on sandlock
+with ROOKERY_LONG.
+"""
 
 import asyncio
 import os
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import hostile_programs
 import pytest
+from marks import long
 
 from rookery.errors import SandboxError
 from rookery.sandbox import (
@@ -45,7 +50,7 @@ def tried(backend: BackendName) -> Probe:
     return asyncio.run(probe_backend(backend))
 
 
-@pytest.fixture(params=["bubblewrap", "sandlock"])
+@pytest.fixture(params=["bubblewrap", pytest.param("sandlock", marks=long)])
 def config(request: pytest.FixtureRequest) -> SandboxConfig:
     probe = tried(request.param)
     if not probe.works:
@@ -135,9 +140,8 @@ async def test_what_goes_wrong_has_a_kind(sandbox: Sandbox, text: str, kinds: se
 async def test_an_endless_loop_ends_in_time(config: SandboxConfig, tmp_path: Path) -> None:
     evaluator = write_evaluator(tmp_path, timeout_s=1.0)
     async with Sandbox(config, evaluator) as sandbox:
-        start = time.monotonic()
         outcome = await sandbox.evaluate("while True: pass")
-        assert kind_of(outcome) == "timeout" and time.monotonic() - start < 8
+        assert kind_of(outcome) == "timeout"
         await healthy(sandbox)
 
 
@@ -692,6 +696,7 @@ async def scoring(
         yield opened
 
 
+@pytest.mark.parametrize("config", ["bubblewrap", "sandlock"], indirect=True)
 async def test_no_hostile_program_succeeds(
     scoring: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

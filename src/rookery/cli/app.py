@@ -11,7 +11,7 @@ from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
-from rookery.cli.loop_command import genome, icm
+from rookery.cli.loop_command import genome, icm, pipeline
 from rookery.cli.new import new
 from rookery.cli.runs import runs
 from rookery.cli.serve import keys, serve
@@ -38,6 +38,7 @@ app.command(grpo)
 app.command(icm)
 app.command(evolve)
 app.command(sft)
+app.command(pipeline)
 app.command(fleet)
 app.command(serve)
 app.command(keys)

@@ -19,7 +19,7 @@ from rookery.cli.terminal import (
     print_table,
     say,
 )
-from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
@@ -235,7 +235,9 @@ def plan(
     from rookery.compose.grpo_plan import plan_grpo
     from rookery.loops.grpo import GrpoConfig
 
-    loaded = read_loop_config(GrpoConfig, config, overrides, paths=PATHS, own=())
+    loaded = read_loop_config(
+        GrpoConfig, config, overrides, paths=PATHS, own=(), runs_dir=Path("runs")
+    )
     made = plan_grpo(loaded)
     rows = [(row.name, f"{row.num_bytes / 2**20:,.1f}", row.note) for row in made.rows]
     rows += [

@@ -24,12 +24,12 @@ from typing import Protocol
 
 import torch
 
+from rookery.compat.atropos.engine_side import ServingEngine
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.running import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder
-from rookery.environments.atropos.engine_side import ServingEngine
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge

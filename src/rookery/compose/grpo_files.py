@@ -3,10 +3,11 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import find_model, launch_of, require_adapters
-from rookery.environments.atropos.programs import check_commands
+from rookery.engines import AnyEngineConfig, find_model, launch_of, require_adapters
 from rookery.errors import ConfigError, ModelError
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
@@ -86,7 +87,14 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     return read_adapter(folder)
 
 
-def trainer_place(config: GrpoConfig) -> tuple[str, str]:
+class _Placed(Protocol):
+    """A config of a loop that trains."""
+
+    @property
+    def engine(self) -> AnyEngineConfig: ...
+
+
+def trainer_place(config: _Placed) -> tuple[str, str]:
     """The device and the type of the trainer's model: those of an engine in this process, or a GPU
     that servers leave to it. Each process of torchrun has a GPU of its own."""
     device, dtype = "auto", "auto"

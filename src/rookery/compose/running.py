@@ -36,6 +36,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -56,6 +57,7 @@ from rookery.reports import Report as AnyReport
 from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
+from rookery.runs.references import in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, require_trackers
 from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.tasks.python_function import read_source
@@ -177,7 +179,7 @@ class RunKind(Generic[Settings, Report]):
         progress: bool = True,
     ) -> Outcome[Report]:
         """A new run, to its end. `values` are keys of the config, see `read_config`."""
-        config = read_config(self.config, source, values)
+        config = read_config(self.config, source, values, runs_dir=runs_dir)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         return self.finish(config, open_run, Display(is_quiet=not progress))
 
@@ -211,20 +213,27 @@ async def _carry_out(
 
 
 def read_config(
-    model: type[Settings], source: "ConfigSource | Settings", values: Mapping[str, Any]
+    model: type[Settings],
+    source: "ConfigSource | Settings",
+    values: Mapping[str, Any],
+    *,
+    runs_dir: str | Path = "runs",
 ) -> Settings:
     """A config from a file, a document or a config, with keyword values laid over it.
 
-    Paths in a file are relative to it, all others to the current folder. A mapping given for a
-    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
-    of another `type` replaces the section: the keys of a type are its own.
+    Paths in a file are relative to it, all others to the current folder; `run:NAME/PART` is what a
+    run in `runs_dir` left. A mapping given for a section changes the keys it names:
+    `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One of another `type` replaces the
+    section: the keys of a type are its own.
     """
+    resolve = partial(resolve_references, find=in_folder(runs_dir), later=model.resolved_later)
+    values = resolve(values)
     if isinstance(source, str | Path):
         path = Path(source)
-        config = parse_config(model, read_document(path), origin=str(path))
-        config = config.from_folder(path.parent)
+        document = resolve(read_document(path))
+        config = parse_config(model, document, origin=str(path)).from_folder(path.parent)
     elif isinstance(source, Mapping):
-        document = merge(source, values)
+        document = merge(resolve(source), values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
         config = source.from_folder(Path.cwd())
@@ -538,7 +547,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = ("eval", "evolve", "genome", "grpo", "icm")
+KINDS = ("eval", "evolve", "genome", "grpo", "icm", "pipeline", "sft")
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
@@ -560,6 +569,14 @@ def find_kind(name: str) -> RunKind[Any, Any]:
             from rookery.compose.grpo import GRPO
 
             return GRPO
+        case "pipeline":
+            from rookery.compose.pipeline import PIPELINE
+
+            return PIPELINE
+        case "sft":
+            from rookery.compose.sft import SFT
+
+            return SFT
     from rookery.compose.icm import ICM
 
     return ICM

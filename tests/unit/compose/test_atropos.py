@@ -18,15 +18,15 @@ from forked import forked, run_code
 from marks import long
 from tiny import write_tiny_model
 
-from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.compat.atropos import feed as feed_module
+from rookery.compat.atropos import registry
+from rookery.compat.atropos.feed import ClientFeed, open_client
+from rookery.compat.atropos.options import AtroposOptions, translate
+from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.running import resume
-from rookery.environments.atropos import feed as feed_module
-from rookery.environments.atropos import registry
-from rookery.environments.atropos.feed import ClientFeed, open_client
-from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
@@ -379,19 +379,6 @@ def test_environments_of_a_run_with_a_key_are_given_it(
     command[-1] = "{gateway}"  # the toy sends the engine no key of its own
     outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
     assert len(outcome.report.steps) == 1
-
-
-async def test_what_was_accepted_survives_a_killed_gateway(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as (session, _):
-        await ask(session, "POST", "/register", REGISTRATION)
-        for score in (1.0, 2.0):
-            group = make_document(scores=[0.0, score])
-            await ask(session, "POST", "/scored_data", group)
-        first = await ask(session, "GET", "/batch?after=0")
-    async with gateway(tmp_path) as (session, _):
-        await ask(session, "POST", "/register", REGISTRATION)
-        assert await ask(session, "GET", "/batch?after=0") == first
-        assert await ask(session, "GET", "/batch?after=1") == {"batch": None}
 
 
 async def test_a_trainer_makes_itself_known_to_a_gateway_that_was_started_anew(

@@ -55,6 +55,8 @@ class Labeller:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    is_remote: bool = False
+    """Whether servers compute, for the time left."""
     notes: tuple[str, ...] = ()
     """What a reader of the report must know of the model."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
@@ -81,7 +83,7 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    progress = Progress(run, config, observer)
+    progress = Progress(run, config, observer, is_remote=engine.is_remote)
     store = progress.store
     batches: list[Batch] = []
     rounds = _rounds(config, inputs.items)
