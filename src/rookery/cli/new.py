@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from rookery.cli.terminal import console
+from rookery.cli.terminal import say
 from rookery.errors import ConfigError
 from rookery.starters import PROJECTS
 
@@ -65,6 +65,5 @@ def new(kind: Kind, folder: Path) -> int:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error
     names = sorted(path.name for path in folder.iterdir())
     command = _NEXT[kind].format(shlex.quote(str(folder)))
-    for line in (f"{folder}: {', '.join(names)}", f"Next: {command}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"{folder}: {', '.join(names)}\nNext: {command}")
     return 0

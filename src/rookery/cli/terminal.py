@@ -40,6 +40,7 @@ __all__ = [
     "paths_from_here",
     "print_outcome",
     "print_table",
+    "say",
 ]
 
 FUNCTIONS = ("*.function",)
@@ -52,6 +53,11 @@ display = Display()
 def fail(sentence: str) -> None:
     """One error line on stderr."""
     display.fail(sentence)
+
+
+def say(line: str) -> None:
+    """A line of text as it is: neither coloured nor wrapped."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Sequence[str]) -> None:
@@ -276,8 +282,7 @@ def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[s
 def _print_places(places: Mapping[str, str | Path]) -> None:
     width = max(map(len, places))
     for name, place in places.items():
-        line = f"{name:<{width}}  {place}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(f"{name:<{width}}  {place}")
 
 
 _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {

@@ -79,7 +79,6 @@ from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import Taskset
-from rookery.tasks.template import Template
 from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
@@ -227,7 +226,7 @@ async def _open(
     config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None, on_launch: OnLaunch
 ) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
-    engine, folder = config.engine, files.folder
+    engine = config.engine
     if engine.type == "fleet":
         place = engine.adapter_folder or memory_folder()
         with claim_folder(place) as owner:
@@ -235,8 +234,12 @@ async def _open(
                 yield bridged
     elif config.share:
         model = await _load(config, files)
-        decode = _decoder(files.template)
-        async with run_engine(model, config=engine, detokenize=decode, name=folder.name) as shared:
+        async with run_engine(
+            model,
+            config=engine,
+            detokenize=lambda tokens: files.template.decode(tuple(tokens)),
+            name=files.folder.name,
+        ) as shared:
             yield InProcess(shared, model, is_shared=True)
     else:
         async with _loading(config, files) as load, open_embedded(engine) as own:
@@ -549,7 +552,3 @@ def _step_line(step: Step) -> str:
         f"gap {show('grpo/logprob_gap', '.1e')}   "
         f"{show('grpo/num_groups', '.0f')} groups, {show('grpo/num_equal_groups', '.0f')} equal"
     )
-
-
-def _decoder(template: Template) -> Any:
-    return lambda tokens: template.decode(tuple(tokens))

@@ -33,7 +33,7 @@ from rookery.loops.icm import (
     read_items,
 )
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.loop import ChainStep
+from rookery.loops.icm.progress import ChainStep
 from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
