@@ -232,7 +232,9 @@ def plan(
     from rookery.compose.grpo_plan import plan_grpo
     from rookery.loops.grpo import GrpoConfig
 
-    loaded = read_loop_config(GrpoConfig, config, overrides, paths=PATHS, own=())
+    loaded = read_loop_config(
+        GrpoConfig, config, overrides, paths=PATHS, own=(), runs_dir=Path("runs")
+    )
     made = plan_grpo(loaded)
     rows = [(row.name, f"{row.num_bytes / 2**20:,.1f}", row.note) for row in made.rows]
     rows += [

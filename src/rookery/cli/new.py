@@ -11,7 +11,7 @@ from rookery.starters import PROJECTS
 
 __all__ = ["new"]
 
-Kind = Literal["genome", "grpo", "icm", "evolve", "scorer", "game"]
+Kind = Literal["genome", "grpo", "icm", "evolve", "scorer", "game", "pipeline"]
 _NEXT: dict[Kind, str] = {
     "genome": "rookery genome run {0}/config.yaml",
     "grpo": "rookery grpo run {0}/config.yaml",
@@ -19,6 +19,7 @@ _NEXT: dict[Kind, str] = {
     "evolve": "rookery evolve run {0}/initial_program.py {0}/evaluator.py -c {0}/config.yaml",
     "scorer": "rookery eval smollm2 {0}/taskset.yaml",
     "game": "rookery grpo run {0}/config.yaml",
+    "pipeline": "rookery pipeline run {0}/config.yaml",
 }
 """What runs a project of each kind."""
 _SHARED: dict[Kind, tuple[str, ...]] = {
@@ -40,7 +41,8 @@ def new(kind: Kind, folder: Path) -> int:
         rookery new scorer judge
 
     genome: evolve adapters. grpo: train from a reward. icm: label without labels. evolve: evolve a
-    program. scorer: a reward of your own, measured. game: grpo with several turns.
+    program. scorer: a reward of your own, measured. game: grpo with several turns. pipeline:
+    labels, then adapters trained on them, then a search among these.
 
     Parameters
     ----------

@@ -168,27 +168,25 @@ def down(root: Path | None = None, *, limit_s: float = STOP_S) -> Stopped:
     """
     folder = root or state_folder()
     urls: list[str] = []
-    for found in find_registries(folder):
-        if found.has_owner and found.purpose == "up":
-            urls += [record.url for record in found.records]
-            _end_owner(found, limit_s)
-        elif not found.is_locked:
-            urls += [record.url for record in found.records if record.is_alive]
+    for registry in find_registries(folder):
+        if registry.has_owner and registry.purpose == "up":
+            urls += [record.url for record in registry.records]
+            _end_owner(registry, limit_s)
+        elif not registry.is_locked:
+            urls += [record.url for record in registry.records if record.is_alive]
     return Stopped(urls=tuple(urls), num_orphans=reap_orphans(folder))
 
 
-def _end_owner(found: FoundRegistry, limit_s: float) -> None:
+def _end_owner(left: FoundRegistry, limit_s: float) -> None:
     """Ask it to stop its servers and wait until it has; else stop them for it."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(found.owner_pid, signal.SIGTERM)
+        os.kill(left.owner_pid, signal.SIGTERM)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        registries = find_registries(found.folder.parent)
-        if not any(
-            registry.has_owner for registry in registries if registry.folder == found.folder
-        ):
+        registries = find_registries(left.folder.parent)
+        if not any(registry.has_owner for registry in registries if registry.folder == left.folder):
             return
         time.sleep(0.05)
-    if stop_processes(found.records):
-        logger.warning("stopped servers that process %d did not", found.owner_pid)
-        shutil.rmtree(found.folder, ignore_errors=True)
+    if stop_processes(left.records):
+        logger.warning("stopped servers that process %d did not", left.owner_pid)
+        shutil.rmtree(left.folder, ignore_errors=True)

@@ -426,10 +426,10 @@ async def _open_replicas(
     launched = settings if launch is None else replace(settings, dtype=launch.served_dtype)
 
     def make(
-        url: str, api_key: str, own: ReplicaSettings, local: LocalServer | None = None
+        url: str, api_key: str, settings: ReplicaSettings, local: LocalServer | None = None
     ) -> Replica:
         client = Client(url, session=session, config=config.client, api_key=api_key)
-        return Replica(client, settings=own, staging=staging, local=local)
+        return Replica(client, settings=settings, staging=staging, local=local)
 
     key = os.environ.get(config.api_key_env, "")
     replicas = [make(url, key, settings) for url in config.urls]

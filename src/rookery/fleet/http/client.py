@@ -439,10 +439,10 @@ class Client:
 
     def _url(self, path: str) -> URL:
         """Parsed once: that costs as much as sending."""
-        found = self._known_urls.get(path)
-        if found is None:
-            found = self._known_urls[path] = URL(self.url + path)
-        return found
+        url = self._known_urls.get(path)
+        if url is None:
+            url = self._known_urls[path] = URL(self.url + path)
+        return url
 
     def _chunk(self, data: bytes, where: URL) -> Any:
         """A chunk of a stream. An error in it is one of the server: it had accepted the request."""
@@ -508,8 +508,8 @@ def _message(content: bytes) -> str:
         document = None
     if isinstance(document, dict):
         inner = document.get("error", document)
-        found = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
-        text = found if isinstance(found, str) else text
+        message = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
+        text = message if isinstance(message, str) else text
     # JSON lets half of a surrogate pair through, which cannot be written as UTF-8.
     return " ".join(text.split())[:500].encode(errors="replace").decode()
 

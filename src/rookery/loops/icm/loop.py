@@ -57,6 +57,8 @@ class Labeller:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    is_remote: bool = False
+    """Whether servers compute, for the time left."""
     notes: tuple[str, ...] = ()
     """What a reader of the report must know of the model."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
@@ -78,8 +80,10 @@ class ChainStep:
 BASELINE_READS = 5
 """Of an item, by what the search is compared with: behind no labels, behind random ones, and to
 assess three ways to label."""
-REPORT_READS = (1 + NUM_CONTEXTS) / 6
-"""The same for the report, whose reads come in one block: six take as long as one of a search."""
+REPORT_READS = 1 + NUM_CONTEXTS
+"""The same for the report."""
+REPORT_SPEED = 6
+"""Servers compute the reads of the report in one block: six take as long as one of a search."""
 
 
 class _Progress:
@@ -87,16 +91,19 @@ class _Progress:
     iterations used up. The inverted one is as long as one from random labels, and every round as
     long as the one before."""
 
-    def __init__(self, run: Run, config: IcmConfig, observer: Observer[ChainStep]) -> None:
+    def __init__(
+        self, run: Run, config: IcmConfig, observer: Observer[ChainStep], *, is_remote: bool
+    ) -> None:
         self.store = ScoreStore(run, on_read=self._tell)
         self._config, self._observer = config, observer
+        self._report_reads = REPORT_READS / (REPORT_SPEED if is_remote else 1)
         self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
         self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
         self._num_items: dict[int, int] = {}
         """By batch of the round."""
         self._parts: dict[tuple[int, int], float] = {}
         """How far each search of the round is, 0 to 1, by batch and chain."""
-        self._num_before = self._num_rounds_left = 0
+        self._num_before = self._num_rounds_left = self._num_searched = 0
         self._search_reads = 0.0
         """Of one search from random labels in every batch of the round."""
 
@@ -136,8 +143,11 @@ class _Progress:
             self._search_reads = (num_reads - self._num_before) / part / self._num_random
         left = (1 - part) * self._num_random * self._search_reads
         left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
+        if part < 1 or inverted < 1:
+            self._num_searched = num_reads
         whole_round = num_reads - self._num_before + left
-        left += self._num_rounds_left * whole_round + REPORT_READS * num_items
+        report = self._report_reads * num_items - (num_reads - self._num_searched)
+        left += self._num_rounds_left * whole_round + max(0, report)
         self._observer.on_progress(num_reads, num_reads + left)
 
     def _part(self, chains: range) -> float:
@@ -171,7 +181,7 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    progress = _Progress(run, config, observer)
+    progress = _Progress(run, config, observer, is_remote=engine.is_remote)
     store = progress.store
     batches: list[Batch] = []
     rounds = _rounds(config, inputs.items)
