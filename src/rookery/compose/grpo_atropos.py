@@ -4,8 +4,8 @@ import asyncio
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -14,25 +14,23 @@ import torch
 from pydantic import Field, model_validator
 
 from rookery.compat.atropos.app import make_atropos_app
-from rookery.compat.atropos.engine_side import EngineSide, ServingEngine
+from rookery.compat.atropos.engine_side import EngineSide
 from rookery.compat.atropos.feed import ClientFeed, GatewayFeed, open_client
 from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.compat.atropos.programs import running
 from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compat.atropos.source import AtroposSource
+from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all
-from rookery.compose.running import quiet_libraries, run_async
+from rookery.compose.running import open_or_create, quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
-from rookery.embedded import EmbeddedEngine
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
 from rookery.environments.atropos import AtroposConfig
-from rookery.errors import ConfigError, RunError
-from rookery.fleet import Fleet
+from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
-from rookery.slots.model import ModelShape
 from rookery.tasks.template import load_template
 
 __all__ = [
@@ -110,7 +108,10 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
     """The gateway at its address, inside the block."""
     remedy = "Stop what listens there, or set `port` and `engine_ports`."
     ports = (config.port, *config.engine_ports)
-    with listen_all(config.host, ports, remedy=remedy) as listeners, _own_run(config) as run:
+    with (
+        listen_all(config.host, ports, remedy=remedy) as listeners,
+        open_or_create(config.folder, kind="gateway", config=config) as run,
+    ):
         async with AsyncExitStack() as stack:
             gateway = await Gateway.open(
                 run, trainer=None, vocab_size=config.vocab_size, trained=trained_groups(run)
@@ -132,24 +133,7 @@ async def _open_side(
         return None
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
-    if not isinstance(engine, Fleet | EmbeddedEngine):
-        raise ConfigError("The gateway's engine is embedded or a fleet.")
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
-
-
-@contextmanager
-def _own_run(config: GatewayConfig) -> Iterator[Run]:
-    """The gateway's folder, made when it is not there."""
-    try:
-        run = Run.open(config.folder)
-    except RunError:
-        if (config.folder / "events.db").exists():
-            raise
-        root, name = config.folder.parent, config.folder.name
-        document = config.model_dump(mode="json")
-        run = Run.create(root, kind="gateway", name=name, config=document)
-    with run:
-        yield run
 
 
 PORT_REMEDY = "Stop what listens there, or write environment.port and environment.engine_ports."
@@ -169,15 +153,14 @@ def gateway_key(config: AtroposConfig) -> str:
 async def open_source(
     config: GrpoConfig,
     files: GrpoFiles,
+    opened: Opened,
     *,
-    engine: ServingEngine,
-    shape: ModelShape,
     run: Run,
     say: Callable[[str], None],
 ) -> AsyncIterator[AtroposSource]:
-    """Where the batches of the run come from, while the block runs. `shape` is the trainer's; `say`
-    is told how far a batch is."""
-    atropos = config.atropos
+    """Where the batches of the run come from, while the block runs. `say` is told how far a batch
+    is."""
+    atropos, shape = config.atropos, opened.model.shape
     assert atropos is not None
     # What the trainer cannot read would end the run again and again: a batch is durable.
     longest = min(atropos.max_token_len, shape.context_tokens)
@@ -193,9 +176,12 @@ async def open_source(
     gateway = await Gateway.open(
         run, trainer=registration, vocab_size=shape.vocab_size, trained=trained_groups(run)
     )
-    num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
-    codec = TemplateCodec(files.template)
-    side = EngineSide(engine, codec=codec, samples=gateway.samples, num_kept=num_kept)
+    side = EngineSide(
+        opened.engine,
+        codec=TemplateCodec(files.template),
+        samples=gateway.samples,
+        num_kept=opened.max_kept,
+    )
     app = make_atropos_app(
         gateway, delivery=None, side=side, key=key, limit_bytes=int(atropos.body_mib * 2**20)
     )

@@ -19,7 +19,6 @@ from rookery.compose.running import (
     finisher,
 )
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
 from rookery.loops.comparison import warn_of_batches
@@ -34,7 +33,7 @@ from rookery.loops.icm import (
     read_items,
 )
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.loop import ChainStep
+from rookery.loops.icm.progress import ChainStep
 from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
@@ -108,7 +107,7 @@ ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda confi
 async def _open(
     config: IcmConfig, inputs: _Inputs, display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[IcmReport]]]:
-    if isinstance(config.engine, EngineConfig):
+    if config.engine.type == "embedded":
         display.say(f"loading {config.engine.model}")
     codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
     with display.launching() as show:
@@ -118,6 +117,7 @@ async def _open(
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
+                is_remote=config.engine.type != "embedded",
                 notes=_notes(config, sampler),
             )
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
@@ -149,7 +149,7 @@ async def _search(
     if config.iterate is not None:
         tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
         labeller = replace(labeller, tune=tune)
-    with display.bar("labelling", total=None) as bar:
+    with display.bar("labelling", total=None, noun="read", run=run) as bar:
         loop_inputs = IcmInputs(
             config=config,
             items=inputs.items,

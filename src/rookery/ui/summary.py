@@ -19,26 +19,44 @@ from rookery.reports import (
     GenomeReport,
     GrpoReport,
     IcmReport,
+    PipelineReport,
     Report,
+    SftReport,
     parse_evaluation_report,
     parse_evolve_report,
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_pipeline_report,
+    parse_sft_report,
 )
 from rookery.ui import evolve, grpo, icm, wording
 from rookery.ui.headline import make_headline
 
-__all__ = ["Number", "Summary", "parse_report", "render_summary", "summarize"]
+__all__ = [
+    "STEP_COLUMNS",
+    "Number",
+    "Summary",
+    "parse_report",
+    "render_summary",
+    "step_rows",
+    "summarize",
+]
 
 MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
+SFT_DONE = (
+    "The adapter is trained. The loss is that of its own rows: what it is worth on others, "
+    "`rookery eval` measures."
+)
 PARSERS = {
     "genome": parse_genome_report,
     "grpo": parse_grpo_report,
     "icm": parse_icm_report,
     "evolve": parse_evolve_report,
     "eval": parse_evaluation_report,
+    "pipeline": parse_pipeline_report,
+    "sft": parse_sft_report,
 }
 
 
@@ -86,8 +104,10 @@ def summarize(report: Report) -> Summary:
             return _icm(report)
         case EvolveReport():
             return _evolve(report)
-        case EvaluationReport():
+        case EvaluationReport():  # and that of a pipeline
             return _evaluation(report)
+        case SftReport():
+            return _sft(report)
     raise RunError(f"{type(report).__name__} is not the report of a loop.")
 
 
@@ -278,6 +298,45 @@ def _evaluation(report: EvaluationReport) -> Summary:
         columns=("model", "accuracy", "95 % interval", "gain over base", "failed"),
         rows=rows,
         costs=[wording.duration(report.seconds)] if report.seconds else [],
+    )
+
+
+STEP_COLUMNS = ("step", "loop", "made from", "result", "time")
+
+
+def step_rows(report: PipelineReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            step.name,
+            step.loop,
+            ", ".join(step.made_from),
+            step.result,
+            wording.duration(step.seconds) if step.seconds else "",
+        )
+        for step in report.steps
+    ]
+
+
+def _sft(report: SftReport) -> Summary:
+    is_done = bool(report.version)
+    losses = (("Loss of the first step", report.first_loss), ("of the last", report.last_loss))
+    seconds = [wording.duration(report.seconds)] if report.seconds else []
+    return Summary(
+        facts=_facts(Model=report.model, Tasks=report.taskset, Seed=report.seed),
+        verdict="unclear",
+        numbers=[
+            Number(label=label, value=wording.score(loss)) for label, loss in losses if is_done
+        ],
+        sentence=SFT_DONE if is_done else "The training has not ended yet.",
+        contexts=[],
+        columns=(),
+        rows=[],
+        costs=[
+            wording.plural(report.num_rows, "row"),
+            wording.plural(report.num_steps, "step"),
+            wording.plural(report.num_tokens, "token"),
+            *seconds,
+        ],
     )
 
 

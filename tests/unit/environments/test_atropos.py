@@ -40,6 +40,7 @@ from rookery.compat.atropos.scored_group import (
 from rookery.environments.atropos import EnvironmentCommand
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
+from rookery.runtime.guard import process_start
 from rookery.runtime.retry import Backoff
 from rookery.testing import FakeSampler
 from rookery.types import (
@@ -631,7 +632,7 @@ async def test_a_program_is_ended_also_when_its_end_is_cancelled(tmp_path: Path)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    await until(lambda: not Path(f"/proc/{pids[0]}").exists())
+    await until(lambda: not process_start(pids[0]))
     await asyncio.sleep(0.1)  # asyncio closes what it had of it
 
 

@@ -143,16 +143,6 @@ async def test_nothing_is_left_of_a_start_that_cannot_begin(
     assert find_registries(state) == []
 
 
-async def test_errors_of_requests_are_not_given_as_the_reason_of_a_death() -> None:
-    async with open_servers(CONFIG.model_copy(update={"restarts": 0})) as [server]:
-        with server.log.open("a") as log:
-            log.write("(APIServer pid=1) Traceback (most recent call last):\n")
-            log.write("(APIServer pid=1) ValueError: of a request\nkilled by its owner\n")
-        await kill(server)
-        with pytest.raises(FleetError, match=r"(?s)The end of its log,.*killed by its owner"):
-            await server.restart()
-
-
 async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     restart, has_restarted = LocalServer.restart, asyncio.Event()
 

@@ -12,6 +12,7 @@ from typing import Any
 from ui.made import made_evolve, made_grpo, made_icm, made_report
 
 from rookery.runs import NewEvent, Run
+from rookery.ui.display import Display
 
 __all__ = [
     "HOSTILE",
@@ -111,8 +112,12 @@ def make_grpo(
     report: Mapping[str, Any] | None = None,
 ) -> Path:
     """Steps with metrics; the last one with all its completions."""
-    with Run.create(root, kind="grpo", name=name, config={"steps": steps + 1}) as run:
+    with (
+        Run.create(root, kind="grpo", name=name, config={"steps": steps + 1}) as run,
+        Display(is_quiet=True).bar("train", total=steps + 1, noun="step", run=run) as bar,
+    ):
         for step in range(steps):
+            bar.update(done=step + 1)
             metrics = {"reward/mean": 0.1 * step, "train/entropy": 2.0, "time/draw_s": 0.2}
             examples = [{"task": "add/1", "text": f"five {text}", "reward": 1.0}]
             _append(

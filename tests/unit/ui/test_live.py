@@ -176,6 +176,7 @@ def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
         ("report.json", '{"rows": [{"is_winner": true, "mean": NaN}]}'),
         ("metrics.jsonl", '{"step": null, "time_s": 1, "genome/best": null}\n'),
         ("metrics.jsonl", '{"step": 1e999, "time_s": 1, "genome/best": 1}\n'),
+        ("progress.json", '{"done": 3, "total": "x"}'),
         ("labels.jsonl", '{"id'),
     ],
 )

@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pstdev
 
-from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
+from rookery.loops.comparison import (
+    describe_taskset,
+    warn_of_batches,
+    warn_of_failed_tasks,
+    warn_of_small_samples,
+)
 from rookery.loops.grpo.batch import Batch, DrawnGroup
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
@@ -19,12 +24,10 @@ from rookery.reports import (
     GrpoReport,
     ReportRow,
     SweepRecord,
-    TasksetRecord,
     TrainStepRecord,
     describe_task,
 )
 from rookery.runs import SET_ASIDE, NewEvent, Run
-from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.types import Task
 
@@ -155,7 +158,10 @@ def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = N
         advantages=summary.config.advantage_name,
         staleness=summary.config.staleness or 0,
         game="" if summary.config.game is None else summary.config.game.function,
-        tasksets=tuple(_describe_taskset(taskset) for taskset in summary.tasksets),
+        tasksets=tuple(
+            describe_taskset(each).model_copy(update={"temperature": each.sampling.temperature})
+            for each in summary.tasksets
+        ),
         rows=tuple(summary.rows),
         chosen_step=best,
         checkpoints=tuple(
@@ -188,18 +194,6 @@ def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRe
 def _copy(source: Path, folder: Path) -> None:
     """All files, but those that are hidden: a model's folder may be a checkout."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
-
-
-def _describe_taskset(taskset: Taskset) -> TasksetRecord:
-    return TasksetRecord(
-        name=taskset.name,
-        weight=taskset.weight,
-        num_search=len(taskset.split("search")),
-        num_select=len(taskset.split("select")),
-        num_report=len(taskset.split("report")),
-        num_questions=len(set(map(question_of, taskset.split("report")))),
-        temperature=taskset.sampling.temperature,
-    )
 
 
 def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
@@ -270,12 +264,7 @@ def _warn_of_result(summary: RunSummary) -> list[str]:
 
 
 def _warn_of_failures(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
-    warnings = [
-        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: "
-        "what is missing is not averaged away."
-        for row in summary.rows
-        if row.num_failed
-    ]
+    warnings = warn_of_failed_tasks(summary.rows)
     unmeasured = [step for step, mean in summary.selection.means.items() if mean is None]
     if unmeasured and summary.tasksets:
         warnings.append(

@@ -19,6 +19,7 @@ from typing import Any
 from rookery.errors import RunError
 from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
+from rookery.runs.references import find_sources
 from rookery.ui import wording
 from rookery.ui.grpo import SETTING_COLUMNS, setting_rows
 from rookery.ui.live.curves import Curves
@@ -37,6 +38,8 @@ ELSEWHERE: dict[str, set[str]] = {
     "icm": {"items"},
     "evolve": set(),
     "eval": set(),
+    "pipeline": set(),
+    "sft": set(),
 }
 """Parts of each loop's report that the page has from events, curves and labels."""
 
@@ -110,9 +113,18 @@ class OpenRun:
         return {
             "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
             "config": self._view.config,
+            "made_from": self._made_from(),
             "counts": self._view.counts(),
             "pulse": self.pulse(),
         }
+
+    def _made_from(self) -> list[dict[str, str]]:
+        """Other runs that its config takes something from; an id where they are beside it."""
+        return [
+            {"run": source.run.name, "part": source.part}
+            | ({"id": source.run.name} if source.run.parent == self.path.parent else {})
+            for source in find_sources(self._view.config)
+        ]
 
     def document(self) -> dict[str, Any]:
         """report.json; empty before there is one."""

@@ -24,7 +24,7 @@ from rookery.loops.evolve.outputs import log_to_file
 async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
     config = toy_config(max_iterations=60, evolution_trace={"enabled": True})
     result = await evolve_toy(tmp_path, config)
-    report = result.report
+    report = result
     assert report.first is not None and report.best is not None
     assert report.first.score == pytest.approx(0.01)
     assert (report.best.score or 0) > 0.05
