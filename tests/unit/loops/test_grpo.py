@@ -29,6 +29,7 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
         result = await run_training(
             run, grpo_inputs, model=plain_model, observer=FakeObserver(steps.append)
         )
+        gaps = [event.payload for event in run.events("gap")]
     report = result
     assert [row.name for row in report.rows] == ["trained", "base model"]
     assert report.trained is not None and report.trained.gain is not None
@@ -39,6 +40,10 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
     assert metrics["grpo/logprob_gap"] < 1e-5 and metrics["grpo/staleness"] == 0
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert {"time/draw_s", "time/train_s", "time/publish_s", "reward/mean"} <= set(metrics)
+    assert len(gaps) == 5 and all(step["is_fresh"] for step in gaps)
+    tokens = [token for step in gaps for answer in step["answers"] for token in answer]
+    assert tokens and all(text for text, _ in tokens)
+    assert all(abs(gap) < 1e-4 for _, gap in tokens), "of the same weights"
 
 
 @pytest.mark.parametrize(
