@@ -31,6 +31,7 @@ async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
     assert report.num_iterations == 60
     assert report.num_committed + report.num_failed == 60
     assert report.winning_line[0].id == "first1"
+    assert result.best is not None
     assert report.winning_line[-1].id == report.best.id == result.best.id
     assert "+x = " in report.winning_line[-1].diff
     assert sum(report.staleness.values()) == 60
@@ -73,6 +74,7 @@ async def test_a_best_found_while_an_earlier_one_is_written_is_written_too(
     monkeypatch.setattr(outputs.Outputs, "close", close_and_tell)
     result = await evolve_toy(tmp_path, toy_config())
     assert num == 3
+    assert result.best is not None
     assert read_best(tmp_path)["id"] == result.best.id
 
 
