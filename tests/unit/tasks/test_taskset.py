@@ -625,7 +625,7 @@ def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, datasets_cach
 def test_a_weight_that_is_none_is_named(tmp_path: Path, weight: object) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answer": "b", "sure": weight}) + "\n")
-    with pytest.raises(TaskError, match="'sure' is .*; it must be 0 or more"):
+    with pytest.raises(TaskError, match=r"'sure' is .*; it must be 0 or more"):
         load_taskset_file(f"{path}?fields.weight=sure")
 
 
