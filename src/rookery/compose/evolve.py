@@ -463,7 +463,9 @@ async def _evolve(
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with resumable(config.output, display), open_run() as run:
-            with display.bar("evolving", total=settings.max_iterations) as bar:
+            with display.bar(
+                "evolving", total=settings.max_iterations, noun="program", run=run
+            ) as bar:
                 num_baselines = len(settings.rookery.baselines)
                 bar.left.expect(num_baselines * settings.max_iterations, BASELINE)
                 loop_inputs = EvolveInputs(
