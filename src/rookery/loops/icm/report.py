@@ -189,7 +189,7 @@ async def make_report(
         num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
-        support=_record(support),
+        support=_support_record(support),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
@@ -273,7 +273,7 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
     return agreements
 
 
-def _record(support: Support | None) -> SupportRecord | None:
+def _support_record(support: Support | None) -> SupportRecord | None:
     if support is None:
         return None
     return SupportRecord.model_validate(support, from_attributes=True)
