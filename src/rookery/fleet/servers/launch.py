@@ -177,6 +177,7 @@ class LocalServer:
             url=self.url,
             model=self.config.model,
             log=str(self.log),
+            num_restarts=self.num_restarts,
         )
 
     async def start(self) -> None:
