@@ -12,6 +12,7 @@ Wrong input is answered with what was given, what is allowed and the nearest rig
 import json
 import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "assign",
     "check_url",
+    "is_loopback",
     "load_config",
     "override",
     "parse_config",
@@ -156,6 +158,14 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
             text = "true" if is_flag else rest.pop(0)
         pairs.append((key, text))
     return pairs
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_url(url: str, *, named: str) -> SplitResult:

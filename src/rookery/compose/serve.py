@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rookery.compose.running import (
     run_async,
 )
 from rookery.compose.sft import base_name
-from rookery.config import Config
+from rookery.config import Config, is_loopback
 from rookery.embedded import EngineConfig, resolve_model, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import AnyEngineConfig, EngineChoice, local_model, open_engine
@@ -455,7 +454,7 @@ async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[
 
 def _keys(config: ServeConfig) -> Keys | None:
     if config.anonymous:
-        if not _is_loopback(config.host):
+        if not is_loopback(config.host):
             raise ConfigError(
                 f"anonymous serves everybody who reaches {config.host}: leave it out and make keys "
                 "with `rookery keys add NAME`, or listen on 127.0.0.1."
@@ -468,12 +467,3 @@ def _keys(config: ServeConfig) -> Keys | None:
             "anonymous: true to serve programs of this machine without."
         )
     return Keys(path)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -12,11 +12,11 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from ipaddress import ip_address
 
 import torch
 import uvicorn
 
+from rookery.config import is_loopback
 from rookery.embedded import resolve_model
 from rookery.embedded.folders import driven
 from rookery.errors import ConfigError, RookeryError
@@ -76,8 +76,7 @@ def _device() -> str:
 
 def _key(host: str) -> str:
     key = os.environ.get("MEGATRON_SERVER_KEY", "")
-    is_local = host == "localhost" or (host[:1].isdigit() and ip_address(host).is_loopback)
-    if not (key or is_local):
+    if not (key or is_loopback(host)):
         raise ConfigError(
             f"Everybody who reaches {host} could use this server: set MEGATRON_SERVER_KEY here and "
             "where the client runs, or listen on 127.0.0.1."

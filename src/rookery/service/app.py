@@ -34,8 +34,6 @@ __all__ = [
     "read_status",
 ]
 
-# What the operator sees of a running service.
-
 
 def read_status(service: Service) -> ServiceStatus:
     """As it is now. Costs grow with what tenants have."""

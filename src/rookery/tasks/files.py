@@ -17,8 +17,6 @@ __all__ = [
     "refuse_constant",
 ]
 
-# JSON lines: one object per line, every error with its line number.
-
 
 def read_jsonl(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
     """The rows of a file; blank lines are skipped and counted.

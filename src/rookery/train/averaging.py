@@ -80,9 +80,6 @@ def _divided(datum: Datum, divisor: float) -> Datum:
     return replace(datum, weights=tuple(weight / divisor for weight in datum.weights))
 
 
-# The metrics of several calls of one step as those of one call over all their data.
-
-
 _WEIGHT = "train/weight_sum"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rookery.concurrency import run_in_thread
 from rookery.fleet.bridges.canary import Canary, Logprobs
-from rookery.fleet.bridges.update import BaseUpdate
+from rookery.fleet.bridges.update import BaseUpdate, CanaryRead, Give
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 from rookery.concurrency import task_group
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.adapters.residency import require_adapter
-from rookery.fleet.bridges.update import Give
 from rookery.fleet.http.client import ServerLost
 from rookery.types import Weights
 
@@ -135,12 +134,6 @@ class _Newest:
     expected: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    process: str
-    logprobs: Sequence[float]
-
-
 class AdapterBridge:
     """A Publisher: every server shows that it has the new weights before the old ones are retired.
 
@@ -227,7 +220,7 @@ class AdapterBridge:
             await asyncio.wait([leaving])
             leaving.result()
 
-    async def _read_if_open(self, replica: Replica, ref: ModelRef) -> _Read | None:
+    async def _read_if_open(self, replica: Replica, ref: ModelRef) -> CanaryRead | None:
         """None: it shows it when it is back, before it takes requests."""
         replica.proof.withdraw()
         if not replica.load.is_open:
@@ -238,9 +231,9 @@ class AdapterBridge:
             self._fleet.pool.suspect(replica, str(error))
             return None
 
-    async def _read(self, replica: Replica, ref: ModelRef) -> _Read:
+    async def _read(self, replica: Replica, ref: ModelRef) -> CanaryRead:
         process = await replica.proof.running()
-        return _Read(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
+        return CanaryRead(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
 
     async def _renew(self, replica: Replica) -> None:
         """A server that is back shows that it computes with the newest versions."""
@@ -257,7 +250,7 @@ class AdapterBridge:
             else:
                 replica.include()
 
-    def _judge(self, replica: Replica, read: _Read, newest: _Newest) -> None:
+    def _judge(self, replica: Replica, read: CanaryRead, newest: _Newest) -> None:
         gap = self._canary.gap(read.logprobs, newest.expected)
         if self._canary.is_far(read.logprobs, newest.expected):
             raise FleetError(

@@ -30,6 +30,7 @@ __all__ = [
     "PAUSE",
     "PAUSE_ROUTE",
     "BaseUpdate",
+    "CanaryRead",
     "Give",
     "first_wrong",
     "paused",
@@ -88,7 +89,9 @@ class _Newest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class CanaryRead:
+    """What a process of a server said."""
+
     process: str
     logprobs: Sequence[float]
 
@@ -205,7 +208,7 @@ class BaseUpdate:
             if isinstance(await self._judge(replica, read, newest), float):
                 replica.include()
 
-    async def _read(self, replica: Replica, give: Give, ref: ModelRef) -> _Read | RookeryError:
+    async def _read(self, replica: Replica, give: Give, ref: ModelRef) -> CanaryRead | RookeryError:
         """What one server says when it has been given the weights; it takes no requests."""
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
@@ -216,16 +219,16 @@ class BaseUpdate:
             if asked is not None:
                 # A change may take longer than a request may wait: it is asked again then.
                 with contextlib.suppress(ServerLost):
-                    return _Read(asked.process, await asked.answer)
+                    return CanaryRead(asked.process, await asked.answer)
             process = await replica.proof.running()
             if replica.base != ref:
                 await self.name(replica, ref)
-            return _Read(process, await self._canary.read(replica, ref))
+            return CanaryRead(process, await self._canary.read(replica, ref))
         except RookeryError as error:
             return error
 
     async def _judge(
-        self, replica: Replica, read: _Read | RookeryError, newest: _Newest
+        self, replica: Replica, read: CanaryRead | RookeryError, newest: _Newest
     ) -> float | RookeryError | None:
         """How far one server is off, or why it takes no requests any more; None: it is lost, and is
         asked again when it is back."""

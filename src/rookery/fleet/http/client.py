@@ -23,7 +23,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,7 +30,7 @@ import aiohttp
 from pydantic import Field
 from yarl import URL
 
-from rookery.config import Config, check_url
+from rookery.config import Config, check_url, is_loopback
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet.vllm_plugin.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.vllm_plugin.token_route import PATH as TOKEN_ROUTE
@@ -50,19 +49,10 @@ __all__ = [
     "open_session",
 ]
 
-# Where a server is, by its URL.
-
 
 def is_local(url: str) -> bool:
     """Whether a URL is of this machine, so that the server sees our files."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-# The addresses of servers, as they are written in a config.
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 _PORTS = {"http": 80, "https": 443}

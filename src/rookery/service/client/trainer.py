@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from uuid import uuid4
 
 from rookery.concurrency import together
 from rookery.errors import TrainError
+from rookery.runs.disk import write_file
 from rookery.service.client.connection import Answer, Connection, ServiceRefusal
 from rookery.service.client.engine import Samplers, upload
 from rookery.service.wire.records import read_output, train_document
@@ -218,12 +218,7 @@ def _checked(answer: Answer) -> dict[str, Any]:
 def _replace(path: Path, document: Mapping[str, str]) -> str:
     """Write the file whole; what it named before."""
     old = str(json.loads(path.read_text())["tinker_path"]) if path.exists() else ""
-    scratch = path.with_name(f".{path.name}.new")
-    with scratch.open("w") as file:
-        json.dump(document, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    write_file(path, json.dumps(document).encode(), scratch=path.parent)
     return old
 
 

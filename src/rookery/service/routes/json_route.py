@@ -85,9 +85,6 @@ class _LargeRequest(Request):
         return self._value
 
 
-# Routes that draw while their client waits: what nobody waits for is not drawn to its end.
-
-
 class DrawingRoute(JsonRoute):
     """Ends what it computes when nobody waits for it: a client that was killed, or lost patience
     and asks again, would leave answers as long as the context to be drawn."""

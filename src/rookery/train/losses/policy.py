@@ -97,9 +97,6 @@ class CorrectionConfig(Config):
         return mismatch.clamp(self.minimum, self.maximum)
 
 
-# The KL divergence from a reference, estimated from the drawn tokens.
-
-
 class KlConfig(Config):
     """Adds weight * estimate to the loss of every token; d = log p - log p under the reference.
 

@@ -23,8 +23,6 @@ __all__ = [
     "Reinforce",
 ]
 
-# The clipped objective of PPO, which most losses here share.
-
 
 class ClippedLoss(PolicyLoss):
     """min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), A the advantage.
@@ -65,33 +63,26 @@ class ClippedLoss(PolicyLoss):
         return Objective(values=values, ratio=ratio, shares=shares)
 
 
-# GRPO: the clipped objective, averaged over the tokens of each sequence, then over sequences.
-
-
 class Grpo(ClippedLoss):
-    """Shao et al. 2024. Every sequence counts alike, however long it is."""
+    """Averaged over the tokens of each sequence, then over sequences: each counts alike, however
+    long it is. Shao et al. 2024."""
 
     type: Literal["grpo"] = "grpo"
     average: Average = "sequence"
     """How the tokens of a step are averaged."""
 
 
-# BNPO as TRL has it: the clipped objective, averaged over the tokens of each call.
-
-
 class Bnpo(ClippedLoss):
-    """DAPO's average, by call: with several calls per step, tokens of short calls count more."""
+    """DAPO's average, by call, as TRL has it: tokens of short calls count more."""
 
     type: Literal["bnpo"] = "bnpo"
     average: Average = "call"
     """How the tokens of a step are averaged."""
 
 
-# CISPO: REINFORCE with a bounded ratio as weight, so that no token loses its gradient.
-
-
 class Cispo(PolicyLoss):
-    """The ratio within bounds * A * log p, the ratio without gradient. MiniMax 2025."""
+    """The ratio within bounds * A * log p, the ratio without gradient: no token loses its own.
+    MiniMax 2025."""
 
     type: Literal["cispo"] = "cispo"
     max_ratio: float = Field(default=5.0, gt=0.0)
@@ -118,9 +109,6 @@ class Cispo(PolicyLoss):
         return Objective(values=values, ratio=ratio, shares=shares)
 
 
-# DAPO: the clipped objective with a wider upper clip, averaged over all tokens of a step.
-
-
 class Dapo(ClippedLoss):
     """Yu et al. 2025. Every token counts alike; unlikely tokens have room to become likely."""
 
@@ -131,9 +119,6 @@ class Dapo(ClippedLoss):
     """How far a ratio counts above 1."""
 
 
-# Dr. GRPO: the clipped objective, summed over tokens and divided by a constant.
-
-
 class DrGrpo(ClippedLoss):
     """Liu et al. 2025. Long wrong answers are not excused by their length; its advantages are not
     divided by the standard deviation of their group."""
@@ -141,9 +126,6 @@ class DrGrpo(ClippedLoss):
     type: Literal["dr_grpo"] = "dr_grpo"
     average: Average = "constant"
     """How the tokens of a step are averaged."""
-
-
-# DRO: REINFORCE with a quadratic term that holds log-probabilities near those when drawn.
 
 
 class Dro(PolicyLoss):
@@ -167,9 +149,6 @@ class Dro(PolicyLoss):
         return Objective(values=values, ratio=torch.exp(terms.log_ratio))
 
 
-# GSPO: one clipped ratio per sequence, the geometric mean of its tokens' ratios.
-
-
 class Gspo(ClippedLoss):
     """Zheng et al. 2025. Token ratios 2 and 0.5: the sequence's is 1. Its clips are as small as
     such means are."""
@@ -186,9 +165,6 @@ class Gspo(ClippedLoss):
         return sequence_means(terms.log_ratio, terms.datum, is_learned=terms.is_learned)
 
 
-# Importance sampling: the policy gradient of tokens that other weights have drawn.
-
-
 class ImportanceSampling(PolicyLoss):
     """ratio * A, without any clip.
 
@@ -203,16 +179,10 @@ class ImportanceSampling(PolicyLoss):
         return Objective(values=ratio * terms.advantages, ratio=ratio)
 
 
-# PPO's clipped objective with given advantages, averaged over all tokens of a step.
-
-
 class Ppo(ClippedLoss):
     """Schulman et al. 2017, without a value network: whoever has one gives its advantages."""
 
     type: Literal["ppo"] = "ppo"
-
-
-# REINFORCE: log-probabilities times advantages, no ratio.
 
 
 class Reinforce(PolicyLoss):

@@ -13,7 +13,6 @@ import asyncio
 import gzip
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import secrets
@@ -36,6 +35,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
+from rookery.config import is_loopback
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.ui.live.export import join_modules, read_file, to_json
 from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed
@@ -126,7 +126,7 @@ def open_page(
     `rookery.ui("runs").url` is what to open. Beyond this machine (`host`) a `key` is needed.
     `fleet` names servers to show instead of those that this user started; `service` one to show.
     """
-    if not _is_loopback(host) and len(key) < KEY_CHARACTERS:
+    if not is_loopback(host) and len(key) < KEY_CHARACTERS:
         raise ConfigError(
             f"The page would be open to everyone who reaches {host}: give a key of at least "
             f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
@@ -420,10 +420,3 @@ def _listen(host: str, port: int | None) -> socket.socket:
     raise ConfigError(
         f"{host}:{port} cannot be used: {reason}. Give another --port, or leave it out."
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

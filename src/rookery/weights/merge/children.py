@@ -327,9 +327,6 @@ def _weighted_sum(
         out.add_(vector, alpha=coefficient)
 
 
-# Sums with coefficients of their own for every block of the model.
-
-
 _SUM = LinearConfig(normalise=False)
 
 

@@ -314,9 +314,6 @@ def load_engine() -> Compiled | None:
         return None
 
 
-# What runs the passes where the rows are.
-
-
 def open_rows(rows: Rows, out: torch.Tensor) -> tuple[Engine[Any], Any, Any]:
     """An engine, and the rows [P, M] and the result as it takes them."""
     compiled = load_engine() if rows.data.device.type == "cpu" else None
