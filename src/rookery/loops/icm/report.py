@@ -189,7 +189,9 @@ async def make_report(
         num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
-        support=support and SupportRecord.model_validate(support, from_attributes=True),
+        support=None
+        if support is None
+        else SupportRecord.model_validate(support, from_attributes=True),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
