@@ -227,18 +227,17 @@ class IterationLines(Observer[Iteration]):
         self._is_listed = False
 
     def on_step(self, step: Iteration) -> None:
-        iteration = step
         self._list_run()
-        self._num_tokens += iteration.tokens or 0
-        self._display.say(describe(iteration))
-        if iteration.series:
+        self._num_tokens += step.tokens or 0
+        self._display.say(describe(step))
+        if step.series:
             self._bar.left.did(1, BASELINE)
             return  # the bar is of the evolution
-        self._run.log_metrics(iteration.num_decided, _metrics(iteration))
+        self._run.log_metrics(step.num_decided, _metrics(step))
         self._bar.update(
-            name=f"best {iteration.best_score:.4g}",
-            done=iteration.num_decided,
-            total=iteration.num_iterations,
+            name=f"best {step.best_score:.4g}",
+            done=step.num_decided,
+            total=step.num_iterations,
             tokens=self._num_tokens,
         )
 

@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import pkgutil
 import shlex
 from collections.abc import (
     AsyncIterator,
@@ -535,39 +536,21 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = ("eval", "evolve", "genome", "grpo", "icm", "pipeline", "sft")
+KINDS = {
+    "eval": "rookery.compose.evaluation:EVALUATION",
+    "evolve": "rookery.compose.evolve:EVOLVE",
+    "genome": "rookery.compose.genome:GENOME",
+    "grpo": "rookery.compose.grpo:GRPO",
+    "icm": "rookery.compose.icm:ICM",
+    "pipeline": "rookery.compose.pipeline:PIPELINE",
+    "sft": "rookery.compose.sft:SFT",
+}
+"""The kinds of runs by name; each imports its loop when it is needed."""
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
-    """The kind of a run by its name; each imports its loop when it is needed."""
-    match name:
-        case "eval":
-            from rookery.compose.evaluation import EVALUATION
-
-            return EVALUATION
-        case "evolve":
-            from rookery.compose.evolve import EVOLVE
-
-            return EVOLVE
-        case "genome":
-            from rookery.compose.genome import GENOME
-
-            return GENOME
-        case "grpo":
-            from rookery.compose.grpo import GRPO
-
-            return GRPO
-        case "pipeline":
-            from rookery.compose.pipeline import PIPELINE
-
-            return PIPELINE
-        case "sft":
-            from rookery.compose.sft import SFT
-
-            return SFT
-    from rookery.compose.icm import ICM
-
-    return ICM
+    kind: RunKind[Any, Any] = pkgutil.resolve_name(KINDS[name])
+    return kind
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

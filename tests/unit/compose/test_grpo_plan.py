@@ -115,7 +115,7 @@ def test_a_planned_pass_is_the_measured_one(
         assert abs(expected - found) < 0.1 * found, (kind, expected / 2**20, found / 2**20)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}])
+@pytest.mark.parametrize("options", [{"checkpoint_layers": True}, pytest.param({}, marks=long)])
 def test_huge_passes_are_planned_from_smaller_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_plan_that_does_not_fit_names_the_key(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("key", ["groups_per_step", "group_size"])
+@pytest.mark.parametrize("key", ["group_size", pytest.param("groups_per_step", marks=long)])
 def test_answers_that_wait_to_be_trained_on_count(
     config: dict[str, Any], tmp_path: Path, key: str
 ) -> None:

@@ -187,6 +187,7 @@ async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
     assert evaluator.times[noisy] == 4
     assert [times for code, times in evaluator.times.items() if code != noisy] == [1, 1, 1]
     assert result.num_demoted == 0
+    assert result.best is not None
     assert result.best.metrics["combined_score"] == pytest.approx((0.9 + 3 * 0.11) / 4)
     config = toy_config(max_iterations=1, rookery={"confirm": 4, "in_flight": 1, "workers": 1})
     result = await evolve_toy(
@@ -196,6 +197,7 @@ async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
         executor=ToyExecutor(NoisyEvaluator()),
     )
     assert result.num_demoted == 1
+    assert result.best is not None
     assert result.best.id == "first1"
 
 

@@ -97,6 +97,7 @@ async def test_real_workers_score_programs_and_report_their_failures(
     result = await evolve_local(tmp_path, config, evaluator, FakeTextModel(reply, name="toy"))
     kinds = {failure.kind: failure.count for failure in result.failures}
     assert kinds == {"not_finite": 1, "not_a_dict": 1, "timeout": 1, "error": 2, "crash": 1}
+    assert result.best is not None
     assert result.best.code.strip() == "x = 50"
     assert result.best.metrics == {"combined_score": 0.5}
     assert result.num_committed == 1
@@ -148,6 +149,7 @@ async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_pat
     model = FakeTextModel(lambda _: "main.py\n```python\nx = 3\n```", name="toy")
     evaluator = task / "evaluator.py"
     result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best is not None
     assert result.best.metrics == {"combined_score": 6.0}
     assert "factor" not in model.requests[0].messages[-1].content
     best = tmp_path / "toy" / "best" / "best_program"
@@ -201,6 +203,7 @@ async def test_an_evaluator_that_needs_one_process_gets_it_and_the_report_says_s
             await evolve_local(tmp_path, config, evaluator, model, first=first)
         return
     result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best is not None
     assert result.best.metrics == {"combined_score": 0.5}
     assert result.is_forgeable
     assert any("forge its score" in warning for warning in result.warnings)
