@@ -224,7 +224,11 @@ def test_an_adapter_is_trained_and_served_by_vllm_while_a_run_goes_on(problem: P
         "max_lora_rank": 16, "cpu_cache_gib": 1, "enforce_eager": True,
         "env": {"HF_HUB_OFFLINE": "1"},
     }  # fmt: skip
-    own = {"engine": {"type": "fleet", "launch": launch}, "learn": {"every": 20, "epochs": 1}}
+    own = {
+        "engine": {"type": "fleet", "launch": launch},
+        "learn": {"every": 20, "epochs": 1},
+        "mode": "deterministic",  # waits for the training
+    }
     with serve_scripted("--latency", 0.05) as model:
         models = [{"name": "scripted", "api_base": model.url}, {"name": "base", "weight": 0.1}]
         settings = CONFIG | {
@@ -233,15 +237,15 @@ def test_an_adapter_is_trained_and_served_by_vllm_while_a_run_goes_on(problem: P
             "rookery": CONFIG["rookery"] | own,
         }
         (problem / "config.yaml").write_text(json.dumps(settings))
-        stop(problem, signal.SIGKILL, "-i", 60, after=30, limit_s=400)
-        ended = run(problem, "-i", 60, "--resume", timeout_s=400)
+        stop(problem, signal.SIGKILL, "-i", 45, after=30, limit_s=400)
+        ended = run(problem, "-i", 45, "--resume", timeout_s=400)
     assert ended.returncode == 0, ended.stderr
-    assert decided(problem) == once(60)
+    assert decided(problem) == once(45)
     report = report_of(problem)
     joined = [row for row in report["learned"] if not row["error"]]
     assert joined and joined[0]["num_rows"] >= 4 and joined[0]["tokens"] > 0
     asked = {arm["name"]: arm["num_plays"] for arm in report["models"]}
-    assert asked[joined[0]["name"]] >= 1 and sum(asked.values()) == 60
+    assert asked[joined[0]["name"]] >= 1 and sum(asked.values()) == 45
 
 
 def rookery(folder: Path, *words: object) -> None:

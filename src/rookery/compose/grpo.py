@@ -195,6 +195,7 @@ async def _open_loop(
                         tasksets=files.tasksets,
                         drawer=drawer,
                         evaluator=_evaluator(config, files, opened.engine, RolloutLog(run)),
+                        decode=files.template.decode,
                     )
                     with display.bar("train", total=config.steps, noun="step", run=run) as bar:
                         shown = TrainBar(bar, display, Measurements(config, files.tasksets))
@@ -361,6 +362,7 @@ async def _train_all(
                 tasksets=files.tasksets,
                 drawer=_drawer(own.config, files, engine),
                 evaluator=_evaluator(own.config, files, engine, RolloutLog(own_run)),
+                decode=files.template.decode,
             )
             adapters.append(AdapterInputs(swept=own, inputs=inputs, run=own_run))
         evaluator = _evaluator(config, files, engine, RolloutLog(run))

@@ -8,7 +8,7 @@ The page, the notebook and the part of the page that needs no JavaScript are mad
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -49,6 +49,11 @@ SFT_DONE = (
     "The adapter is trained. The loss is that of its own rows: what it is worth on others, "
     "`rookery eval` measures."
 )
+PIPELINE_SENTENCES = {
+    "better": "The last step is better than the base model.",
+    "worse": "The last step is worse than the base model.",
+    "unclear": "The last step is not distinguishable from the base model.",
+}
 PARSERS = {
     "genome": parse_genome_report,
     "grpo": parse_grpo_report,
@@ -104,7 +109,9 @@ def summarize(report: Report) -> Summary:
             return _icm(report)
         case EvolveReport():
             return _evolve(report)
-        case EvaluationReport():  # and that of a pipeline
+        case PipelineReport():
+            return _pipeline(report)
+        case EvaluationReport():
             return _evaluation(report)
         case SftReport():
             return _sft(report)
@@ -298,6 +305,25 @@ def _evaluation(report: EvaluationReport) -> Summary:
         columns=("model", "accuracy", "95 % interval", "gain over base", "failed"),
         rows=rows,
         costs=[wording.duration(report.seconds)] if report.seconds else [],
+    )
+
+
+def _pipeline(report: PipelineReport) -> Summary:
+    """An evaluation whose last row is the result."""
+    last = report.models[-1] if len(report.models) > 1 else None
+    if last is None or last.gain is None or last.gain.low is None or last.gain.high is None:
+        return _evaluation(report)
+    verdict = "better" if last.gain.low > 0 else "worse" if last.gain.high < 0 else "unclear"
+    measured = Number(
+        label=f"Accuracy of {last.name}",
+        value=wording.score(last.mean),
+        interval=f"95 % interval {wording.interval(last)}",
+    )
+    return replace(
+        _evaluation(report),
+        verdict=verdict,
+        numbers=[measured, _gain("Gain over the base model", last.gain)],
+        sentence=PIPELINE_SENTENCES[verdict],
     )
 
 

@@ -18,6 +18,7 @@ from rookery.fleet.servers.launch import LocalServer, keep_alive, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.runtime.guard import group_members
+from rookery.runtime.retry import Backoff
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
@@ -30,7 +31,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
     monkeypatch.setattr(launching, "POLL_S", 0.02)
-    monkeypatch.setattr(launching, "RESTART_PAUSE_S", 0.1)
+    monkeypatch.setattr(launching, "RESTARTS", Backoff(first_s=0.1, longest_s=60.0))
     return tmp_path / "fleet"
 
 

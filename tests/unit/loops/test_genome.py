@@ -234,6 +234,17 @@ def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path
     assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
+def test_founders_may_be_of_several_runs(founders_folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(founders_folder / "f0", tmp_path / name / "trained")
+    trained = ["one.trained", "two.trained"]
+    both = (tmp_path / "two" / "trained", tmp_path / "one" / "trained")
+    assert list(read_founders(FileInit(path=both))) == trained
+    assert list(read_founders(FileInit(path=tmp_path))) == trained, "runs of a sweep"
+    with pytest.raises(AdapterError, match=r"two adapters called one\.trained"):
+        read_founders(FileInit(path=(both[1], tmp_path)))
+
+
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
     "sum": {"type": "linear", "normalise": False},

@@ -32,6 +32,7 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
         kept = {path.name for path in (run.path / "checkpoints").iterdir()}
         weights = {f"adapter_step_{step}" for step in {5, report.chosen_step} - {0}}
         assert kept == weights | {"trainer_step_5"} and run.blobs.digests() == []
+        gaps = [event.payload for event in run.events("gap")]
     assert [row.name for row in report.rows] == ["trained", "base model"]
     assert report.trained is not None and report.trained.gain is not None
     assert [one.step for one in report.checkpoints] == [0, 2, 4, 5]
@@ -41,6 +42,10 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
     assert metrics["grpo/logprob_gap"] < 1e-5 and metrics["grpo/staleness"] == 0
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert {"time/draw_s", "time/train_s", "time/publish_s", "reward/mean"} <= set(metrics)
+    assert len(gaps) == 5 and all(step["is_fresh"] for step in gaps)
+    tokens = [token for step in gaps for answer in step["answers"] for token in answer]
+    assert tokens and all(text for text, _ in tokens)
+    assert all(abs(gap) < 1e-4 for _, gap in tokens), "of the same weights"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def make_grpo(
         digest = run.blobs.put_bytes(zlib.compress(batch))
         _append(run, [NewEvent(kind="batch", payload={"digest": digest}, key=str(steps - 1))])
         _append(run, [NewEvent(kind="select", payload={"mean": 0.5, "is_best": True}, key="0")])
+        answers = [[[f"seven{text}", 0.01], [" eight", -0.002]], [["nine", None]]]
+        _append(run, [_event("gap", str(steps - 1), task="add/2", is_fresh=True, answers=answers)])
         if report is not None:
             run.write_json("report.json", made_grpo(run=name, **report))
         run.finish("failed", message=f"No server is left. {text}")
@@ -156,6 +158,7 @@ def make_icm(
                     )
                 ],
             )
+            run.log_metrics(number, {"icm/num_violated_0_0": float(number < 2)})
         if report is not None:
             run.write_json("report.json", made_icm(run=name, **report))
         label = {"id": "i1", "label": f"yes{text}", "margin": 0.5, "text": f"It is so. {text}"}

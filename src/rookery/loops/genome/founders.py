@@ -34,8 +34,8 @@ class FileInit(Config):
 
     type: Literal["file"] = "file"
     path: Path | Annotated[tuple[Path, ...], Field(min_length=1)]
-    """A folder of PEFT folders in any names, a PEFT folder, or a list of these; relative to the
-    config file."""
+    """A folder of PEFT folders in any names, a PEFT folder, the `adapters` of a sweep's run, or a
+    list of these; relative to the config file."""
     use: Literal["adapters", "pairs", "both"] = "adapters"
     """Begin with the adapters themselves, with random pair merges of them, or with both."""
     num_pairs: int = Field(default=8, ge=1)
@@ -97,7 +97,8 @@ def _peft_folders(root: Path) -> list[Path]:
         raise AdapterError(f"There is no folder {root}: init.path holds one PEFT folder each.")
     if (root / "adapter_config.json").is_file():
         return [root]
-    folders = [file.parent for file in root.glob("[!.]*/adapter_config.json")]
+    below = ("[!.]*", "[!.]*/trained")  # adapters, or runs as those of a sweep
+    folders = [path.parent for each in below for path in root.glob(f"{each}/adapter_config.json")]
     if not folders:
         raise AdapterError(
             f"{root} holds no adapters: each is a folder with adapter_config.json and "

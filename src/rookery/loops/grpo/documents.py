@@ -1,11 +1,13 @@
 """What a grpo run leaves behind: the trained policy, the report and its warnings."""
 
+import asyncio
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pstdev
+from typing import Any
 
 from rookery.loops.comparison import (
     describe_taskset,
@@ -13,7 +15,7 @@ from rookery.loops.comparison import (
     warn_of_failed_tasks,
     warn_of_small_samples,
 )
-from rookery.loops.grpo.batch import Batch, DrawnGroup
+from rookery.loops.grpo.batch import Batch, DrawnGroup, DrawnRollout
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.group_source import BATCH
@@ -29,7 +31,7 @@ from rookery.reports import (
 )
 from rookery.runs import SET_ASIDE, NewEvent, Run
 from rookery.tasks.taskset import Taskset
-from rookery.types import Task
+from rookery.types import Task, TokenIds, TokenSequence
 
 __all__ = [
     "Example",
@@ -42,7 +44,9 @@ __all__ = [
 # What a run remembers of each training step, and tells the observer.
 
 
-STEP = "step"
+STEP, GAP = "step", "gap"
+SHOWN_TOKENS = 256
+"""Of a completion whose gaps are kept: a few kilobytes a step."""
 SHOWN_CHARACTERS = 600
 """Of a completion in a report: enough to see what it does."""
 
@@ -74,13 +78,19 @@ class Step:
 class StepLog:
     """Records steps in the run: an event and a line of metrics each."""
 
-    def __init__(self, run: Run, *, observer: Observer[Step]) -> None:
+    def __init__(
+        self, run: Run, *, observer: Observer[Step], decode: Callable[[TokenIds], str] | None = None
+    ) -> None:
         self._run = run
         self.observer = observer
+        self._decode = decode or _numbers
 
-    async def record(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Note a step that was taken. A resumed run takes steps since the last checkpoint again,
-        on the same groups: what was noted first stays."""
+    async def record(
+        self, batch: Batch, metrics: Mapping[str, float], *, gaps: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """Note a step that was taken, with the gaps of its examples token by token; `gaps` are by
+        row of the step. A resumed run takes steps since the last checkpoint again, on the same
+        groups: what was noted first stays."""
         step = Step(
             step=batch.step,
             model_step=batch.model_step,
@@ -88,8 +98,12 @@ class StepLog:
             metrics={**_batch_metrics(batch), **metrics},
             examples=_examples(batch.groups[0]) if batch.groups else (),
         )
-        new = NewEvent(kind=STEP, key=str(step.step), payload=asdict(step), first_wins=True)
-        await self._run.append_many([new])
+        key = str(step.step)
+        news = [NewEvent(kind=STEP, key=key, payload=asdict(step), first_wins=True)]
+        if gaps:
+            payload = await asyncio.to_thread(_gap_payload, batch, gaps, self._decode)
+            news.append(NewEvent(kind=GAP, key=key, payload=payload, first_wins=True))
+        await self._run.append_many(news)
         self._run.log_metrics(step.step, step.metrics)
         self.observer.on_step(step)
 
@@ -117,11 +131,49 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _examples(group: DrawnGroup) -> tuple[Example, ...]:
-    ordered = sorted(group.rollouts, key=lambda rollout: rollout.reward)
     return tuple(
         Example(task=group.task, text=rollout.text[:SHOWN_CHARACTERS], reward=rollout.reward)
-        for rollout in (ordered[-1], ordered[0])
+        for rollout in _best_and_worst(group)
     )
+
+
+def _best_and_worst(group: DrawnGroup) -> tuple[DrawnRollout, DrawnRollout]:
+    ordered = sorted(group.rollouts, key=lambda rollout: rollout.reward)
+    return ordered[-1], ordered[0]
+
+
+def _gap_payload(
+    batch: Batch, gaps: Sequence[Sequence[float]], decode: Callable[[TokenIds], str]
+) -> dict[str, Any]:
+    """The examples of a step in pieces of a token each, with the gap of each in nats."""
+    group, rows = batch.groups[0], iter(gaps)
+    own = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
+    return {
+        "task": group.task,
+        "is_fresh": batch.model_step == batch.step,
+        "answers": [
+            [piece for both in zip(shown.sequences, own[id(shown)], strict=True)
+             for piece in _pieces(*both, decode)][:SHOWN_TOKENS]
+            for shown in _best_and_worst(group)
+        ],
+    }  # fmt: skip
+
+
+def _pieces(
+    sequence: TokenSequence, gaps: Sequence[float], decode: Callable[[TokenIds], str]
+) -> list[tuple[str, float | None]]:
+    """`[(" four", 1.2e-06), ...]`: a token that ends a character brings all of it."""
+    drawn = tuple(sequence.tokens[place] for place in sequence.drawn[:SHOWN_TOKENS])
+    texts = [decode(drawn[:end]) for end in range(len(drawn) + 1)]
+    ends = [len(text.rstrip("\ufffd")) for text in texts]
+    pieces = [text[start:end] for start, text, end in zip(ends, texts[1:], ends[1:], strict=False)]
+    shown = [float(f"{gap:.2g}") if math.isfinite(gap) else None for gap in gaps]
+    return list(zip(pieces, shown, strict=False))
+
+
+def _numbers(tokens: TokenIds) -> str:
+    """The tokens themselves, where nobody knows their text."""
+    return "".join(f" {token}" for token in tokens)
 
 
 FEW_GROUPS = 0.5

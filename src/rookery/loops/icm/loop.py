@@ -282,6 +282,7 @@ def _metrics(step: Step, *, where: str) -> dict[str, float]:
         "best_utility": step.best_utility,
         "temperature": step.temperature,
         "num_frustrated": float(step.num_frustrated),
+        "num_violated": float(step.num_violated),
         "num_labelled": float(sum(label != UNLABELLED for label in step.labels)),
     }
     return {f"icm/{name}_{where}": value for name, value in values.items()}

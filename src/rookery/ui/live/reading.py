@@ -213,14 +213,20 @@ class OpenRun:
             try:
                 data = self._view.blobs.read_bytes(str(batch.payload.get("digest")))
                 groups = json.loads(zlib.decompress(data)).get("groups", [])
-                return {"step": number, "is_whole": True, "groups": [_group(g) for g in groups]}
+                shown = [_group(group) for group in groups]
+                return {"step": number, "is_whole": True, "groups": shown, "gap": self._gap(number)}
             except (RunError, ValueError, zlib.error, AttributeError, TypeError):
                 pass  # removed with its checkpoint, or of another form
         event = self._view.get("step", str(number))
         if event is None:
             raise RunError(f"The run {self.name!r} has no step {number}.")
         groups = _examples(event.payload.get("examples", []))
-        return {"step": number, "is_whole": False, "groups": groups}
+        return {"step": number, "is_whole": False, "groups": groups, "gap": self._gap(number)}
+
+    def _gap(self, number: int) -> Mapping[str, Any] | None:
+        """Examples token by token, where the run has them."""
+        event = self._view.get("gap", str(number))
+        return event.payload if event is not None else None
 
     def labels(self) -> dict[str, Any]:
         """What labels.jsonl holds; empty before a labelling is done."""

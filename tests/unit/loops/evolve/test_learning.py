@@ -198,10 +198,9 @@ async def test_what_is_trained_on_counts_for_the_budget(tmp_path: Path) -> None:
         rookery={"budget": {"max_tokens": 100_000}, "baselines": ["best_of_n"]}, max_iterations=60
     )
     model, learner = toy_model(climb(0.25)), ToyLearner(climb(0.5))
-    result = await evolve_toy(
+    report = await evolve_toy(
         tmp_path, settings, model=model, executor=ToyExecutor(endless), learner=learner
     )
-    report = result
     spent = (report.tokens.prompt or 0) + (report.tokens.completion or 0)
     [baseline] = report.baselines
     used = (baseline.tokens.prompt or 0) + (baseline.tokens.completion or 0)

@@ -197,7 +197,8 @@ async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
         executor=ToyExecutor(NoisyEvaluator()),
     )
     assert result.num_demoted == 1
-    assert result.best is not None and result.best.id == "first1"
+    assert result.best is not None
+    assert result.best.id == "first1"
 
 
 async def test_children_wait_in_a_bounded_number(

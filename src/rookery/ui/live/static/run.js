@@ -67,7 +67,7 @@ export class CurvesView {
 
 function groupNames(names) {
   const groups = new Map();
-  for (const name of names) {
+  for (const name of [...names].sort((a, b) => a.startsWith("time/") - b.startsWith("time/"))) {
     const group = name.split("/")[0];
     groups.set(group, [...(groups.get(group) ?? []), name]);
   }

@@ -37,9 +37,8 @@ export function sparkline(values) {
 function resultCell(row) {
   const result = row.result;
   if (!result) return "";
-  const shown = isNumber(result.mean) ? number(result.mean) : "";
   return [
-    h("span", { class: "value" }, h("b", null, shown), h("span", { class: "interval" }, interval(result.low, result.high))),
+    isNumber(result.mean) && h("span", { class: "value" }, h("b", null, number(result.mean)), h("span", { class: "interval" }, interval(result.low, result.high))),
     h("span", { class: "note" }, result.label),
   ];
 }
@@ -51,8 +50,8 @@ class RunsView {
     this.version = 0;
     this.chosen = [];
     const { query } = place();
-    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.get("sel") ?? "" };
-    this.selected = new Set(this.state.sel.split(",").filter(Boolean));
+    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.getAll("sel") };
+    this.selected = new Set(this.state.sel);
     this.build(main);
   }
 
@@ -140,7 +139,7 @@ class RunsView {
         pick,
         [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
         row.kind,
-        [statusMark(row), progressBar(row.progress, isRunning) ?? h("span", { class: "note reason" }, row.reason)],
+        [statusMark(row), (!isRunning && row.reason && h("span", { class: "note reason" }, row.reason)) || progressBar(row.progress, isRunning)],
         resultCell(row),
         h("span", { title: row.spark_of || null }, sparkline(row.spark)),
         h("span", { title: clock(row.started_s) }, ago(row.started_s)),
@@ -152,7 +151,7 @@ class RunsView {
   pick(id, isOn) {
     if (isOn) this.selected.add(id);
     else this.selected.delete(id);
-    this.set({ sel: [...this.selected].join(",") });
+    this.set({ sel: [...this.selected] });
   }
 
   describe() {
@@ -170,7 +169,7 @@ class RunsView {
     const ids = [...this.selected].filter((id) => this.rows.has(id));
     this.compare.replaceChildren(
       ids.length >= 2
-        ? h("a", { class: "button", href: address(["compare"], { runs: ids.join(",") }) }, `Compare ${ids.length} runs`)
+        ? h("a", { class: "button", href: address(["compare"], { runs: ids }) }, `Compare ${ids.length} runs`)
         : h("span", { class: "note" }, ids.length ? "Select one more to compare." : "Select two or more to compare."),
     );
   }
