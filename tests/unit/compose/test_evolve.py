@@ -370,6 +370,6 @@ async def test_servers_that_load_no_adapters_cannot_learn(chat_model: Path) -> N
             "learn": {"every": 20},
         }
         config = read_config({"rookery": own}, environment={}).config
-        with pytest.raises(ConfigError, match="does not load adapters.*Or leave learn out"):
+        with pytest.raises(ConfigError, match=r"does not load adapters.*Or leave learn out"):
             async with open_models(config, Display(is_quiet=True)):
                 pass
