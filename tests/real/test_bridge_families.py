@@ -19,6 +19,7 @@ from tiny import write_tiny_model
 
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
 from rookery.engines import open_engine
+from rookery.fleet import Fleet
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 
@@ -83,6 +84,7 @@ async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
+        assert isinstance(engine, Fleet)
         bridge = await choose_bridge(config, engine, folder=folder)
         bridge.release()
     assert bridge.name == "copy" and "no weight that is lm_head.weight" in bridge.why
@@ -94,6 +96,7 @@ async def test_layouts_of_their_own_are_copied_with_the_reason(kind: str, tmp_pa
     folder = write_tiny_model(tmp_path / "tiny", kind, **{**SIZES, **extra})
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
+        assert isinstance(engine, Fleet)
         bridge = await choose_bridge(config, engine, folder=folder)
         bridge.release()
     assert bridge.name == "copy" and any(part in bridge.why for part in reason.split("|"))

@@ -37,6 +37,7 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "choices": ("choices",),
     "id": ("id",),
     "group": (),
+    "weight": (),
 }
 
 
@@ -58,6 +59,8 @@ class FieldsConfig(Config):
     group: str = ""
     """The question of a row. Rows of one question are in the same split and count as one cluster
     in intervals. Empty: rows of equal prompt are one question."""
+    weight: str = ""
+    """A number from 0 on: how much the answer of a row counts in supervised training. Empty: 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ class RowReader:
             choices=choices,
             source=source,
             group=self._group(row),
+            weight=self._weight(row),
         )
 
     def _require_none_ignored(self, row: Row) -> None:
@@ -143,6 +147,14 @@ class RowReader:
         if not self._names["group"]:
             return ""
         return json.dumps(_as_json(self._value(row, "group"), row, "group"), sort_keys=True)
+
+    def _weight(self, row: Row) -> float:
+        value = self._value(row, "weight") if self._names["weight"] else 1.0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+            name = self._names["weight"]
+            raise TaskError(f"{row.where}: {name!r} is {_shown(value)}; it must be 0 or more.")
+        return float(value)  # type: ignore[arg-type]
 
     def _value(self, row: Row, role: str) -> object:
         name = self._names[role]

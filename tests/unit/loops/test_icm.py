@@ -95,6 +95,7 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     assert sft[0] == {
         "id": "i0", "prompt": "#0 is", "choices": ["True", "False"],
         "answer": result.label_by_id["i0"],
+        "weight": pytest.approx(2 / (1 + math.exp(-rows[0]["margin"])) - 1),
     }  # fmt: skip
     soft = read_rows(tmp_path / "a" / "soft.jsonl")
     assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in soft)
