@@ -28,6 +28,7 @@ def evaluate(
     json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    weights: Literal["auto", "int4"] = "auto",
     fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
@@ -63,13 +64,16 @@ def evaluate(
         Where to compute; `auto` takes a GPU when there is one.
     dtype
         Number type; `auto` is float32 on the CPU.
+    weights
+        `int4` rounds the weights of linear layers to 4 bit, on an Arm CPU.
     fleet
         URLs of vLLM servers with this model, each with its own --fleet, or a config to start some.
     """
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    values = {"split": split, "limit": limit, "device": device, "dtype": dtype}
+    places = {"device": device, "dtype": dtype, "weights": weights}
+    values = {"split": split, "limit": limit, **places}
     outcome = measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
         progress=not json_out, report={"samples": samples}, **values,

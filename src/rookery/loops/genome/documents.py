@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
+from rookery.loops.comparison import (
+    warn_of_batches,
+    warn_of_precision,
+    warn_of_small_samples,
+)
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
 from rookery.loops.genome.parts import RunParts
@@ -157,6 +161,7 @@ def _make_warnings(parts: RunParts, summary: RunSummary) -> list[str]:
         *_warn_of_splits(parts.tasksets),
         *warn_of_small_samples(summary.rows),
         *warn_of_batches(parts.engine),
+        *warn_of_precision(parts.config.engine),
     ]
 
 
