@@ -10,10 +10,20 @@ from pathlib import Path
 from rookery.loops.evolve.stages import Generated, Stages, read_stages
 from rookery.runs import Run
 
-__all__ = ["ARMS", "WITH_TUNE", "Arm", "Result", "read_result", "show_results", "to_document"]
+__all__ = [
+    "ARMS",
+    "LEARN",
+    "WITH_TUNE",
+    "Arm",
+    "Result",
+    "read_result",
+    "show_results",
+    "to_document",
+]
 
 ARMS = ("evolve", "best_of_n", "sequential")
 WITH_TUNE = "+tune"
+LEARN = "evolve+learn"
 SCALES = {"circle_packing": 2.635}
 """What a score is multiplied by in the table: the sum of radii."""
 
@@ -29,7 +39,7 @@ class Arm:
     """With those that tuned numbers."""
     failures: Mapping[str, int]
     tokens: float
-    """NaN where the model does not count them."""
+    """With those that were trained on; NaN where the model does not count them."""
     seconds: float
 
     @property
@@ -55,9 +65,12 @@ def read_result(folder: Path, *, arms: Sequence[str]) -> Result:
     """Of a run that has ended, at its end or before."""
     with Run.view(folder) as view:
         found = {arm: read_stages(view, series=_series(arm))[0].values() for arm in arms}
+        trained = sum(event.payload["num_tokens"] for event in view.events("learned"))
     planned = [one.planned for one in found[arms[0]] if one.planned]
     first = min((plan.best_score for plan in planned), default=math.nan)
     read = {arm: _read_arm(list(stages), first=first) for arm, stages in found.items()}
+    own = read[arms[0]]
+    read[arms[0]] = replace(own, tokens=own.tokens + trained)
     return Result(task="", seed=0, is_cut=False, first=first, arms=read)
 
 

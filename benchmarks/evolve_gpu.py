@@ -14,6 +14,11 @@ How the model is asked (diff or whole program, with or without another program i
 chosen on `bin_packing`, a task that is not reported: the way with the best mean score of two seeds,
 of equal ones the way with fewer failures. `--ask` names it instead.
 
+`--learn N` adds an evolution to each of these that trains an adapter of the model every N
+iterations (`rookery.learn`) on the GPU of the server: leave it room with `--gpu-share 0.5`.
+`--tokens` ends all evolutions at the same number of tokens, those that were trained on too; the
+baselines then spend as many.
+
 Generated programs run in the sandbox; where none works the output says so and they run without.
 `--minutes` ends the runs that are not done by then; what they have found is in the table, marked
 `cut`.
@@ -34,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evolve_arms import ARMS, WITH_TUNE, Arm, Result, read_result, show_results, to_document
+from evolve_arms import ARMS, LEARN, WITH_TUNE, Arm, Result, read_result, show_results, to_document
 
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.sandbox import SandboxConfig, probe
@@ -138,6 +143,12 @@ class Setting:
     in_flight: int
     workers: int
     tune: Mapping[str, float]
+    model_folder: str
+    """What an adapter is trained on."""
+    max_tokens: int | None
+    """Of an evolution."""
+    max_answer: int
+    learn: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +161,17 @@ class Case:
     iterations: int
     has_baselines: bool
     is_tuned: bool = False
+    learns: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.way}{'-tune' if self.is_tuned else ''}-{self.seed}"
+        kind = f"{'-learn' if self.learns else ''}{'-tune' if self.is_tuned else ''}"
+        return f"{self.task}-{self.way}{kind}-{self.seed}"
 
     @property
     def arms(self) -> tuple[str, ...]:
         """As the config names them."""
-        arms = ARMS if self.has_baselines else ARMS[:1]
+        arms = ARMS if self.has_baselines else (LEARN if self.learns else ARMS[0],)
         return tuple(f"{arm}{WITH_TUNE}" for arm in arms) if self.is_tuned else arms
 
 
@@ -180,10 +193,10 @@ def write_config(case: Case, setting: Setting) -> Path:
         "diff_based_evolution": way.is_diff,
         "llm": {
             "api_base": setting.url,
-            "models": [{"name": setting.model, "weight": 1.0}],
+            "models": [{"name": "base" if case.learns else setting.model, "weight": 1.0}],
             "temperature": 0.8,
             "top_p": 0.95,
-            "max_tokens": 1024,
+            "max_tokens": setting.max_answer,
             "timeout": 120,
         },
         "prompt": {
@@ -198,11 +211,23 @@ def write_config(case: Case, setting: Setting) -> Path:
             "workers": setting.workers,
             "baselines": list(case.arms[1:]),
             "sandbox": dict(setting.sandbox),
+            "budget": {"max_tokens": setting.max_tokens},
             **({"tune": dict(setting.tune)} if case.is_tuned else {}),
+            **(learning(setting) if case.learns else {}),
         },
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     return folder
+
+
+def learning(setting: Setting) -> dict[str, Any]:
+    """The same server as an engine that takes adapters."""
+    url = setting.url.removesuffix("/v1")
+    return {
+        "engine": {"type": "fleet", "urls": [url]},
+        "tokenizer": setting.model_folder,
+        "learn": dict(setting.learn),
+    }
 
 
 def start(case: Case, setting: Setting) -> "subprocess.Popen[bytes]":
@@ -316,8 +341,8 @@ async def open_server(options: argparse.Namespace) -> AsyncIterator[tuple[str, s
         model=options.model,
         python=options.python,
         replicas=1,
-        max_loras=0,
-        max_model_len=8192,
+        max_loras=8 if options.learn else 0,
+        max_model_len=options.max_model_len,
         max_num_seqs=256,
         gpu_memory_utilization=options.gpu_share,
         env={"HF_HUB_OFFLINE": "1"},
@@ -342,12 +367,14 @@ def measure(setting: Setting, options: argparse.Namespace) -> None:
             seed=seed,
             way=way,
             iterations=options.iterations,
-            has_baselines=True,
+            has_baselines=not learns,
             is_tuned=is_tuned,
+            learns=learns,
         )
         for task in options.tasks
         for seed in options.seeds
         for is_tuned in ([True, False] if options.untuned else [True])
+        for learns in ([False, True] if options.learn else [False])
     ]
     left_s = 60 * options.minutes - (time.monotonic() - began)
     results = run_all(cases, setting, limit_s=left_s)
@@ -376,6 +403,11 @@ async def main() -> None:
     parser.add_argument("--untuned", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tune-evaluations", type=int, default=60)
     parser.add_argument("--tune-seconds", type=float, default=30.0, help="for each new best")
+    parser.add_argument("--learn", type=int, default=0, help="iterations between trainings")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--tokens", type=int, help="of an evolution, at most")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-answer", type=int, default=1024, help="tokens of an answer")
     parser.add_argument("--minutes", type=float, default=20.0, help="for all runs")
     parser.add_argument("--folder", type=Path, help="where the runs are kept")
     parser.add_argument("--out", type=Path, help="the results as JSON")
@@ -392,6 +424,10 @@ async def main() -> None:
                 in_flight=options.in_flight,
                 workers=options.workers,
                 tune={"evaluations": options.tune_evaluations, "seconds": options.tune_seconds},
+                model_folder=options.model,
+                max_tokens=options.tokens,
+                learn={"every": options.learn, "learning_rate": options.learning_rate},
+                max_answer=options.max_answer,
             )
             await asyncio.to_thread(measure, setting, options)
 

@@ -312,8 +312,8 @@ def routes() -> str:
     """A table of the routes of each application; its handlers need no service to be listed."""
     from unittest.mock import MagicMock
 
+    from rookery.compat.atropos.app import make_atropos_app
     from rookery.service import app
-    from rookery.service.atropos.app import make_atropos_app
 
     stub = MagicMock()
     served = [module.make_router(stub) for module in app.ROUTES]

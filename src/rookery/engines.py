@@ -7,19 +7,18 @@ An external API is no engine, as it takes no adapters: `open_sampler` opens any 
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from rookery.embedded import EngineConfig, resolve_model
+from rookery.embedded import EmbeddedEngine, EngineConfig, resolve_model
 from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
-from rookery.fleet import FleetConfig, LaunchProgress, open_fleet
+from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
-from rookery.ports import Engine
 
 __all__ = [
     "AnyEngineConfig",
@@ -28,10 +27,12 @@ __all__ = [
     "SamplerChoice",
     "engine_from_folder",
     "find_model",
+    "launch_of",
     "local_model",
     "model_folder",
     "open_engine",
     "open_sampler",
+    "open_servers",
     "require_adapters",
     "resolve_smollm2",
 ]
@@ -61,7 +62,7 @@ SamplerChoice = Annotated[
 @asynccontextmanager
 async def open_engine(
     config: AnyEngineConfig | str, *, on_launch: OnLaunch | None = None
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[EmbeddedEngine | Fleet]:
     """The engine, open for the block. A text is the model of an engine in this process."""
     if isinstance(config, str):
         config = EngineConfig(model=config)
@@ -69,14 +70,21 @@ async def open_engine(
         async with open_embedded(config) as embedded:
             yield embedded
         return
-    async with open_fleet(_with_folder(config), progress=on_launch) as fleet:
+    async with open_servers(config, on_launch=on_launch) as fleet:
         yield fleet
+
+
+def open_servers(
+    config: FleetConfig, *, on_launch: OnLaunch | None = None
+) -> AbstractAsyncContextManager[Fleet]:
+    """The servers of a fleet, open for the block."""
+    return open_fleet(_with_folder(config), progress=on_launch)
 
 
 @asynccontextmanager
 async def open_sampler(
     config: AnySamplerConfig, *, codec: Codec, on_launch: OnLaunch | None = None
-) -> AsyncIterator[Engine | ExternalSampler]:
+) -> AsyncIterator[EmbeddedEngine | Fleet | ExternalSampler]:
     """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
     if isinstance(config, ExternalConfig):
         async with open_external(config, codec=codec) as external:
@@ -89,7 +97,7 @@ async def open_sampler(
 def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
     """ConfigError when the engine cannot take adapters of these ranks, by what they are called.
     Before it is opened: servers that run already tell when they are asked."""
-    launch = config.launch if isinstance(config, FleetConfig) else None
+    launch = launch_of(config)
     if isinstance(config, EngineConfig):
         key, limit = "engine.max_rank", config.max_rank
     elif launch is not None:
@@ -109,6 +117,11 @@ def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
             )
 
 
+def launch_of(config: AnySamplerConfig) -> LaunchConfig | None:
+    """How servers are started here; None: none are."""
+    return config.launch if isinstance(config, FleetConfig) else None
+
+
 def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
     """Where the tokenizer and the chat template of the engine's model are."""
     return find_model(config, tokenizer=tokenizer).path
@@ -116,13 +129,8 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
 
 def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
     """The engine's model as a folder here, with the names that its adapters know it by."""
-    if isinstance(config, EngineConfig):
-        engine_model = config.model
-    elif isinstance(config, FleetConfig) and config.launch is not None:
-        engine_model = config.launch.model
-    else:
-        engine_model = ""
-    model = tokenizer or engine_model
+    own = config if isinstance(config, EngineConfig) else launch_of(config)
+    model = tokenizer or (own.model if own is not None else "")
     if not model:
         keeper = (
             "An external API does not expose its tokenizer"

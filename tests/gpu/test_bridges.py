@@ -15,7 +15,7 @@ from bridge_training import Training, config_of, training
 from fleet.stub import until
 from tiny_training import make_batch
 
-from rookery.compose.grpo_bridge import Bridge, Opened, adapter_publisher, full_publisher
+from rookery.compose.grpo_bridge import Bridge, Bridged, adapter_publisher
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
@@ -100,8 +100,8 @@ async def test_a_server_that_dies_takes_its_memory_with_it(trained: Training) ->
 async def test_it_takes_copies_as_any_server_does(trained: Training, tmp_path: Path) -> None:
     """After the one before: it can share its memory no more, and is given a copy."""
     bridge = Bridge("copy", "for comparison")
-    opened = Opened(engine=trained.fleet, model=trained.model, bridge=bridge, folder=tmp_path)
-    others = full_publisher(opened, trained.trainer, like=Path(MODEL))
+    opened = Bridged(engine=trained.fleet, model=trained.model, bridge=bridge, folder=tmp_path)
+    others = opened.publish_model(trained.trainer, like=Path(MODEL))
     weights = read_model_weights(Path(MODEL), name="other", dtype=torch.bfloat16)
     ref = await others.publish(weights)
     assert trained.fleet.base == ref and await draw(trained.fleet, ref)

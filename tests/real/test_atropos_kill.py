@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 import rookery
-from rookery.environments.atropos.gateway import trained_groups
-from rookery.environments.atropos.group_queue import GroupQueue
-from rookery.environments.atropos.registry import Registration, Registry, TrainerRegistration
+from rookery.compat.atropos.gateway import trained_groups
+from rookery.compat.atropos.group_queue import GroupQueue
+from rookery.compat.atropos.registry import Registration, Registry, TrainerRegistration
 from rookery.fleet import Fleet
 from rookery.fleet.bridges.update import BaseUpdate
 from rookery.runs import Run

@@ -6,6 +6,7 @@ Without a sandbox the tests skip with the reason; under CI they fail.
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -30,8 +31,10 @@ from evolve_command import (
 )
 from marks import long
 from scripted import Scripted, serve_scripted
+from tiny import write_chat_model
 
 pytestmark = pytest.mark.timeout(240)
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -203,6 +206,42 @@ def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
     asked = {arm["name"]: arm["num_plays"] for arm in report_of(problem)["models"]}
     assert set(asked) == {"base", "scripted", "tuned"} and sum(asked.values()) == 10
     assert asked["tuned"] >= 1
+
+
+@long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+def test_an_adapter_is_trained_and_served_by_vllm_while_a_run_goes_on(problem: Path) -> None:
+    """A run that is killed after the training goes on with the adapter that it has."""
+    write_chat_model(problem / "model", hidden_size=128, intermediate_size=128)
+    (problem / "templates").mkdir()
+    (problem / "templates" / "diff_user.txt").write_text(
+        "# Current Program\n```python\n{current_program}```\nWrite a SEARCH/REPLACE block."
+    )
+    launch = {
+        "model": str(problem / "model"), "python": PYTHON, "replicas": 1, "device": "cpu",
+        "dtype": "float32", "max_model_len": 1024, "max_loras": 2, "max_cpu_loras": 4,
+        "max_lora_rank": 16, "cpu_cache_gib": 1, "enforce_eager": True,
+        "env": {"HF_HUB_OFFLINE": "1"},
+    }  # fmt: skip
+    own = {"engine": {"type": "fleet", "launch": launch}, "learn": {"every": 20, "epochs": 1}}
+    with serve_scripted("--latency", 0.05) as model:
+        models = [{"name": "scripted", "api_base": model.url}, {"name": "base", "weight": 0.1}]
+        settings = CONFIG | {
+            "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
+            "llm": {"max_tokens": 16, "models": models},
+            "rookery": CONFIG["rookery"] | own,
+        }
+        (problem / "config.yaml").write_text(json.dumps(settings))
+        stop(problem, signal.SIGKILL, "-i", 60, after=30, limit_s=400)
+        ended = run(problem, "-i", 60, "--resume", timeout_s=400)
+    assert ended.returncode == 0, ended.stderr
+    assert decided(problem) == once(60)
+    report = report_of(problem)
+    joined = [row for row in report["learned"] if not row["error"]]
+    assert joined and joined[0]["num_rows"] >= 4 and joined[0]["tokens"] > 0
+    asked = {arm["name"]: arm["num_plays"] for arm in report["models"]}
+    assert asked[joined[0]["name"]] >= 1 and sum(asked.values()) == 60
 
 
 def rookery(folder: Path, *words: object) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 from tiny_training import make_batch
 
 from rookery.compose.grpo_bridge import (
-    Opened,
+    Bridged,
     attach,
     bridged_engine,
     choose_bridge,
-    full_publisher,
 )
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import find_model, open_engine
-from rookery.fleet import Fleet
+from rookery.engines import find_model, open_servers
 from rookery.fleet.bridges.canary import Canary
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
@@ -37,9 +35,8 @@ def config_of(bridge: str, **launch: Any) -> GrpoConfig:
 class Training:
     """A trainer that publishes to servers."""
 
-    def __init__(self, opened: Opened, folder: ModelFolder, *, is_float32: bool) -> None:
-        assert isinstance(opened.engine, Fleet)
-        self.fleet: Fleet = opened.engine
+    def __init__(self, opened: Bridged, folder: ModelFolder, *, is_float32: bool) -> None:
+        self.fleet = opened.engine
         self.bridge = opened.bridge
         self.model = opened.model
         self.canary = Canary.of(
@@ -48,7 +45,7 @@ class Training:
         self.trainer = FullTrainer(
             opened.model, name=POLICY, config=FullConfig(pass_tokens=256), like=folder.path
         )
-        self.others = full_publisher(opened, self.trainer, like=folder.path)
+        self.others = opened.publish_model(self.trainer, like=folder.path)
 
     async def step(self, *, learning_rate: float = 1e-2) -> None:
         data = tuple(make_batch((12, 9, 15)))
@@ -75,16 +72,16 @@ async def training(
 ) -> AsyncIterator[Training]:
     """`folder` is for models on their way. On the CPU both compute in float32."""
     found = find_model(config.engine, tokenizer=config.tokenizer)
+    assert config.engine.type == "fleet"
     used = config.engine if is_as_configured else bridged_engine(config)
-    async with open_engine(used) as engine:
+    async with open_servers(used) as engine:
         bridge = await choose_bridge(config, engine, folder=found.path)
         try:
             if bridge.shared is None:
                 model = load_model(found.path, device=device)
             else:
-                assert isinstance(engine, Fleet)
                 model = await attach(found, engine, bridge.shared, start=found.path)
-            opened = Opened(engine=engine, model=model, bridge=bridge, folder=folder)
+            opened = Bridged(engine=engine, model=model, bridge=bridge, folder=folder)
             yield Training(opened, found, is_float32=device == "cpu")
         finally:
             bridge.release()

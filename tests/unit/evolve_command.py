@@ -59,9 +59,9 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "rookery", *own, *map(str, words)]
 
 
-def run(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, *words: object, timeout_s: float = 200) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        command(*words), cwd=folder, capture_output=True, text=True, timeout=200, check=False
+        command(*words), cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 
@@ -102,13 +102,15 @@ def until(
         time.sleep(0.05)
 
 
-def stop(folder: Path, number: signal.Signals, *words: object, after: int) -> int:
+def stop(
+    folder: Path, number: signal.Signals, *words: object, after: int, limit_s: float = 90
+) -> int:
     """Start the command, send it a signal when so many are decided, and give its exit code."""
     with subprocess.Popen(
         command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         try:
-            until(lambda: decided(folder).total() >= after, process)
+            until(lambda: decided(folder).total() >= after, process, limit_s=limit_s)
             process.send_signal(number)
             return process.wait(timeout=60)
         finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rookery.types import Adapter, LoraFactors
@@ -59,6 +59,21 @@ def write_tokenizer(folder: Path) -> None:
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         unk_token="<unk>",
     ).save_pretrained(folder)  # fmt: skip
+
+
+def write_chat_model(folder: Path, **extra: object) -> Path:
+    """A tiny model that takes messages, byte by byte, and knows nothing."""
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    sizes = {"vocab_size": len(words), "max_position_embeddings": 2048, **extra}
+    write_tiny_model(folder, **sizes)
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
 
 
 def tiny_adapter(

@@ -11,7 +11,7 @@ import yaml
 from cyclopts import Parameter
 
 from rookery.cli.terminal import check_flags, console, log_warnings, print_outcome, print_table
-from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ stopping.py                        the one event loop, and what ends it: Ctrl-C,
 genome, grpo, icm, evaluation      one each: config -> objects -> loop -> report and page
 grpo_files, _plan, _policy,        of grpo: what is read, what fits into memory, what is trained,
   _bridge, _atropos                how weights reach servers, groups from environments
-atropos_options.py                 the flags of Atropos's own trainer as a grpo config
 evolve.py, evolve_check.py         the same for programs, and a check of what a config names
 proposers.py, engine_models.py     the models that write programs
 sft.py                             a taskset -> an adapter

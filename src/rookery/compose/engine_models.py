@@ -1,22 +1,46 @@
-"""The models of an engine of ours as text models: the base, and each adapter. Needs torch."""
+"""The models of an engine of ours: the base, each adapter, and those that an evolution trains
+(`rookery.learn`). Needs torch."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
+from rookery.compose.grpo_files import trainer_place
 from rookery.compose.running import open_shown_engine, quiet_libraries
+from rookery.compose.sft import base_name
 from rookery.config import Config, parse_config
-from rookery.engines import EngineChoice, model_folder, require_adapters
-from rookery.loops.evolve.config import RookeryConfig
-from rookery.ports import TextModel
+from rookery.embedded.folders import ModelFolder
+from rookery.engines import EngineChoice, find_model, require_adapters
+from rookery.errors import ConfigError, RookeryError, TaskError
+from rookery.loops.evolve.config import LearnConfig, RookeryConfig
+from rookery.loops.evolve.learning import Lesson, Trained
+from rookery.ports import Engine, TextModel
 from rookery.rollout.asking import EngineTextModel
-from rookery.tasks.template import load_template
+from rookery.slots import load_model
+from rookery.slots.loading import require_decoder
+from rookery.tasks.template import Template, load_template
+from rookery.train.lora_trainee import LoraConfig
+from rookery.train.packing import input_tokens
+from rookery.train.sft import SftConfig, SftStep, sft, sft_data
+from rookery.train.slotted_trainer import TrainerConfig
+from rookery.types import Adapter, Datum, Message, ModelRef, Task, TextReply, TextRequest
 from rookery.ui.display import Display
-from rookery.weights import read_adapter
+from rookery.weights import read_adapter, write_adapter
+from rookery.weights.init import zero_adapter
+from rookery.weights.stack import LayerShape, Layout
 
-__all__ = ["open_engine_models"]
+__all__ = ["EngineLearner", "EngineModels", "open_engine_models"]
+
+PASS_TOKENS = 2048
+"""Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
 
 
 class _Parts(Config):
@@ -27,22 +51,174 @@ class _Parts(Config):
     tokenizer: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModels:
+    """By name, while the engine is open."""
+
+    models: Mapping[str, TextModel]
+    """`base` and every adapter."""
+    learner: "EngineLearner | None"
+    """Where the config has `learn`."""
+
+
 @asynccontextmanager
 async def open_engine_models(
     config: RookeryConfig, display: Display
-) -> AsyncIterator[Mapping[str, TextModel]]:
-    """`base` and every adapter, by name, while the engine is open."""
+) -> AsyncIterator[EngineModels]:
+    """What can be refused is refused before the engine is opened, and then before it is asked."""
     quiet_libraries()
     document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
     parts = parse_config(_Parts, document, origin="the section rookery")
     adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
-    require_adapters(parts.engine, {f"The rank of {n}": a.rank for n, a in adapters.items()})
-    template = load_template(model_folder(parts.engine, tokenizer=parts.tokenizer))
+    ranks = {f"The rank of {name}": adapter.rank for name, adapter in adapters.items()}
+    folder = find_model(parts.engine, tokenizer=parts.tokenizer)
+    if config.learn is not None:
+        ranks["rookery.learn.rank"] = config.learn.rank
+        require_decoder(folder.path)
+    require_adapters(parts.engine, ranks)
+    template = load_template(folder.path)
     async with open_shown_engine(parts.engine, display) as engine:
         refs = {"base": engine.base}
         for name, adapter in adapters.items():
             refs[name] = await engine.load(adapter)
-        yield {
+        models = {
             name: EngineTextModel(engine, model=ref, template=template)
             for name, ref in refs.items()
         }
+        learner = None
+        if config.learn is not None:
+            await _require_loading(engine, config.learn)
+            learner = EngineLearner(
+                engine, config.learn, folder=folder, template=template,
+                place=trainer_place(parts),
+            )  # fmt: skip
+        yield EngineModels(models=models, learner=learner)
+
+
+async def _require_loading(engine: Engine, config: LearnConfig) -> None:
+    """Load an adapter as a training would make it, which changes nothing, and forget it."""
+    try:
+        layers = tuple(
+            LayerShape(name, *size)
+            for name, size in sorted(engine.linear_layers.items())
+            if name.endswith(LoraConfig().targets)
+        )
+        layout = Layout(base="", layers=layers, rank=config.rank)
+        ref = await engine.load(zero_adapter(layout, name="learned", seed=(0,)))
+        await engine.unload(ref)
+    except RookeryError as error:
+        raise ConfigError(
+            f"rookery.learn needs an engine that takes adapters while it runs. {error} Or leave "
+            "learn out."
+        ) from error
+
+
+def _free_memory() -> None:
+    """Of a model that is gone: torch keeps a GPU's memory for itself."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class EngineLearner:
+    """Trains on a copy of the engine's model, which is in memory only meanwhile."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: LearnConfig,
+        *,
+        folder: ModelFolder,
+        template: Template,
+        place: tuple[str, str],
+    ) -> None:
+        """`place` is the device and the type of the copy."""
+        self._engine = engine
+        self._config = config
+        self._folder = folder
+        self._template = template
+        self._place = place
+        self._opened: dict[str, _LearnedModel] = {}
+
+    async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
+        began = time.perf_counter()
+        device, dtype = self._place
+        folder = self._folder
+        model = await asyncio.to_thread(
+            load_model, folder.path, device=device, dtype=dtype, names=folder.names
+        )
+        eos = model.shape.eos_tokens
+        data = await asyncio.to_thread(self._data, lessons, end_token=eos[0] if eos else None)
+        data = [one for one in data if len(input_tokens(one)) <= model.shape.context_tokens]
+        own, steps = self._config, list[SftStep]()
+        config = SftConfig(
+            rank=own.rank,
+            alpha=2.0 * own.rank,
+            epochs=own.epochs,
+            batch_size=own.batch_size,
+            learning_rate=own.learning_rate,
+            seed=seed,
+            trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
+        )
+        base = base_name(folder.name)
+        adapter = await sft(model, data, config, name=name, base=base, on_step=steps.append)
+        del model
+        await asyncio.to_thread(_free_memory)
+        return Trained(
+            write=partial(write_adapter, adapter),
+            num_rows=len(data),
+            num_tokens=own.epochs * sum(len(input_tokens(one)) for one in data),
+            seconds=time.perf_counter() - began,
+            loss=steps[-1].loss,
+        )
+
+    def _data(self, lessons: Sequence[Lesson], *, end_token: int | None) -> list[Datum]:
+        """An answer that the tokenizer cannot write is left out."""
+        data = []
+        for lesson in lessons:
+            prompt = (
+                Message(role="system", content=lesson.system),
+                Message(role="user", content=lesson.user),
+            )
+            task = Task(id=lesson.answer[:40], prompt=prompt, reference=lesson.answer)
+            with suppress(TaskError):
+                [row] = sft_data([task], self._template, end_token=end_token)
+                data.append(replace(row, weights=(lesson.weight,) * len(row.weights)))
+        return data
+
+    def open(self, folder: Path, *, name: str) -> TextModel:
+        self._opened[name] = _LearnedModel(self._engine, folder, template=self._template)
+        return self._opened[name]
+
+    async def retire(self, name: str) -> None:
+        await self._opened[name].unload()
+
+
+class _LearnedModel:
+    """An adapter in a folder as a text model: loaded when it is asked."""
+
+    def __init__(self, engine: Engine, folder: Path, *, template: Template) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._template = template
+        self._loading = asyncio.Lock()
+        self._ref: ModelRef | None = None
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        ref = await self._load()
+        return await EngineTextModel(self._engine, model=ref, template=self._template).reply(
+            request
+        )
+
+    async def _load(self) -> ModelRef:
+        async with self._loading:
+            if self._ref is None:
+                adapter: Adapter = await asyncio.to_thread(read_adapter, self._folder)
+                self._ref = await self._engine.load(adapter)
+            return self._ref
+
+    async def unload(self) -> None:
+        async with self._loading:
+            ref, self._ref = self._ref, None
+        if ref is not None:
+            await self._engine.unload(ref)

@@ -458,7 +458,7 @@ async def _evolve(
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
     async with (
         open_executor(settings, inputs.spec, display) as executor,
-        open_models(settings, display) as models,
+        open_models(settings, display) as opened,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with resumable(config.output, display), open_run() as run:
@@ -468,7 +468,8 @@ async def _evolve(
                 result = await evolve(
                     settings,
                     programs=inputs.programs,
-                    models=models,
+                    models=opened.models,
+                    learner=opened.learner,
                     executor=executor,
                     run=run,
                     output_format=openevolve,

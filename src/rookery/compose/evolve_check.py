@@ -62,8 +62,8 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
             lines.append(_describe(outcome))
             if outcome.is_forgeable:
                 display.note([FORGEABLE, *([INSTEAD.format(needed=needed)] if needed else [])])
-        async with open_models(config, display) as models:
-            lines += await _ask(models)
+        async with open_models(config, display) as opened:
+            lines += await _ask(opened.models)
         async with open_config_embedder(config, environment=os.environ) as embedder:
             if embedder is not None:
                 lines.append(await _embed(embedder))

@@ -10,6 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from rookery.compose.grpo_bridge import (
+    Bridged,
+    InProcess,
     Opened,
     attach,
     bridged_engine,
@@ -47,18 +49,18 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import base_name
 from rookery.concurrency import task_group
-from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
-from rookery.engines import OnLaunch, open_engine
+from rookery.embedded import open_engine as open_embedded
+from rookery.embedded import run_engine
+from rookery.engines import OnLaunch, open_servers
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.environments.atropos.feed import Feed
 from rookery.errors import ConfigError
-from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.data import check_inputs
+from rookery.loops.grpo.loop import Source
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.loops.grpo.sweep import (
     ADAPTERS,
@@ -225,51 +227,71 @@ async def _open(
     config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None, on_launch: OnLaunch
 ) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
-    folder, (device, dtype) = files.folder, trainer_place(config)
-
-    async def load() -> SlottedModel:
-        return await asyncio.to_thread(
-            load_model,
-            files.start,
-            device=device,
-            dtype=dtype,
-            names=folder.names,
-            is_exact=config.share,
-        )
-
-    with claim_folder(_model_place(config)) as owner:
-        if config.share and isinstance(config.engine, EngineConfig):
-            model = await load()
-            async with run_engine(
-                model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
-            ) as shared:
-                bridge = await choose_bridge(config, shared)
-                yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
-            return
-        share = await asyncio.to_thread(server_share, config, files, plan)
-        is_beside = has_one_gpu(config)
-        merged = is_merged(config, files, is_beside=is_beside)
-        used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
-        async with task_group() as tasks:
-            # The trainer's own copy is read while servers start.
-            loading = None if config.full is not None else tasks.create_task(load())
-            async with open_engine(used, on_launch=on_launch) as engine:
-                bridge = await choose_bridge(config, engine, folder=folder.path, is_merged=merged)
-                try:
-                    if config.full is not None and bridge.shared is not None:
-                        assert isinstance(engine, Fleet), "servers share their memory"
-                        model = await attach(folder, engine, bridge.shared, start=files.start)
-                    else:
-                        model = await (loading or load())
-                    yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
-                finally:
-                    bridge.release()
+    engine, folder = config.engine, files.folder
+    if engine.type == "fleet":
+        place = engine.adapter_folder or memory_folder()
+        with claim_folder(place) as owner:
+            async with _open_bridged(config, files, plan, on_launch, owner.folder) as bridged:
+                yield bridged
+    elif config.share:
+        model = await _load(config, files)
+        decode = _decoder(files.template)
+        async with run_engine(model, config=engine, detokenize=decode, name=folder.name) as shared:
+            yield InProcess(shared, model, is_shared=True)
+    else:
+        async with _loading(config, files) as load, open_embedded(engine) as own:
+            yield InProcess(own, await load())
 
 
-def _model_place(config: GrpoConfig) -> Path:
-    """Where models may be put for servers."""
-    given = config.engine.adapter_folder if isinstance(config.engine, FleetConfig) else None
-    return given or memory_folder()
+@asynccontextmanager
+async def _open_bridged(
+    config: GrpoConfig,
+    files: GrpoFiles,
+    plan: MemoryPlan | None,
+    on_launch: OnLaunch,
+    folder: Path,
+) -> AsyncIterator[Bridged]:
+    share = await asyncio.to_thread(server_share, config, files, plan)
+    is_beside, model_folder = has_one_gpu(config), files.folder
+    merged = is_merged(config, files, is_beside=is_beside)
+    used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
+    async with _loading(config, files) as load, open_servers(used, on_launch=on_launch) as fleet:
+        bridge = await choose_bridge(config, fleet, folder=model_folder.path, is_merged=merged)
+        try:
+            if config.full is not None and bridge.shared is not None:
+                model = await attach(model_folder, fleet, bridge.shared, start=files.start)
+            else:
+                model = await load()
+            yield Bridged(engine=fleet, model=model, bridge=bridge, folder=folder)
+        finally:
+            bridge.release()
+
+
+@asynccontextmanager
+async def _loading(
+    config: GrpoConfig, files: GrpoFiles
+) -> AsyncIterator[Callable[[], Awaitable[SlottedModel]]]:
+    """Gives the trainer's own copy of the model. One to train an adapter on is read while the
+    engine starts; for all weights servers may have one to share."""
+    async with task_group() as tasks:
+        loading = None if config.full is not None else tasks.create_task(_load(config, files))
+
+        async def load() -> SlottedModel:
+            return await (loading or _load(config, files))
+
+        yield load
+
+
+async def _load(config: GrpoConfig, files: GrpoFiles) -> SlottedModel:
+    device, dtype = trainer_place(config)
+    return await asyncio.to_thread(
+        load_model,
+        files.start,
+        device=device,
+        dtype=dtype,
+        names=files.folder.names,
+        is_exact=config.share,
+    )
 
 
 async def _checked_policy(
@@ -412,20 +434,15 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 @asynccontextmanager
 async def _open_drawer(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | Feed]:
+) -> AsyncIterator[GroupDrawer | Source]:
     """Who answers tasks, or where groups of environments come from."""
-    engine = opened.engine
     if config.atropos is None:
-        yield _drawer(config, files, engine)
+        yield _drawer(config, files, opened.engine)
         return
-    from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
+    from rookery.compose.grpo_atropos import open_source  # needs the extra `serve`
 
-    assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
-    shape = opened.model.shape
-    async with open_feed(
-        config, files, engine=engine, shape=shape, run=run, say=display.say
-    ) as feed:
-        yield feed
+    async with open_source(config, files, opened, run=run, say=display.say) as source:
+        yield source
 
 
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:

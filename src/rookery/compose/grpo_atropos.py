@@ -13,31 +13,31 @@ from urllib.parse import quote
 import torch
 from pydantic import Field, model_validator
 
+from rookery.compat.atropos.app import make_atropos_app
+from rookery.compat.atropos.engine_side import EngineSide
+from rookery.compat.atropos.feed import ClientFeed, GatewayFeed, open_client
+from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
+from rookery.compat.atropos.programs import running
+from rookery.compat.atropos.registry import TrainerRegistration
+from rookery.compat.atropos.source import AtroposSource
+from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all
 from rookery.compose.running import quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
-from rookery.embedded import EmbeddedEngine
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
-from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
-from rookery.environments.atropos.feed import ClientFeed, Feed, GatewayFeed, open_client
-from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
-from rookery.environments.atropos.programs import running
-from rookery.environments.atropos.registry import AtroposConfig, TrainerRegistration
+from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError, RunError
-from rookery.fleet import Fleet
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
-from rookery.service.atropos import make_atropos_app
-from rookery.slots.model import ModelShape
 from rookery.tasks.template import load_template
 
 __all__ = [
     "PORT_REMEDY",
     "GatewayConfig",
     "gateway_key",
-    "open_feed",
+    "open_source",
     "peak_memory",
     "serve_gateway",
     "serving_gateway",
@@ -130,8 +130,6 @@ async def _open_side(
         return None
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
-    if not isinstance(engine, Fleet | EmbeddedEngine):
-        raise ConfigError("The gateway's engine is embedded or a fleet.")
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
 
 
@@ -164,42 +162,44 @@ def gateway_key(config: AtroposConfig) -> str:
 
 
 @asynccontextmanager
-async def open_feed(
+async def open_source(
     config: GrpoConfig,
     files: GrpoFiles,
+    opened: Opened,
     *,
-    engine: ServingEngine,
-    shape: ModelShape,
     run: Run,
     say: Callable[[str], None],
-) -> AsyncIterator[Feed]:
-    """Where the batches of the run come from, while the block runs. `shape` is the trainer's; `say`
-    is told how far a batch is."""
-    own = config.atropos
-    assert own is not None
+) -> AsyncIterator[AtroposSource]:
+    """Where the batches of the run come from, while the block runs. `say` is told how far a batch
+    is."""
+    atropos, shape = config.atropos, opened.model.shape
+    assert atropos is not None
     # What the trainer cannot read would end the run again and again: a batch is durable.
-    longest = min(own.max_token_len, shape.context_tokens)
+    longest = min(atropos.max_token_len, shape.context_tokens)
     registration = _registration(config, run, longest=longest)
-    key = gateway_key(own)
-    if own.url:
-        async with open_client(own.url, key=key) as client:
+    key = gateway_key(atropos)
+    if atropos.url:
+        async with open_client(atropos.url, key=key) as client:
             await client.register(registration)
-            yield ClientFeed(
-                client, vocab_size=shape.vocab_size, max_tokens=longest, limit_s=own.batch_s
-            )
+            size, limit_s = shape.vocab_size, atropos.batch_s
+            feed = ClientFeed(client, vocab_size=size, max_tokens=longest, limit_s=limit_s)
+            yield AtroposSource(feed, config=config, run=run)
         return
     gateway = await Gateway.open(
         run, trainer=registration, vocab_size=shape.vocab_size, trained=trained_groups(run)
     )
-    num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
-    codec = TemplateCodec(files.template)
-    side = EngineSide(engine, codec=codec, samples=gateway.samples, num_kept=num_kept)
+    side = EngineSide(
+        opened.engine,
+        codec=TemplateCodec(files.template),
+        samples=gateway.samples,
+        num_kept=opened.max_kept,
+    )
     app = make_atropos_app(
-        gateway, delivery=None, side=side, key=key, limit_bytes=int(own.body_mib * 2**20)
+        gateway, delivery=None, side=side, key=key, limit_bytes=int(atropos.body_mib * 2**20)
     )
     async with AsyncExitStack() as stack:
-        ports = (own.port, *own.engine_ports)
-        listeners = stack.enter_context(listen_all(own.host, ports, remedy=PORT_REMEDY))
+        ports = (atropos.port, *atropos.engine_ports)
+        listeners = stack.enter_context(listen_all(atropos.host, ports, remedy=PORT_REMEDY))
         url = await stack.enter_async_context(answering(app, listeners))
         words = {
             "gateway": _with_key(url, key),
@@ -210,9 +210,10 @@ async def open_feed(
         logs = run.path / "logs"
         await asyncio.to_thread(logs.mkdir, exist_ok=True)
         programs = await stack.enter_async_context(
-            running(own.environments, words=words, logs=logs)
+            running(atropos.environments, words=words, logs=logs)
         )
-        yield GatewayFeed(gateway, side, programs=programs, limit_s=own.batch_s, say=say)
+        played = GatewayFeed(gateway, side, programs=programs, limit_s=atropos.batch_s, say=say)
+        yield AtroposSource(played, config=config, run=run)
 
 
 def _with_key(url: str, key: str) -> str:

@@ -24,17 +24,17 @@ from typing import Protocol
 
 import torch
 
+from rookery.compat.atropos.engine_side import ServingEngine
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.running import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge
 from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, SharedBase, share_base
-from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.merge import MergeBridge
 from rookery.fleet.bridges.reload import (
     reload_from,
@@ -48,7 +48,7 @@ from rookery.fleet.servers.trainer_lock import TrainerLock
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
-from rookery.ports import Engine, Publisher, Trainer
+from rookery.ports import Publisher, Trainer
 from rookery.slots import FixedText, SlottedModel
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
@@ -57,12 +57,13 @@ from rookery.types import Adapter, ModelRef, ModelWeights, TrainRequest, Weights
 
 __all__ = [
     "Bridge",
+    "Bridged",
+    "InProcess",
     "Opened",
     "adapter_publisher",
     "attach",
     "bridged_engine",
     "choose_bridge",
-    "full_publisher",
     "is_merged",
 ]
 
@@ -86,15 +87,106 @@ class Bridge:
             lock.release()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class Opened(Protocol):
     """An engine, the model that the trainer computes with, and what is between them."""
 
-    engine: Engine
+    @property
+    def engine(self) -> ServingEngine: ...
+
+    @property
+    def model(self) -> SlottedModel: ...
+
+    @property
+    def bridge(self) -> Bridge: ...
+
+    @property
+    def max_kept(self) -> int | None:
+        """Of how many tokens the engine can tell that one was drawn from them; None: of any."""
+        ...
+
+    def publish_adapters(self, trainer: LoraTrainer) -> None:
+        """Have the trainer publish its adapters to the engine."""
+        ...
+
+    def publish_model(self, trainer: FullTrainer, *, like: Path) -> Publisher:
+        """Have the trainer publish its weights to the engine; the publisher of other weights,
+        which are measured when the training is over. `like` is the model's folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """The embedded engine, beside the trainer's model or over it."""
+
+    engine: EmbeddedEngine
+    model: SlottedModel
+    is_shared: bool = False
+    bridge: Bridge = Bridge("auto", "the engine is in this process")
+    max_kept: int | None = None
+
+    def publish_adapters(self, trainer: LoraTrainer) -> None:
+        trainer.publish_to(AdapterPublisher(self.engine))
+
+    def publish_model(self, trainer: FullTrainer, *, like: Path) -> Publisher:
+        del like
+        publisher = ModelPublisher(self.engine.replace_base)
+        trainer.publish_to(publisher)
+        if self.is_shared:
+            trainer.share_with(self.engine)
+        return publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bridged:
+    """Servers, which get the trainer's weights over a bridge."""
+
+    engine: Fleet
     model: SlottedModel
     bridge: Bridge
     folder: Path
     """Where models may be put for servers; it goes with the run's process."""
+
+    @property
+    def max_kept(self) -> int | None:
+        return self.engine.capabilities.max_logprobs
+
+    def publish_adapters(self, trainer: LoraTrainer) -> None:
+        shared = self.bridge.shared
+        trainer.publish_to(adapter_publisher(self.engine, trainer, model=self.model, shared=shared))
+
+    def publish_model(self, trainer: FullTrainer, *, like: Path) -> Publisher:
+        canary = _canary(self.engine, self.model)
+        if self.bridge.shared is not None:
+            text = FixedText(self.model, tokens=canary.tokens, ids=canary.ids)
+            logprobs = partial(_shared_logprobs, text)
+            alias = AliasBridge(self.engine, self.bridge.shared, canary=canary, logprobs=logprobs)
+            trainer.share_with(alias)
+            return ModelPublisher(partial(_write_shared, alias, self.model))
+        models = self._whole_models(canary, like)
+
+        async def publish(weights: ModelWeights) -> ModelRef:
+            return await models.replace_base(weights, partial(_trainer_logprobs, trainer))
+
+        async def measure(weights: ModelWeights) -> ModelRef:
+            return await models.replace_base(weights, partial(_tensor_logprobs, like, weights))
+
+        trainer.publish_to(ModelPublisher(publish))
+        return ModelPublisher(measure)
+
+    def _whole_models(self, canary: Canary, like: Path) -> CopyBridge | FolderBridge:
+        if self.bridge.name == "copy":
+            return CopyBridge(self.engine, canary=canary)
+        is_restart = self.bridge.name == "restart"
+        (require_own_servers if is_restart else require_updates)(self.engine)
+        return FolderBridge(
+            self.engine,
+            canary=canary,
+            write=lambda folder, tensors: write_model_folder(
+                self.model, folder, like=like, tensors=tensors
+            ),
+            folder=self.folder,
+            give_from=restart_on if is_restart else reload_from,
+        )
 
 
 def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
@@ -128,12 +220,11 @@ def bridged_engine(
     gpu_share: float | None = None,
     is_beside: bool = False,
     is_merged: bool = False,
-) -> AnyEngineConfig:
+) -> FleetConfig:
     """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
     what the trainer leaves to them of its GPU; `is_beside`: there is one, on the trainer's GPU."""
     engine = config.engine
-    if not isinstance(engine, FleetConfig):
-        return engine
+    assert engine.type == "fleet", "only servers have a bridge"
     update: dict[str, object] = {}
     if config.bridge == "adapter":
         update["peft_folders"] = True
@@ -158,12 +249,10 @@ def bridged_engine(
 
 
 async def choose_bridge(
-    config: GrpoConfig, engine: Engine, *, folder: Path | None = None, is_merged: bool = False
+    config: GrpoConfig, engine: Fleet, *, folder: Path | None = None, is_merged: bool = False
 ) -> Bridge:
     """The bridge of the config; for `auto` the first that fits. `folder` is the model's: `alias`
     fits when servers have all weights of it. The caller releases it."""
-    if not isinstance(engine, Fleet):
-        return Bridge("auto", "the engine is in this process")
     if config.full is None and not is_merged:
         return _choose_for_adapters(config, engine)
     with ExitStack() as stack:
@@ -265,12 +354,10 @@ def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
 
 
 def adapter_publisher(
-    engine: Engine, trainer: LoraTrainer, *, model: SlottedModel, shared: SharedBase | None = None
+    engine: Fleet, trainer: LoraTrainer, *, model: SlottedModel, shared: SharedBase | None = None
 ) -> Publisher:
     """Where an adapter in training goes; it is read on the trainer's GPU where servers can. `model`
     is what the trainer computes with, `shared` the servers' memory for `merge`."""
-    if not isinstance(engine, Fleet):
-        return AdapterPublisher(engine)
     if engine.config.in_place:
         trainer.publish_in_place()
     canary = _canary(engine, model)
@@ -307,62 +394,6 @@ def _merging(
     }
     served = {name: shared.views[f"{name}.weight"] for name in base}
     return MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=logprobs)
-
-
-def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publisher:
-    """Have the trainer publish its weights to the engine; the publisher of other weights, which are
-    measured when the training is over. `like` is the model's folder."""
-    engine, model, bridge = opened.engine, opened.model, opened.bridge
-    if isinstance(engine, EmbeddedEngine):
-        publisher = ModelPublisher(engine.replace_base)
-        trainer.publish_to(publisher)
-        return publisher
-    if not isinstance(engine, Fleet):
-        raise TrainError("This engine takes adapters only: write full: false.")
-    canary = _canary(engine, model)
-    own_logprobs = partial(_trainer_logprobs, trainer)
-    if bridge.shared is not None:
-        text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
-        alias = AliasBridge(
-            engine, bridge.shared, canary=canary, logprobs=partial(_shared_logprobs, text)
-        )
-        trainer.share_with(alias)
-        return ModelPublisher(partial(_write_shared, alias, model))
-    given = _whole_models(opened, engine, canary=canary, like=like)
-
-    async def publish(weights: ModelWeights) -> ModelRef:
-        return await given.replace_base(weights, own_logprobs)
-
-    async def measure(weights: ModelWeights) -> ModelRef:
-        return await given.replace_base(weights, partial(_tensor_logprobs, like, weights))
-
-    trainer.publish_to(ModelPublisher(publish))
-    return ModelPublisher(measure)
-
-
-class _WholeModels(Protocol):
-    """What `copy`, `reload` and `restart` have in common."""
-
-    async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef: ...
-
-
-def _whole_models(opened: Opened, fleet: Fleet, *, canary: Canary, like: Path) -> _WholeModels:
-    name = opened.bridge.name
-    if name == "copy":
-        return CopyBridge(fleet, canary=canary)
-    if name == "restart":
-        require_own_servers(fleet)
-    else:
-        require_updates(fleet)
-    return FolderBridge(
-        fleet,
-        canary=canary,
-        write=lambda folder, tensors: write_model_folder(
-            opened.model, folder, like=like, tensors=tensors
-        ),
-        folder=opened.folder,
-        give_from=restart_on if name == "restart" else reload_from,
-    )
 
 
 def _canary(fleet: Fleet, model: SlottedModel) -> Canary:

@@ -3,13 +3,12 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from rookery.embedded import EngineConfig
+from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import find_model, require_adapters
-from rookery.environments.atropos.programs import check_commands
+from rookery.engines import AnyEngineConfig, find_model, launch_of, require_adapters
 from rookery.errors import ConfigError, ModelError
-from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.data import check_splits
@@ -88,15 +87,22 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     return read_adapter(folder)
 
 
-def trainer_place(config: GrpoConfig) -> tuple[str, str]:
+class _Placed(Protocol):
+    """A config of a loop that trains."""
+
+    @property
+    def engine(self) -> AnyEngineConfig: ...
+
+
+def trainer_place(config: _Placed) -> tuple[str, str]:
     """The device and the type of the trainer's model: those of an engine in this process, or a GPU
     that servers leave to it. Each process of torchrun has a GPU of its own."""
     device, dtype = "auto", "auto"
-    if isinstance(config.engine, EngineConfig):
+    if config.engine.type == "embedded":
         device, dtype = config.engine.device, config.engine.dtype
     device = find_device(device)
     own = os.environ.get("LOCAL_RANK")
-    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    launch = launch_of(config.engine)
     if device == "cuda" and (own or (launch is not None and launch.spare_gpus)):
         first = first_spare_gpu(launch) if launch is not None else 0
         return f"cuda:{first + int(own or 0)}", dtype

@@ -27,6 +27,7 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
+from rookery.engines import launch_of
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
@@ -162,7 +163,7 @@ def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
     """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
     without a plan. None: it has to be planned."""
     device, _ = trainer_place(config)
-    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    launch = launch_of(config.engine)
     if launch is None or not _is_beside(launch, device) or config.full is not None:
         return None
     if config.trainer.pass_tokens is not None or needs_reference(config):
@@ -193,7 +194,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     trainer = list(
         _times(many, [*_process_rows(device), *_trainer_rows(config, files, step, device)])
     )
-    if isinstance(config.engine, FleetConfig):
+    if config.engine.type == "fleet":
         rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
     else:
         rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
@@ -320,7 +321,7 @@ def server_share(
     """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
     the config says it. `plan` is made where it is not given."""
     config = _with_largest(config)
-    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    launch = launch_of(config.engine)
     if launch is None or not _is_beside(launch, trainer_place(config)[0]):
         return None
     if launch.gpu_memory_utilization is not None:
@@ -335,7 +336,7 @@ def server_share(
 
 def has_one_gpu(config: GrpoConfig) -> bool:
     """Whether one server is started, on the trainer's GPU."""
-    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    launch = launch_of(config.engine)
     if launch is None or not _is_beside(launch, trainer_place(config)[0]):
         return False
     return num_replicas(launch) == gpus_each(launch) == 1

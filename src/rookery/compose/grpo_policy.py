@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.grpo_bridge import Opened, adapter_publisher, full_publisher
+from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import Outcome, quiet_libraries
-from rookery.embedded import EmbeddedEngine
 from rookery.errors import ConfigError, ModelError, TrainError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checkpoints import read_start
@@ -134,10 +133,8 @@ class PolicyParts:
 
 def adapter_trainer(config: GrpoConfig, parts: PolicyParts) -> LoraTrainer:
     """Of one adapter or of several; it publishes to the engine."""
-    engine, model = parts.opened.engine, parts.opened.model
-    trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
-    shared = parts.opened.bridge.shared
-    trainer.publish_to(adapter_publisher(engine, trainer, model=model, shared=shared))
+    trainer = LoraTrainer(parts.opened.model, config=config.trainer, processes=parts.processes)
+    parts.opened.publish_adapters(trainer)
     return trainer
 
 
@@ -201,10 +198,7 @@ def full_policy(config: GrpoConfig, files: GrpoFiles, parts: PolicyParts) -> Mak
             "part of the weights: write share: false."
         )
     trainer = _full_trainer(config, start, model=model, processes=parts.processes)
-    publisher = full_publisher(parts.opened, trainer, like=folder)
-    if config.share:
-        assert isinstance(engine, EmbeddedEngine), "the config refuses to share with servers"
-        trainer.share_with(engine)
+    publisher = parts.opened.publish_model(trainer, like=folder)
     assert not isinstance(parts.reference, Adapter), "the reference of a model is another model"
     base = BaseModel(folder=folder, ref=engine.base, dtype=model.dtype)
     policy = FullPolicy(

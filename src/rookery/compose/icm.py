@@ -19,7 +19,6 @@ from rookery.compose.running import (
     finisher,
 )
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
 from rookery.loops.comparison import warn_of_batches, warn_of_precision
@@ -108,7 +107,7 @@ ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda confi
 async def _open(
     config: IcmConfig, inputs: _Inputs, display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[IcmReport]]]:
-    if isinstance(config.engine, EngineConfig):
+    if config.engine.type == "embedded":
         display.say(f"loading {config.engine.model}")
     codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
     with display.launching() as show:

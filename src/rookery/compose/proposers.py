@@ -1,7 +1,7 @@
 """The models of an evolution, open for a block: APIs by `llm`, an engine of ours by `rookery`.
 
-    async with open_models(config, display) as models:
-        reply = await models["gpt-4o"].reply(request)
+    async with open_models(config, display) as opened:
+        reply = await opened.models["gpt-4o"].reply(request)
 
 Without an engine nothing here needs torch.
 """
@@ -9,6 +9,7 @@ Without an engine nothing here needs torch.
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from rookery.errors import ConfigError
 from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
@@ -20,10 +21,12 @@ from rookery.fleet.http.external import (
 )
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.config.sections import DEFAULT_API_BASE
+from rookery.loops.evolve.learning import Learner
 from rookery.ports import TextModel
 from rookery.ui.display import Display
 
 __all__ = [
+    "OpenModels",
     "open_config_embedder",
     "open_models",
 ]
@@ -34,16 +37,24 @@ NO_SEED = "generativelanguage.googleapis.com"
 """An API that refuses requests with a seed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenModels:
+    """What an evolution asks."""
+
+    models: Mapping[str, TextModel]
+    """By name, those that propose and those that judge."""
+    learner: Learner | None = None
+    """Where the config has `rookery.learn`."""
+
+
 @asynccontextmanager
-async def open_models(
-    config: EvolveConfig, display: Display
-) -> AsyncIterator[Mapping[str, TextModel]]:
-    """By name, those that propose and those that judge. A model is asked for a word only where its
-    API does not list it."""
+async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[OpenModels]:
+    """A model is asked for a word only where its API does not list it."""
     by_name = _models_by_name(config)
     own = config.rookery.engine_models
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}
+        learner: Learner | None = None
         for name, model in by_name.items():
             if name not in own:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
@@ -51,8 +62,9 @@ async def open_models(
             from rookery.compose.engine_models import open_engine_models
 
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
-            models |= {name: opened[name] for name in names}
-        yield models
+            models |= {name: opened.models[name] for name in names}
+            learner = opened.learner
+        yield OpenModels(models=models, learner=learner)
 
 
 def _models_by_name(config: EvolveConfig) -> dict[str, ModelConfig]:

@@ -488,10 +488,9 @@ def read_tasksets(configs: Iterable[TasksetConfig], display: Display) -> list[Ta
 @asynccontextmanager
 async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> AsyncIterator[Engine]:
     """The engine, open for the block; what takes long is said."""
-    from rookery.embedded import EngineConfig  # needs the extra `hf`, and evolve need not have it
-    from rookery.engines import open_engine
+    from rookery.engines import open_engine  # needs the extra `hf`, and evolve need not have it
 
-    if isinstance(config, EngineConfig):
+    if config.type == "embedded":
         display.say(f"loading {config.model}")
     with display.launching() as show:
         async with open_engine(config, on_launch=show) as engine:

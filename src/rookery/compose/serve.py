@@ -214,7 +214,7 @@ class TemplateCodec:
 async def _load(folder: ModelFolder, config: AnyEngineConfig) -> SlottedModel:
     """The weights that are trained on, and drawn from where the engine is in this process."""
     dtype, device = "auto", "auto"
-    if isinstance(config, EngineConfig):
+    if config.type == "embedded":
         dtype, device = config.dtype, config.device
     return await asyncio.to_thread(
         load_model, folder.path, device=find_device(device), dtype=dtype, names=folder.names
@@ -225,7 +225,7 @@ async def _load(folder: ModelFolder, config: AnyEngineConfig) -> SlottedModel:
 async def _open_engine(
     weights: SlottedModel, folder: ModelFolder, config: AnyEngineConfig, template: Template
 ) -> AsyncIterator[Engine]:
-    if not isinstance(config, EngineConfig):
+    if config.type == "fleet":
         async with open_engine(config) as fleet:
             yield fleet
         return
@@ -264,7 +264,7 @@ async def open_megatron_backend(
         server = await stack.enter_async_context(open_megatron(url, key=key))
         _check_model(server, folder.name)
         opened: Engine = MegatronEngine(server)
-        if not isinstance(engine, EngineConfig):
+        if engine.type == "fleet":
             opened = await stack.enter_async_context(open_engine(engine))
         trainer = MegatronTrainer(server)
         yield Backend(
@@ -380,7 +380,7 @@ def serve(
     megatron = megatron_of_environment(loaded.megatron, os.environ)
     loaded = loaded.model_copy(update={"engine": engine, "megatron": megatron})
     quiet_libraries()
-    stop_s = STOP_S if isinstance(loaded.engine, EngineConfig) else STOP_SERVERS_S
+    stop_s = STOP_S if engine.type == "embedded" else STOP_SERVERS_S
     run_async(_serve(loaded, on_ready, lambda num: on_stop(num, stop_s)), stop_s=stop_s)
 
 
@@ -419,7 +419,7 @@ async def serving(
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:
     folders = dict.fromkeys(config.models.values())
-    is_elsewhere = config.megatron is not None or not isinstance(config.engine, EngineConfig)
+    is_elsewhere = config.megatron is not None or config.engine.type == "fleet"
     if len(folders) > 1 and is_elsewhere:
         raise ConfigError(
             f"models names {len(folders)} models, and a fleet or a Megatron server has one: map "
@@ -428,7 +428,7 @@ async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[
     opened = {}
     for model in folders:
         engine = config.engine
-        if isinstance(engine, EngineConfig):
+        if engine.type == "embedded":
             engine = engine.model_copy(update={"model": model})
         alpha = config.lora_alpha
         opened[model] = await stack.enter_async_context(

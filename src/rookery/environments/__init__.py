@@ -2,7 +2,7 @@
 
 chat.py           what a game calls for the model's next reply; drawn tokens are never encoded again
 game.py           a Python function as a game; groups of games to train on, and to measure models by
-atropos/          environments of Atropos: the gateway that they send groups to
+atropos.py        how a training gets its groups from environments of Atropos
 verifiers/        environments of verifiers, played as Atropos's are
 """
 

@@ -19,6 +19,7 @@ __all__ = [
     "CurvePoint",
     "EvolveReport",
     "FailureRecord",
+    "LearnedRow",
     "OperatorRow",
     "ProgramRow",
     "TokensRecord",
@@ -94,6 +95,30 @@ class ArmRecord(Record):
     """Tokens."""
 
 
+class LearnedRow(Record):
+    """One training of the proposer (`learn`), and how its adapter did."""
+
+    name: Text = ""
+    """Of the model that joined."""
+    iteration: int = 0
+    """Iterations decided when it did."""
+    num_answers: int = 0
+    """That there were to learn from."""
+    num_rows: int = 0
+    """Those that it was trained on."""
+    num_groups: int = 0
+    """Programs that they are children of."""
+    tokens: int = 0
+    """Trained on, over all epochs."""
+    seconds: Measured = None
+    loss: Measured = None
+    """Per token, of the last step."""
+    error: Text = ""
+    """Why there is no adapter; empty when there is one."""
+    models: tuple[ArmRecord, ...] = ()
+    """What each model was given and won from then until the next training, or the end."""
+
+
 class OperatorRow(Record):
     """One way of making a child, of an adaptive search."""
 
@@ -131,6 +156,8 @@ class EvolveReport(Report):
     strategy: Text = ""
     """`adaptive` or `openevolve`."""
     operators: tuple[OperatorRow, ...] = ()
+    learned: tuple[LearnedRow, ...] = ()
+    """The trainings of the proposer, in order."""
     language: Text = ""
     feature_dimensions: tuple[Text, ...] = ()
     bins: tuple[int, ...] = ()

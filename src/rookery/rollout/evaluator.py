@@ -22,11 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
+from rookery.rollout.ask_once import AskOnce
 from rookery.rollout.asking import Answer, Asking
 from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.tasks.taskset import Taskset
@@ -174,8 +175,7 @@ def _read_completion(payload: Mapping[str, object], model: ModelRef) -> Completi
 
 Pair = tuple[ModelRef, Task]
 Rollouts = tuple[Rollout, ...]
-_Answer = asyncio.Future[Rollouts | None]
-"""What a block is asking for; None when the block ended before it was answered."""
+Found = TypeVar("Found")
 
 BLOCK_REQUESTS = 64
 """Requests of one call: what is lost at most when the process is killed, per block in flight."""
@@ -215,8 +215,7 @@ class TasksetEvaluator:
         self.num_tokens = 0
         """Tokens of these answers and their prompts."""
         self._counted: set[bytes] = set()
-        self._in_flight: dict[str, _Answer] = {}
-        """Questions that a block is asking now: equal ones wait for its answer."""
+        self._once = AskOnce[Pair, Rollouts]()
         self._askings: dict[str, Asking] = {}
         for taskset in tasksets:
             if taskset.name in self._askings:
@@ -299,67 +298,35 @@ class TasksetEvaluator:
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
         """Every task under every model: the groups of the first model, then of the second, ..."""
         each_model = list(dict.fromkeys(models))
-        each_task = list({task.id: task for task in tasks}.values())
-        block = max(1, BLOCK_REQUESTS // max(1, len(each_model)))
-        places = asyncio.Semaphore(NUM_BLOCKS)  # filled and drained by the blocks
-        parts = await together(
-            self._block(each_model, each_task[first : first + block], places)
-            for first in range(0, len(each_task), block)
+        each_task = {task.id: task for task in tasks}.values()
+        # Two models of equal weights have equal keys: they are asked once.
+        questions = {self._key(m, t): (m, t) for t in each_task for m in each_model}
+        known = await self._once.know(
+            questions,
+            self._answer,
+            size=max(BLOCK_REQUESTS // max(1, len(each_model)), 1) * len(each_model),
+            places=asyncio.Semaphore(NUM_BLOCKS),
         )
-        groups = {(group.model, group.task.id): group for part in parts for group in part}
-        return [groups[model, task.id] for model in models for task in tasks]
-
-    async def _block(
-        self, models: Sequence[ModelRef], tasks: Sequence[Task], places: asyncio.Semaphore
-    ) -> list[Group]:
-        async with places:
-            # Two models of equal weights have equal keys: they are asked once.
-            known = await self._know({self._key(m, t): (m, t) for t in tasks for m in models})
-            self._count(known)
-            return [
-                Group(task=task, model=model, rollouts=known[self._key(model, task)])
-                for task in tasks
-                for model in models
-            ]
-
-    async def _know(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
-        """The answers. What another block asks right now is waited for, and asked if it failed."""
-        known: dict[str, Rollouts] = {}
-        while left := {key: pair for key, pair in questions.items() if key not in known}:
-            waited = {key: self._in_flight[key] for key in left if key in self._in_flight}
-            known |= await self._answer({k: pair for k, pair in left.items() if k not in waited})
-            for key, answer in waited.items():
-                rollouts = await asyncio.shield(answer)
-                if rollouts is not None:
-                    known[key] = rollouts
-        return known
+        self._count(known)
+        return [
+            Group(task=task, model=model, rollouts=known[self._key(model, task)])
+            for model in models
+            for task in tasks
+        ]
 
     async def _answer(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
-        """Find or ask; who asks for the same meanwhile waits for these answers."""
-        if not questions:
-            return {}
-        loop = asyncio.get_running_loop()
-        answers: dict[str, _Answer] = {key: loop.create_future() for key in questions}
-        self._in_flight |= answers
-        try:
-            found = await self._find_all(questions)
-            missing = {key: pair for key, pair in questions.items() if key not in found}
-            answered = await self._find_answers(missing)
-            judged = self._judge([missing[key] for key in answered], list(answered.values()))
-            news = dict(zip(answered, await judged, strict=True))
-            unasked = [key for key in missing if key not in answered]
-            asked = await self._ask([missing[key] for key in unasked]) if unasked else []
-            news |= zip(unasked, asked, strict=True)
-            if self._log is not None and news:
-                # In a thread: the next block's requests need not wait for the disk.
-                await run_in_thread(self._keep, self._log, questions, news)
-            for key, rollouts in (found | news).items():
-                answers[key].set_result(rollouts)
-        finally:
-            for key, answer in answers.items():
-                del self._in_flight[key]
-                if not answer.done():  # this block ended early: those who wait ask themselves
-                    answer.set_result(None)
+        """Find or ask the questions of one block."""
+        found = await self._find_all(questions)
+        missing = {key: pair for key, pair in questions.items() if key not in found}
+        answered = await self._find_answers(missing)
+        judged = self._judge([missing[key] for key in answered], list(answered.values()))
+        news = dict(zip(answered, await judged, strict=True))
+        unasked = [key for key in missing if key not in answered]
+        asked = await self._ask([missing[key] for key in unasked]) if unasked else []
+        news |= zip(unasked, asked, strict=True)
+        if self._log is not None and news:
+            # In a thread: the next block's requests need not wait for the disk.
+            await run_in_thread(self._keep, self._log, questions, news)
         self._tell_progress(len(questions), news.values())
         return found | news
 
@@ -389,20 +356,7 @@ class TasksetEvaluator:
 
     async def _find_all(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
         log = self._log
-        if log is None:
-            return {}
-
-        def find(key: str, model: ModelRef, task: Task) -> Rollouts | None:
-            num = self._askings[task.source].num_answers
-            found = [log.find(f"{key}|{index}", task, model) for index in range(num)]
-            known = tuple(rollout for rollout in found if rollout is not None)
-            return known if len(known) == num else None
-
-        def find_each() -> dict[str, Rollouts | None]:
-            return {key: find(key, *pair) for key, pair in questions.items()}
-
-        known = await asyncio.to_thread(find_each)  # the disk is read there
-        return {key: rollouts for key, rollouts in known.items() if rollouts is not None}
+        return {} if log is None else await self._find(questions, log.find)
 
     async def _find_answers(self, questions: Mapping[str, Pair]) -> dict[str, tuple[Answer, ...]]:
         """What is to be scored again, and not asked."""
@@ -410,17 +364,30 @@ class TasksetEvaluator:
         if log is None or not log.has_answers:
             return {}
 
-        def find(key: str, model: ModelRef, task: Task) -> tuple[Answer, ...] | None:
-            num = self._askings[task.source].num_answers
-            found = [log.find_answer(f"{key}|{index}", model) for index in range(num)]
-            known = tuple(Answer(*answer) for answer in found if answer is not None)
-            return known if len(known) == num else None
+        def find(key: str, _: Task, model: ModelRef) -> Answer | None:
+            answer = log.find_answer(key, model)
+            return None if answer is None else Answer(*answer)
 
-        def find_each() -> dict[str, tuple[Answer, ...] | None]:
-            return {key: find(key, *pair) for key, pair in questions.items()}
+        return await self._find(questions, find)
 
-        known = await asyncio.to_thread(find_each)
-        return {key: answers for key, answers in known.items() if answers is not None}
+    async def _find(
+        self,
+        questions: Mapping[str, Pair],
+        find: Callable[[str, Task, ModelRef], Found | None],
+    ) -> dict[str, tuple[Found, ...]]:
+        """The questions of which the log has every answer."""
+
+        def find_each() -> dict[str, tuple[Found, ...]]:
+            complete = {}
+            for key, (model, task) in questions.items():
+                num = self._askings[task.source].num_answers
+                answers = [find(f"{key}|{index}", task, model) for index in range(num)]
+                known = tuple(answer for answer in answers if answer is not None)
+                if len(known) == num:
+                    complete[key] = known
+            return complete
+
+        return await asyncio.to_thread(find_each)  # the disk is read there
 
     def _keep(
         self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]

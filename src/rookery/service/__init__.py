@@ -20,7 +20,6 @@ recovery.py       snapshots, and how a service goes on after a kill
 service.py        Service: the parts joined
 routes/           HTTP of the SDK and of plain clients: one file per group of paths
 openai/           HTTP of OpenAI and vLLM clients
-atropos/          HTTP of Atropos environments and trainers
 app.py            the web application, and what the operator sees
 client/           a service elsewhere as an engine and a trainer
 """

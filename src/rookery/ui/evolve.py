@@ -85,6 +85,8 @@ def evolve_costs(report: EvolveReport) -> list[str]:
     tokens = report.tokens
     if tokens.prompt is not None and tokens.completion is not None:
         costs.append(wording.plural(tokens.prompt + tokens.completion, "token"))
+    if trained := sum(row.tokens for row in report.learned):
+        costs.append(wording.plural(trained, "token") + " trained on")
     if report.usd is not None:
         costs.append(f"{report.usd:.2f} USD")
     if report.seconds is not None:

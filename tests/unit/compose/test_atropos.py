@@ -18,15 +18,15 @@ from forked import forked, run_code
 from marks import long
 from tiny import write_tiny_model
 
-from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.compat.atropos import feed as feed_module
+from rookery.compat.atropos import registry
+from rookery.compat.atropos.feed import ClientFeed, open_client
+from rookery.compat.atropos.options import AtroposOptions, translate
+from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.running import resume
-from rookery.environments.atropos import feed as feed_module
-from rookery.environments.atropos import registry
-from rookery.environments.atropos.feed import ClientFeed, open_client
-from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run

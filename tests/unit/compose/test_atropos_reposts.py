@@ -21,7 +21,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 import aiohttp
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
-from rookery.environments.atropos.group_queue import PostReceipts
+from rookery.compat.atropos.group_queue import PostReceipts
 
 def killed(self, *_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -140,8 +140,8 @@ async def test_models_that_are_named_twice_are_one_and_two_servers_are_refused()
     url = "http://127.0.0.1:9/v1"
     llm = {"api_base": url, "primary_model": "big", "secondary_model": "big"}
     config = read_config({"llm": llm}, environment={}).config
-    async with open_models(config, Display(is_quiet=True)) as models:
-        assert list(models) == ["big"]
+    async with open_models(config, Display(is_quiet=True)) as opened:
+        assert list(opened.models) == ["big"]
     judge = {"name": "big", "api_base": "http://127.0.0.1:8/v1"}
     judged = {"api_base": url, "primary_model": "big", "evaluator_models": [judge]}
     document = {"llm": judged, "evaluator": {"use_llm_feedback": True}}
@@ -159,8 +159,8 @@ async def test_what_each_api_takes_is_known(problem: Path) -> None:
         "models": [{"name": "gpt-5-mini", "reasoning_effort": "low"}, {"name": "plain"}],
     }
     config = read_config({"llm": llm}, environment={}).config
-    async with open_models(config, Display(is_quiet=True)) as models:
-        mini, plain = models["gpt-5-mini"], models["plain"]
+    async with open_models(config, Display(is_quiet=True)) as opened:
+        mini, plain = opened.models["gpt-5-mini"], opened.models["plain"]
         assert isinstance(mini, ExternalTextModel) and isinstance(plain, ExternalTextModel)
         assert mini.config.token_limit == "max_completion_tokens"
         assert mini.config.reasoning_effort == "low" and mini.config.client.request_s == 7
@@ -302,3 +302,58 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
     files = evolve.Problem(program=problem / "program.py", evaluator=problem / "evaluator.py")
     longer = evolve.go_on(files, loaded, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import write_chat_model
+
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+def test_an_adapter_learns_from_the_run_and_joins_its_models(
+    problem: Path, model: Scripted, chat_model: Path
+) -> None:
+    (problem / "templates").mkdir()
+    (problem / "templates" / "diff_user.txt").write_text(
+        "# Current Program\n```python\n{current_program}```\nWrite a SEARCH/REPLACE block."
+    )
+    config = {
+        "database": {"strategy": "openevolve"},
+        "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
+        "llm": {
+            "max_tokens": 8,
+            "models": [
+                {"name": "scripted", "api_base": model.url},
+                {"name": "base", "weight": 0.1},
+            ],
+        },
+        "rookery": UNSAFE
+        | {
+            "mode": "deterministic",
+            "engine": {"model": str(chat_model)},
+            "learn": {"every": 20, "rank": 4, "epochs": 4, "learning_rate": 0.01},
+        },
+    }
+    outcome = rookery.run_evolve("program.py", "evaluator.py", config, max_iterations=32)
+    [row] = outcome.report.learned
+    assert (row.iteration, row.error) == (20, "") and row.num_rows >= 4 and row.tokens > 1000
+    assert (row.loss or 9) < 5.5, "a model that knows nothing has log(259)"
+    assert {one.name for one in row.models} >= {row.name, "scripted"}
+    folder = outcome.path / "learned" / row.name
+    assert (folder / "adapter_model.safetensors").is_file()
+    exported = (outcome.path / "report.html").read_text()
+    assert row.name in exported
+    again = rookery.resume(outcome.path)
+    assert again.report.learned == outcome.report.learned
+
+
+def test_an_engine_that_takes_no_adapters_cannot_learn(problem: Path, chat_model: Path) -> None:
+    for engine, reason in (
+        (None, "an API of llm takes no adapters"),
+        ({"model": str(chat_model), "max_rank": 8}, "rookery.learn.rank is 16"),
+    ):
+        own = UNSAFE | {"learn": {"every": 20}} | ({"engine": engine} if engine else {})
+        with pytest.raises(ConfigError, match=reason):
+            rookery.run_evolve("program.py", "evaluator.py", {"rookery": own})
+        assert not (problem / "openevolve_output").exists()

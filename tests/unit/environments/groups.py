@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rookery.environments.atropos import ScoredGroup
+from rookery.compat.atropos.scored_group import ScoredGroup
 
 
 def make_document(size: int = 2, *, env_id: int | None = None, **changes: Any) -> dict[str, Any]:

@@ -16,30 +16,30 @@ from fleet.stub import until
 from pydantic import ValidationError
 from service.tenants import WordCodec
 
-from rookery.environments.atropos import engine_side
-from rookery.environments.atropos import feed as feed_module
-from rookery.environments.atropos import programs as programs_module
-from rookery.environments.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
-from rookery.environments.atropos.feed import ClientFeed, GatewayClient, GatewayFeed
-from rookery.environments.atropos.gateway import Delivery, Gateway, trained_groups
-from rookery.environments.atropos.programs import Programs, check_commands, running
-from rookery.environments.atropos.registry import (
+from rookery.compat.atropos import engine_side
+from rookery.compat.atropos import feed as feed_module
+from rookery.compat.atropos import programs as programs_module
+from rookery.compat.atropos.app import make_atropos_app
+from rookery.compat.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
+from rookery.compat.atropos.feed import ClientFeed, GatewayClient, GatewayFeed
+from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
+from rookery.compat.atropos.programs import Programs, check_commands, running
+from rookery.compat.atropos.registry import (
     SILENT_S,
-    EnvironmentCommand,
     Registration,
     Registry,
     TrainerRegistration,
 )
-from rookery.environments.atropos.scored_group import (
+from rookery.compat.atropos.scored_group import (
     ScoredGroup,
     check_group,
     complete_groups,
     drawn_sequences,
     pick_batch,
 )
+from rookery.environments.atropos import EnvironmentCommand
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
-from rookery.service.atropos import make_atropos_app
 from rookery.testing import FakeSampler
 from rookery.types import (
     Completion,

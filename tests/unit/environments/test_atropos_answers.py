@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from environments.groups import make_group
 
-from rookery.environments.atropos import group_queue
-from rookery.environments.atropos.gateway import Gateway
-from rookery.environments.atropos.registry import TrainerRegistration
+from rookery.compat.atropos import group_queue
+from rookery.compat.atropos.gateway import Gateway
+from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.runs import Run
 
 TRAINER = TrainerRegistration(batch_size=4, max_token_len=8, num_steps=10)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rookery.compat.atropos.feed import FedBatch, FedGroup
+from rookery.compat.atropos.source import AtroposSource
 from rookery.embedded import EngineConfig
-from rookery.environments.atropos.feed import FedBatch, FedGroup
 from rookery.errors import TaskError, TrainError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.batch import (
@@ -30,7 +31,6 @@ from rookery.loops.grpo.batch import (
 )
 from rookery.loops.grpo.batch_drawer import BatchDrawer, Policy, TaskOrder
 from rookery.loops.grpo.data import make_data, mean_gap
-from rookery.loops.grpo.group_source import AtroposSource
 from rookery.loops.grpo.sweep import JointTrainer
 from rookery.runs import Run
 from rookery.seeding import stream

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 from service.tenants import WordCodec
 
-from rookery.environments.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
-from rookery.service.atropos.engine import make_router
+from rookery.compat.atropos.engine_routes import make_router
+from rookery.compat.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
 from rookery.service.fair_queue import FairSemaphore
 from rookery.testing import FakeSampler
 from rookery.types import ModelRef, TokenIds

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from rookery.config import Config
-from rookery.environments.atropos.registry import AtroposConfig, EnvironmentCommand
+from rookery.environments.atropos import AtroposConfig, EnvironmentCommand
 
 __all__ = ["VerifiersConfig"]
 

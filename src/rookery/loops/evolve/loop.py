@@ -26,8 +26,16 @@ from rookery.loops.evolve.first_programs import (
     prepare_first_programs,
     tell_first_programs,
 )
+from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
-from rookery.loops.evolve.parts import UNWATCHED, Providers, Watcher, list_arms, open_parts
+from rookery.loops.evolve.parts import (
+    UNWATCHED,
+    Providers,
+    Watcher,
+    list_arms,
+    open_learning,
+    open_parts,
+)
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.report import FinishedSearch, make_report
 from rookery.loops.evolve.scheduler import AttemptScheduler
@@ -58,6 +66,7 @@ async def evolve(
     output_format: OutputFormat,
     watcher: Watcher = UNWATCHED,
     embedder: Embedder | None = None,
+    learner: Learner | None = None,
     extended_from: int = 0,
 ) -> EvolveResult:
     """Evolve the programs until the iterations are done, or a target, a budget or patience ends it.
@@ -66,8 +75,8 @@ async def evolve(
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
     `output_format` writes `best/`, the checkpoints and the trace. `embedder` is the config's
-    `database.embedding_model`. `extended_from` is how many attempts were decided when the run had
-    finished and more were asked for.
+    `database.embedding_model`, `learner` trains for `rookery.learn`. `extended_from` is how many
+    attempts were decided when the run had finished and more were asked for.
     """
     programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
@@ -79,6 +88,7 @@ async def evolve(
         watcher=watcher,
         language=programs[0].language,
         embedder=embedder,
+        learner=learner,
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
@@ -112,7 +122,13 @@ async def _evolve(
         output_format=output_format,
     )
     await outputs.ensure_best()
-    scheduler = AttemptScheduler(parts, state, num_attempts=config.max_iterations, outputs=outputs)
+    scheduler = AttemptScheduler(
+        parts,
+        state,
+        num_attempts=config.max_iterations,
+        outputs=outputs,
+        learning=await open_learning(parts, providers, state, seed=seed),
+    )
     async with open_outputs(outputs):
         await scheduler.run()
     start = Start(programs=programs, measured=measured, seed=seed, arms=arms)

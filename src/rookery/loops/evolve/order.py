@@ -185,7 +185,7 @@ def find_exhausted(
     prompt = spending.prompt_tokens + num_begun * spending.dearest_prompt_tokens
     answer = spending.completion_tokens + num_begun * spending.dearest_completion_tokens
     max_tokens, max_usd, usd = budget.max_tokens, budget.max_usd, _price(prompt, answer, budget)
-    if max_tokens is not None and prompt + answer > max_tokens:
+    if max_tokens is not None and prompt + answer + spending.training_tokens > max_tokens:
         return f"The budget of {max_tokens} tokens allows no further iteration."
     if max_usd is not None and usd is not None and usd > max_usd * (1 + ROUNDING):
         return f"The budget of {max_usd:g} US dollars allows no further iteration."

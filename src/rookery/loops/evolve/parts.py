@@ -7,11 +7,13 @@ from typing import Protocol
 
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
+from rookery.loops.evolve.learning import Learner, Learning
 from rookery.loops.evolve.novelty import Novelty, NoveltyJudge
 from rookery.loops.evolve.program import ProgramStore
 from rookery.loops.evolve.program_evaluator import Judge, Judges, ProgramEvaluator
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Endpoint, Proposer
+from rookery.loops.evolve.search_state import SearchState
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.runs import Run
 from rookery.search.es import load_library
@@ -24,6 +26,7 @@ __all__ = [
     "Providers",
     "Watcher",
     "list_arms",
+    "open_learning",
     "open_parts",
 ]
 
@@ -88,6 +91,8 @@ class Providers:
     language: str
     embedder: Embedder | None = None
     """Where the config names an embedding model."""
+    learner: Learner | None = None
+    """Where the config has `rookery.learn`."""
     job_offset: int = 0
     """Added to the attempts of jobs: searches at the same time share the executor."""
 
@@ -153,16 +158,50 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
 
 
 def _endpoints(config: EvolveConfig, providers: Providers) -> dict[str, Endpoint]:
-    named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
     return {
-        name: Endpoint(
-            model,
-            named.get(name) or config.llm.complete(ModelConfig(name=name)),
-            down_s=config.rookery.model_down_s,
-            on_waiting=providers.watcher.on_waiting,
-        )
-        for name, model in providers.models.items()
+        name: _endpoint(name, model, config, providers) for name, model in providers.models.items()
     }
+
+
+def _endpoint(
+    name: str, model: TextModel, config: EvolveConfig, providers: Providers, *, like: str = ""
+) -> Endpoint:
+    """`like` is a model whose settings it has."""
+    named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
+    own = named.get(like or name) or config.llm.complete(ModelConfig())
+    return Endpoint(
+        model,
+        own.model_copy(update={"name": name}),
+        down_s=config.rookery.model_down_s,
+        on_waiting=providers.watcher.on_waiting,
+    )
+
+
+async def open_learning(
+    parts: Parts, providers: Providers, state: SearchState, *, seed: int
+) -> Learning | None:
+    """The trainings of the evolution, if its config has `rookery.learn`."""
+    config = parts.config
+    if config.rookery.learn is None:
+        return None
+    if providers.learner is None:
+        raise ConfigError("The config has rookery.learn, and nobody was given who trains.")
+    base = config.rookery.engine_models[0]
+
+    def add_arm(name: str, model: TextModel) -> None:
+        parts.proposer.add_arm(name, _endpoint(name, model, config, providers, like=base))
+
+    return await asyncio.to_thread(
+        Learning,
+        config.rookery.learn,
+        providers.learner,
+        run=parts.run,
+        store=parts.store,
+        state=state,
+        add_arm=add_arm,
+        say=providers.watcher.on_waiting,
+        seed=seed,
+    )
 
 
 def _open_novelty(

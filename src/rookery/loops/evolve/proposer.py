@@ -208,7 +208,7 @@ class Proposer:
         self._store = store
         self._prompts = prompts
         self._rules = rules
-        self._arms = arms
+        self._arms = dict(arms)
         self._seed = seed
         self._with_prompts = with_prompts
 
@@ -216,6 +216,10 @@ class Proposer:
     def is_down(self) -> bool:
         """Whether a model is waited for that serves nobody."""
         return any(arm.is_down for arm in self._arms.values())
+
+    def add_arm(self, name: str, arm: Endpoint) -> None:
+        """Plans may name it from now on."""
+        self._arms[name] = arm
 
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure

@@ -4,8 +4,8 @@ All of it reads programs: call it in a thread.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,11 +26,13 @@ from rookery.reports.evolve import (
     CurvePoint,
     EvolveReport,
     FailureRecord,
+    LearnedRow,
     OperatorRow,
     ProgramRow,
     TokensRecord,
 )
 from rookery.runs import RunView
+from rookery.search.programs.bandit import Arm
 from rookery.search.programs.program import Member, numeric_metrics, score_of
 
 __all__ = ["FinishedSearch", "export_population", "export_training_data", "make_report"]
@@ -55,7 +57,8 @@ def make_report(
     line = list(_winning_line(parts, state))
     return EvolveReport(
         run=parts.run.name,
-        models=_models(state),
+        models=_models(state.database.arms),
+        learned=_learned(state),
         seed=seed,
         mode=config.rookery.mode,
         strategy=config.database.strategy,
@@ -144,7 +147,7 @@ def _member_row(member: Member) -> ProgramRow:
     )
 
 
-def _models(state: SearchState) -> tuple[ArmRecord, ...]:
+def _models(arms: Iterable[Arm]) -> tuple[ArmRecord, ...]:
     return tuple(
         ArmRecord(
             name=arm.name,
@@ -153,8 +156,38 @@ def _models(state: SearchState) -> tuple[ArmRecord, ...]:
             gain=arm.gain,
             cost=arm.cost,
         )
-        for arm in state.database.arms
+        for arm in arms
     )
+
+
+def _learned(state: SearchState) -> tuple[LearnedRow, ...]:
+    ends = [*(arms for _, arms in state.learned[1:]), state.database.arms]
+    return tuple(
+        LearnedRow(
+            name=learned.name,
+            iteration=learned.num_decided,
+            num_answers=learned.num_answers,
+            num_rows=learned.num_rows,
+            num_groups=learned.num_groups,
+            tokens=learned.num_tokens,
+            seconds=learned.seconds,
+            loss=learned.loss,
+            error=learned.error,
+            models=_models(_earned_between(arms, end)),
+        )
+        for (learned, arms), end in zip(state.learned, ends, strict=False)
+    )
+
+
+def _earned_between(begin: Iterable[Arm], end: Iterable[Arm]) -> Iterator[Arm]:
+    """What each arm was given meanwhile; one that was given nothing is left out."""
+    known = {arm.name: arm for arm in begin}
+    for arm in end:
+        before = known.get(arm.name, Arm(name=arm.name))
+        num_plays = arm.num_plays - before.num_plays
+        if num_plays:
+            gain, cost = arm.gain - before.gain, arm.cost - before.cost
+            yield replace(arm, num_plays=num_plays, gain=gain, cost=cost)
 
 
 def _operators(state: SearchState) -> tuple[OperatorRow, ...]:

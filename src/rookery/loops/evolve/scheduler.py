@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rookery.concurrency import task_group
+from rookery.loops.evolve.learning import Learning
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.order import (
     BacklogLimit,
@@ -96,12 +97,14 @@ class AttemptScheduler:
         num_attempts: int,
         series: str = "",
         outputs: Outputs | None = None,
+        learning: Learning | None = None,
     ) -> None:
         self._parts = parts
         self._state = state
         self._num_attempts = num_attempts
         self._series = series
         self._outputs = outputs
+        self._learning = learning
         self._log = AttemptLog(parts.run, series=series)
         # Credits: taken and given back by `_generate` and `_evaluate`.
         self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
@@ -130,20 +133,37 @@ class AttemptScheduler:
         self._num_recorded = len(decided)
         if not decided:
             await self._note_resumed()
-        async with task_group() as group:
-            group.create_task(self._announce(), name="announce")
-            while True:
-                self._stop_if_due(order)
-                match order.next_step():
-                    case Ask(attempt=number):
-                        self._begin(number, order, group)
-                    case Tell(attempt=number, result=stages):
-                        await self._conclude(number, stages)
-                    case None:
-                        if not self._running:
-                            await self._told.put(None)
-                            return
-                        await self._wait_for_change()
+        try:
+            async with task_group() as group:
+                group.create_task(self._announce(), name="announce")
+                await self._take_steps(order, group)
+        finally:
+            if self._learning is not None:
+                await self._learning.close()
+
+    async def _take_steps(self, order: Order, group: asyncio.TaskGroup) -> None:
+        while True:
+            self._stop_if_due(order)
+            await self._learn()
+            match order.next_step():
+                case Ask(attempt=number):
+                    self._begin(number, order, group)
+                case Tell(attempt=number, result=stages):
+                    await self._conclude(number, stages)
+                case None:
+                    if not self._running:
+                        await self._told.put(None)
+                        return
+                    await self._wait_for_change()
+
+    async def _learn(self) -> None:
+        if self._learning is not None:
+            num_begun = self._state.num_decided + len(self._open)
+            await self._learning.advance(
+                has_left=not self.stop_reason and num_begun < self._num_attempts,
+                limit_s=self._left_s(),
+                on_end=self._changed.set,
+            )
 
     @property
     def elapsed_s(self) -> float:
@@ -211,18 +231,19 @@ class AttemptScheduler:
     async def _wait_for_change(self) -> None:
         """Until an attempt moves on. When the hours are over a model that is down is not waited
         for: its attempts stay planned, and are asked for if the run goes on."""
-        max_hours = self._parts.config.rookery.budget.max_hours
-        limit_s = None
-        if max_hours is not None:
-            limit_s = max(max_hours * 3600 - self.elapsed_s, DOWN_POLL_S)
         with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(self._left_s()):
                 await self._changed.wait()
         self._changed.clear()
         if self._find_hours_over() and self._parts.proposer.is_down:
             self.stop_reason = self.stop_reason or self._find_hours_over()
             for number in self._generating or self._running:  # the latter wait for judges
                 self._running[number].cancel()
+
+    def _left_s(self) -> float | None:
+        """Seconds of the budget, one at least; None: no limit."""
+        max_hours = self._parts.config.rookery.budget.max_hours
+        return None if max_hours is None else max(max_hours * 3600 - self.elapsed_s, DOWN_POLL_S)
 
     def _begin(self, number: int, order: Order, group: asyncio.TaskGroup) -> None:
         stages = self._recorded.pop(number, Stages())

@@ -36,8 +36,10 @@ from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, 
 
 __all__ = [
     "Ancestor",
+    "Answered",
     "FailureCount",
     "Improvement",
+    "Learned",
     "SearchState",
     "Spending",
     "open_state",
@@ -60,6 +62,7 @@ def program_id(attempt: int) -> str:
 def search_config(config: EvolveConfig) -> DatabaseConfig:
     """The section `database` as the search reads it."""
     own, prompt = config.database, config.prompt
+    is_judged = config.rookery.bandit or config.rookery.learn is not None
     document: dict[str, Any] = {
         "population_size": own.population_size,
         "archive_size": own.archive_size,
@@ -77,7 +80,7 @@ def search_config(config: EvolveConfig) -> DatabaseConfig:
             "num_inspirations": prompt.num_top_programs,
             "num_top": prompt.num_top_programs + prompt.num_diverse_programs,
         },
-        "bandit": {"policy": "ucb" if config.rookery.bandit else "weights"},
+        "bandit": {"policy": "ucb" if is_judged else "weights"},
     }
     if own.strategy == "adaptive":
         document |= _sized(config)
@@ -126,6 +129,46 @@ class FailureCount:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer of a model, and what came of it."""
+
+    answer: str
+    """The digest of prompt and answer."""
+    base: str
+    """The program that the model was to change."""
+    gain: float
+    """Of the child's score over the parent's; 0 for a child that is not better, or is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """A training of `rookery.learn` that ended, as its event keeps it."""
+
+    number: int
+    num_decided: int
+    """Iterations decided when its adapter joined."""
+    num_answers: int
+    """That there were to learn from, of which `num_rows` were learned."""
+    num_groups: int
+    """Programs that those were the children of."""
+    num_rows: int = 0
+    num_tokens: int = 0
+    """Of all epochs."""
+    seconds: float = 0.0
+    loss: float | None = None
+    """Per token, of the last step."""
+    error: str = ""
+    """Why there is no adapter."""
+    retires: tuple[str, ...] = ()
+    """Adapters of earlier trainings that are asked no more."""
+
+    @property
+    def name(self) -> str:
+        """Of the arm, and of the folder in the run."""
+        return f"learned-{self.number}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Spending:
     """What was paid for the attempts told so far."""
@@ -138,13 +181,15 @@ class Spending:
     num_lost: int = 0
     num_tuning: int = 0
     """Evaluations that tuned numbers."""
+    training_tokens: int = 0
+    """Of `rookery.learn`."""
     dearest_prompt_tokens: int = 0
     dearest_completion_tokens: int = 0
     """The most of one attempt."""
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
+        return self.prompt_tokens + self.completion_tokens + self.training_tokens
 
     def add_attempt(self, *stages: Generated | Evaluated) -> None:
         """What one attempt cost, with all its stages."""
@@ -188,6 +233,10 @@ class SearchState:
     failures: dict[str, FailureCount] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     spending: Spending = field(default_factory=Spending)
+    answers: list[Answered] = field(default_factory=list)
+    """In the order of decisions."""
+    learned: list[tuple[Learned, tuple[Arm, ...]]] = field(default_factory=list)
+    """The trainings, with what the arms had earned by then."""
     first_best: str = ""
     tuned: set[str] = field(default_factory=set)
     """Programs whose numbers were tuned, or are being tuned, and those that tuning gave."""
@@ -278,6 +327,7 @@ class SearchState:
     def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
         """Take in how an attempt ended; its program, if it gave one."""
         member = self._tell(attempt, stages, decision)
+        self._note_answer(stages, member)
         if self.num_decided == self.extended_from:
             self.stopping = begin_again(self.stopping, self.best, config=self.stopping_config)
         return member
@@ -356,6 +406,24 @@ class SearchState:
                 )
             )
         return member
+
+    def tell_learned(self, learned: Learned) -> None:
+        """Take in a training, and its adapter as a further arm with the mean of their weights."""
+        self.spending.training_tokens += learned.num_tokens
+        self.learned.append((learned, self.database.arms))
+        if not learned.error:
+            weights = [arm.weight for arm in self.database.arms if arm.weight > 0]
+            arm = Arm(name=learned.name, weight=sum(weights) / len(weights))
+            self.database.join_arm(arm, retires=learned.retires)
+
+    def _note_answer(self, stages: Stages, member: Member | None) -> None:
+        planned, generated = stages.planned, stages.generated
+        assert planned is not None and generated is not None
+        if generated.answer:
+            plan = planned.plan
+            gain = 0.0 if member is None else max(0.0, member.score - plan.parent_score)
+            answered = Answered(generated.answer, plan.mends or plan.parent, gain)
+            self.answers.append(answered)
 
     def _keep_arm(self, name: str) -> None:
         """A run that goes on may no longer ask a model that it asked before."""

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice, engine_from_folder, local_model
+from rookery.engines import EngineChoice, engine_from_folder, launch_of, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
@@ -295,7 +295,7 @@ class GrpoConfig(ScheduleConfig):
                 f"publish_every, {self.publish_every * -(-self.save_every // self.publish_every)} "
                 "for example"
             )
-        if self.share and not isinstance(self.engine, EngineConfig):
+        if self.share and self.engine.type != "embedded":
             raise ValueError(
                 "share is for the embedded engine; servers have their own weights: write share: "
                 "false"
@@ -363,7 +363,7 @@ class GrpoConfig(ScheduleConfig):
             )
 
     def _check_bridge(self) -> None:
-        if isinstance(self.engine, EngineConfig) and self.bridge != "auto":
+        if self.engine.type == "embedded" and self.bridge != "auto":
             raise ValueError(
                 f"bridge is {self.bridge}, and the engine is in this process, where new weights "
                 "need none: leave bridge out, or take engine: {type: fleet, ...}"
@@ -379,7 +379,7 @@ class GrpoConfig(ScheduleConfig):
                 "bridge is merge, which adds one adapter to the weights of a server, and sweep "
                 "trains many: write bridge: slot, or leave bridge out"
             )
-        launch = self.engine.launch if self.engine.type == "fleet" else None
+        launch = launch_of(self.engine)
         if self.bridge == "alias" and launch is not None and launch.spare_gpus:
             raise ValueError(
                 f"bridge is alias and engine.launch.spare_gpus is {launch.spare_gpus}: one copy of "

@@ -38,13 +38,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rookery.concurrency import task_group
-from rookery.environments.atropos.feed import Feed
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import RunSummary, Step, StepLog, write_report
-from rookery.loops.grpo.group_source import AtroposSource, GroupSource
+from rookery.loops.grpo.group_source import GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
@@ -81,7 +80,7 @@ class GrpoInputs:
     """The policy to begin with; a run that goes on with an adapter has its start in its own folder,
     see `read_start`."""
     tasksets: Sequence[Taskset]
-    drawer: GroupDrawer | Feed
+    drawer: GroupDrawer | Source
     """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
 
@@ -154,7 +153,7 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
 
 def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> Source:
     if not isinstance(inputs.drawer, GroupDrawer):
-        return AtroposSource(inputs.drawer, config=inputs.config, run=run)
+        return inputs.drawer
     tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
     return GroupSource(
         inputs.drawer,

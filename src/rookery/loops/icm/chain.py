@@ -304,8 +304,6 @@ class Batch:
     """Of its chains, and what a baseline found where that is better than all before it."""
     inverted: ChainResult | None = None
     """Of the search from the opposite labels, where there was one."""
-    naive_tokens: int = 0
-    """Prompt tokens that its chains asked for, had nothing been shared."""
 
     @property
     def scorer(self) -> LabelScorer:
@@ -313,7 +311,6 @@ class Batch:
 
     def end_search(self) -> None:
         """What is asked from now on is counted as reads of the baselines."""
-        self.naive_tokens = self.scorer.naive_tokens
         scorer = self.scorer.of_chain(None, part="baselines")
         self.problem = replace(self.problem, scorer=scorer)
 

@@ -4,9 +4,8 @@
     reads = await scorer.score([(labels, 0), (labels, 1)])
 
 `PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
-a search takes the same decisions with either. `ChainLabelScorer` is a SharedLabelScorer as one
-chain uses it: its contexts differ little from one iteration to the next, so they go to one server
-if possible.
+a search takes the same decisions with either. A chain uses `scorer.of_chain(affinity)`: its
+contexts differ little from one iteration to the next, so they go to one server if possible.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -14,6 +13,7 @@ When nothing is answered the engine is gone: that is an error, and nothing is st
 """
 
 import asyncio
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,12 +25,12 @@ from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetEr
 from rookery.loops.icm.objective import LabelLogprobs
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
+from rookery.rollout.ask_once import AskOnce
 from rookery.runs import NewEvent, Run
 from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 
 __all__ = [
-    "ChainLabelScorer",
     "Context",
     "LabelScorer",
     "PlainLabelScorer",
@@ -155,7 +155,7 @@ class LabelScorer(Protocol):
 
     @property
     def naive_tokens(self) -> int:
-        """Prompt tokens of all reads, had nothing been shared."""
+        """Prompt tokens of all reads of the search, had nothing been shared."""
         ...
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "LabelScorer":
@@ -229,83 +229,51 @@ class SharedLabelScorer:
         self._model = model
         self._store = store
         self._place = {item: place for place, item in enumerate(order.leaves)}
-        # Filled by chains of the same batch, drained by the one whose block is answered.
-        self._in_flight: dict[str, asyncio.Future[None]] = {}
-        self._room = asyncio.Semaphore(NUM_BLOCKS)
-        self.naive_tokens = 0
+        # What follows is shared by the scorers of all chains.
+        self._once = AskOnce[Context, LabelLogprobs | None]()
+        self._places = asyncio.Semaphore(NUM_BLOCKS)
+        self._naive: Counter[str] = Counter()
+        self._affinity: Hashable = None
+        self._part: Part = "search"
 
-    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "ChainLabelScorer":
-        return ChainLabelScorer(self, affinity=affinity, part=part)
+    @property
+    def naive_tokens(self) -> int:
+        return self._naive["search"]
+
+    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "SharedLabelScorer":
+        scorer = copy.copy(self)
+        scorer._affinity, scorer._part = affinity, part
+        return scorer
 
     def known(self, context: Context) -> LabelLogprobs | None:
         return self._store.find(self._key(context))
 
-    async def prefetch(
-        self, contexts: Sequence[Context], *, affinity: Hashable = None, part: Part = "search"
-    ) -> None:
-        await self._fetch({self._key(context): context for context in contexts}, affinity, part)
-
-    async def score(
-        self, contexts: Sequence[Context], *, affinity: Hashable = None, part: Part = "search"
-    ) -> list[LabelLogprobs | None]:
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         """Each context's read, in order; none is ever asked for twice."""
-        keys = [self._key(context) for context in contexts]
         for labels, target in contexts:
-            self.naive_tokens += self._prompts.num_tokens(
-                labels, target, order=self._order.of(target)
+            order = self._order.of(target)
+            self._naive[self._part] += self._prompts.num_tokens(labels, target, order=order)
+        await self.prefetch(contexts)
+        return [self.known(context) for context in contexts]
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        by_key = {self._key(context): context for context in contexts}
+        missing = [key for key in by_key if key not in self._store]
+        missing.sort(key=lambda key: self._place[by_key[key][1]])
+        asked = {key: by_key[key] for key in missing}
+        await self._once.know(asked, self._send, size=BLOCK_REQUESTS, places=self._places)
+
+    async def _send(self, block: Mapping[str, Context]) -> dict[str, LabelLogprobs | None]:
+        requests = [
+            replace(
+                _request(self._prompts, self._order, self._model, context), affinity=self._affinity
             )
-        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity, part)
-        assert all(key in self._store for key in keys)
-        return [self._store.find(key) for key in keys]
-
-    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable, part: Part) -> None:
-        missing = {key: c for key, c in contexts.items() if key not in self._store}
-        waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
-        unasked = [key for key in missing if key not in self._in_flight]
-        unasked.sort(key=lambda key: self._place[missing[key][1]])
-        blocks = [
-            unasked[first : first + BLOCK_REQUESTS]
-            for first in range(0, len(unasked), BLOCK_REQUESTS)
+            for context in block.values()
         ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for block in blocks:
-                    done = asyncio.get_running_loop().create_future()
-                    self._in_flight.update(dict.fromkeys(block, done))
-                    asked = {key: missing[key] for key in block}
-                    group.create_task(self._send(asked, done, affinity, part))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        for future in waiting:
-            await asyncio.shield(future)
-
-    async def _send(
-        self,
-        block: dict[str, Context],
-        done: asyncio.Future[None],
-        affinity: Hashable,
-        part: Part,
-    ) -> None:
-        try:
-            async with self._room:
-                requests = [
-                    replace(
-                        _request(self._prompts, self._order, self._model, context),
-                        affinity=affinity,
-                    )
-                    for context in block.values()
-                ]
-                plans = [self._store.plan(request) for request in requests]
-                answers = await self._answer(requests)
-            await self._store.add(map(_scored, block, answers, requests, plans), part=part)
-            done.set_result(None)
-        except BaseException as error:  # a cancellation too: others wait for the same block
-            done.set_exception(error)
-            done.exception()  # marks it as retrieved: without a waiter asyncio would log it
-            raise
-        finally:
-            for key in block:
-                del self._in_flight[key]
+        plans = [self._store.plan(request) for request in requests]
+        answers = await self._answer(requests)
+        await self._store.add(map(_scored, block, answers, requests, plans), part=self._part)
+        return {key: self._store.find(key) for key in block}
 
     async def _answer(self, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
         """An answer to each. What fails is asked for by itself, twice, of an engine that lives."""
@@ -339,31 +307,6 @@ class SharedLabelScorer:
         return self._prompts.digest(
             labels, target, order=self._order.of(target), salt=self._model.served_name
         )
-
-
-class ChainLabelScorer:
-    """What one chain asks of the scorer that it shares with the other chains of its batch."""
-
-    def __init__(self, scorer: SharedLabelScorer, *, affinity: Hashable, part: Part) -> None:
-        self._scorer = scorer
-        self._affinity = affinity
-        self._part: Part = part
-
-    @property
-    def naive_tokens(self) -> int:
-        return self._scorer.naive_tokens
-
-    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "ChainLabelScorer":
-        return ChainLabelScorer(self._scorer, affinity=affinity, part=part)
-
-    def known(self, context: Context) -> LabelLogprobs | None:
-        return self._scorer.known(context)
-
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        await self._scorer.prefetch(contexts, affinity=self._affinity, part=self._part)
-
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        return await self._scorer.score(contexts, affinity=self._affinity, part=self._part)
 
 
 def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:

@@ -162,7 +162,7 @@ async def make_report(
     store: ScoreStore,
 ) -> IcmReport:
     """Label the batches in every other way too, and compare: all but the run's name and seconds."""
-    naive_tokens = sum(batch.naive_tokens for batch in batches)
+    naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
     rows = await label_all_ways(batches, config.baselines, truth)

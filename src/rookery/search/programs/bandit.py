@@ -3,6 +3,7 @@
     bandit = Bandit(BanditConfig(policy="ucb"), arms=[Arm(name="small", weight=0.8), ...])
     arm = bandit.draw(rng)
     bandit.tell(arm, gain=0.02, cost=1800)     # improvement of the score, tokens
+    bandit.join(Arm(name="learned"))           # while a search goes on: all are judged anew
 
 A draw is random with probabilities that follow the upper confidence bounds. Many attempts are in
 flight at a time and their rewards come late: taking the highest bound would send all of them to
@@ -10,7 +11,7 @@ one arm.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,6 +50,21 @@ class Arm:
     """Improvements of the score, summed."""
     cost: float = 0.0
     """What they cost, summed."""
+    num_before: int = 0
+    gain_before: float = 0.0
+    cost_before: float = 0.0
+    """What it had when the last arm joined a search under way."""
+
+    @property
+    def num_judged(self) -> int:
+        """Plays that its bound follows from."""
+        return self.num_plays - self.num_before
+
+    @property
+    def rate(self) -> float | None:
+        """Gain per cost since arms are compared; None before it has cost anything."""
+        cost = self.cost - self.cost_before
+        return (self.gain - self.gain_before) / cost if cost > 0 else None
 
 
 class Bandit:
@@ -72,6 +88,19 @@ class Bandit:
         if not 0 <= arm.weight < math.inf:
             raise ValueError(f"The arm {arm.name!r} has weight {arm.weight}: it is 0 or above.")
         self._arms[arm.name] = arm
+
+    def join(self, arm: Arm, *, retires: Collection[str] = ()) -> None:
+        """Let an arm join a search under way, where gains are smaller than at its start: from here
+        on all arms are judged by what they earn from here on. `retires` are drawn no more."""
+        self.add(arm)
+        for one in self.arms:
+            self._arms[one.name] = replace(
+                one,
+                weight=0.0 if one.name in retires else one.weight,
+                num_before=one.num_plays,
+                gain_before=one.gain,
+                cost_before=one.cost,
+            )
 
     def tell(self, name: str, *, gain: float, cost: float) -> None:
         """Count one play. A failed attempt has gain 0 and its cost."""
@@ -110,11 +139,11 @@ class Bandit:
 
     def _bounds(self) -> list[float]:
         """Upper confidence bounds on gain per cost, in units of the best arm's."""
-        rates = [arm.gain / arm.cost if arm.cost > 0 else None for arm in self.arms]
+        rates = [arm.rate for arm in self.arms]
         best = max((rate for rate in rates if rate is not None), default=0.0)
-        num_plays = sum(arm.num_plays for arm in self.arms)
+        num_plays = sum(arm.num_judged for arm in self.arms)
         return [
             (1.0 if rate is None else rate / best if best > 0 else 0.0)
-            + self._config.exploration * math.sqrt(math.log1p(num_plays) / max(1, arm.num_plays))
+            + self._config.exploration * math.sqrt(math.log1p(num_plays) / max(1, arm.num_judged))
             for arm, rate in zip(self.arms, rates, strict=True)
         ]

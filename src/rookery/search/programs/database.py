@@ -13,7 +13,7 @@ For results that do not depend on the number of workers, order asks and tells by
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -321,6 +321,10 @@ class ProgramDatabase:
     def add_arm(self, arm: Arm) -> None:
         """Let a model or adapter join; part of what has to be told again."""
         self._bandit.add(arm)
+
+    def join_arm(self, arm: Arm, *, retires: Collection[str] = ()) -> None:
+        """The same while the search goes on: see `Bandit.join`."""
+        self._bandit.join(arm, retires=retires)
 
     def _measure(self, record: ProgramRecord) -> Member:
         if record.id in self.members:

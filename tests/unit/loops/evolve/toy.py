@@ -15,6 +15,7 @@ from rookery.compat import openevolve
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.parts import UNWATCHED, Watcher
 from rookery.ports import Executor, TextModel
@@ -138,6 +139,7 @@ async def evolve_toy(
     model: TextModel | None = None,
     executor: Executor | None = None,
     watcher: Watcher = UNWATCHED,
+    learner: Learner | None = None,
 ) -> EvolveResult:
     """One session in the run `toy` of a folder."""
     with open_toy_run(folder, config) as run:
@@ -149,6 +151,7 @@ async def evolve_toy(
             run=run,
             output_format=openevolve,
             watcher=watcher,
+            learner=learner,
         )
 
 

@@ -21,12 +21,19 @@ def test_draws_start_by_weight(policy: str) -> None:
     assert draws(bandit) == draws(bandit)
 
 
-def play(bandit: Bandit, rates: dict[str, float], num_rounds: int, *, in_flight: int = 32) -> None:
+def play(
+    bandit: Bandit,
+    rates: dict[str, float],
+    num_rounds: int,
+    *,
+    in_flight: int = 32,
+    seed: int = 0,
+) -> None:
     """Rounds of attempts that are all drawn before the first reward is told."""
     for number in range(num_rounds):
-        arms = [bandit.draw(stream(1, number, place)) for place in range(in_flight)]
+        arms = [bandit.draw(stream(1 + 2 * seed, number, place)) for place in range(in_flight)]
         for place, arm in enumerate(arms):
-            rng = stream(2, number, place)
+            rng = stream(2 + 2 * seed, number, place)
             cost = float(rng.integers(50, 150))
             bandit.tell(arm, gain=cost * rates[arm] if rng.random() < 0.5 else 0.0, cost=cost)
 
@@ -75,3 +82,29 @@ def test_rewards_are_checked_and_extremes_stay_finite() -> None:
     assert Bandit(BanditConfig()).draw(stream(0)) == ""
     with pytest.raises(ValueError, match="weight above 0"):
         Bandit(BanditConfig(), arms=[Arm(name="off", weight=0)]).draw(stream(0))
+
+
+@pytest.mark.parametrize(
+    ("rate", "least", "most"), [(0.0, 0.03, 0.12), (0.001, 0.3, 0.7), (0.003, 0.8, 0.97)]
+)
+def test_an_arm_that_joins_is_judged_by_what_all_earn_from_then_on(
+    rate: float, least: float, most: float
+) -> None:
+    """Before, the old arm earned a hundred times as much: gains shrink while a search goes on."""
+    shares = []
+    for seed in range(5):
+        bandit = Bandit(BanditConfig(policy="ucb"), arms=[Arm(name="base")])
+        play(bandit, {"base": 0.1}, 5, seed=seed)
+        bandit.join(Arm(name="learned"))
+        assert bandit.shares() == pytest.approx({"base": 0.5, "learned": 0.5})
+        play(bandit, {"base": 0.001, "learned": rate}, 8, seed=seed)
+        shares.append(bandit.shares()["learned"])
+    assert least < sum(shares) / 5 < most, shares
+
+
+def test_an_arm_that_retires_is_drawn_no_more() -> None:
+    bandit = Bandit(BanditConfig(policy="ucb"), arms=ARMS)
+    bandit.tell("small", gain=5.0, cost=1.0)
+    bandit.join(Arm(name="learned"), retires=["small"])
+    assert set(draws(bandit)) == {"large", "learned"}
+    assert bandit.arms[0].gain == 5.0, "what it earned stays known"

@@ -10,10 +10,12 @@ from rookery.runs.trackers import TrackerName
 
 __all__ = [
     "DEFAULT_API_BASE",
+    "FEWEST_ROWS",
     "LEAST_MEMORY_MB",
     "BudgetConfig",
     "DatabaseConfig",
     "EvaluatorConfig",
+    "LearnConfig",
     "LlmConfig",
     "ModelConfig",
     "PromptConfig",
@@ -184,13 +186,15 @@ class LlmConfig(_Asking):
 
 LEAST_MEMORY_MB = 16
 """The least that a sandbox takes."""
+FEWEST_ROWS = 4
+"""Of a training: fewer answers are learned by heart."""
 
 
 class BudgetConfig(Config):
     """The run ends before it would spend more; null: no limit."""
 
     max_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of prompts and answers together."""
+    """Tokens of prompts and answers together, and those that `learn` trains on."""
     max_usd: float | None = Field(default=None, gt=0)
     """The most money that the run spends."""
     usd_per_million_prompt_tokens: float | None = Field(default=None, ge=0)
@@ -250,6 +254,27 @@ class TuneConfig(Config):
     """More evaluations, where so many seconds allow them: for programs that are scored fast."""
 
 
+class LearnConfig(Config):
+    """An adapter of the engine's model is trained on the run's own answers, and joins its models.
+
+    Trained on: answers whose child scores higher than its parent, by how much more than the other
+    answers to that parent. Each training begins with the engine's model, without an adapter.
+    """
+
+    every: int = Field(default=200, ge=1)
+    """Iterations between two trainings."""
+    rows: int = Field(default=256, ge=FEWEST_ROWS)
+    """The most answers of a training: the newest."""
+    rank: int = Field(default=16, ge=1)
+    """The rank of the adapter."""
+    epochs: int = Field(default=3, ge=1)
+    """How often a training sees every answer."""
+    batch_size: int = Field(default=8, ge=1)
+    """Answers of a step."""
+    learning_rate: float = Field(default=2e-4, gt=0)
+    """The highest: reached after the warm-up."""
+
+
 class RookeryConfig(Config):
     """Where and how an evolution runs."""
 
@@ -279,6 +304,19 @@ class RookeryConfig(Config):
     """Run beside the evolution, with as much to spend; `+tune`: with `tune`, where that is set."""
     tune: TuneConfig | None = None
     """Tune the numbers in the EVOLVE blocks of every new best Python program; null: not."""
+    learn: LearnConfig | None = None
+    """Train an adapter of `engine`'s model while the run goes on, and ask it too, as often as it
+    earns: `bandit` is then on. null: not."""
+
+    @model_validator(mode="after")
+    def _learning_is_possible(self) -> Self:
+        if self.learn is not None and self.engine is None:
+            raise ValueError(
+                "learn trains an adapter of the model of rookery.engine, and none is named; an API "
+                "of llm takes no adapters. Write rookery.engine: {model: FOLDER} or {type: fleet, "
+                "...}, or leave learn out."
+            )
+        return self
 
     @model_validator(mode="after")
     def _tuning_is_possible(self) -> Self:

@@ -115,9 +115,13 @@ export class EvolveView {
       return [h("span", { class: "name" }, name), six(arm.weight), count(arm.num_plays ?? ps.length), count(ps.filter((p) => p.state === "committed").length), six(arm.gain), count(ps.reduce((sum, p) => sum + (p.tokens ?? 0), 0) || arm.cost)];
     };
     const operators = report.operators.map((row) => [h("span", { class: "name" }, row.name), count(row.num_given), count(row.num_accepted), count(row.num_improved), six(row.tokens)]);
+    const learned = report.learned.flatMap((row) => (row.models.length ? row.models : [{}]).map((model, place) => [
+      ...(place ? ["", "", "", "", "", ""] : [row.error || row.name, count(row.iteration), count(row.num_rows), count(row.num_groups), count(row.tokens), six(row.seconds)]),
+      h("span", { class: "name" }, model.name ?? ""), count(model.num_plays), six(model.gain), count(model.cost)]));
     this.models.replaceChildren(
       names.length ? section("Cost by model", table(["Model", ["Weight"], ["Asked"], ["Kept"], ["Gain"], ["Tokens"]], names.map(line))) : "",
-      operators.length ? section("Operators", lead("How children were made. Each operator's share follows its recent improvement of the best score per token."), table(["Operator", ["Given"], ["Accepted"], ["Improved"], ["Tokens"]], operators)) : "");
+      operators.length ? section("Operators", lead("How children were made. Each operator's share follows its recent improvement of the best score per token."), table(["Operator", ["Given"], ["Accepted"], ["Improved"], ["Tokens"]], operators)) : "",
+      learned.length ? section("Learning", lead("Adapters trained on answers of this run, and what each model was given and won from then on."), table(["Training", ["Joined"], ["Answers"], ["Groups"], ["Trained tokens"], ["Seconds"], "Model", ["Asked"], ["Gain"], ["Tokens"]], learned)) : "");
   }
 
   arrange() {

@@ -14,12 +14,12 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.app_shell import ErrorAnswers, key_check, make_app, too_large
-from rookery.environments.atropos.engine_side import EngineSide
-from rookery.environments.atropos.gateway import Delivery, Gateway
-from rookery.environments.atropos.registry import Registration, TrainerRegistration
-from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.compat.atropos import engine_routes
+from rookery.compat.atropos.engine_side import EngineSide
+from rookery.compat.atropos.gateway import Delivery, Gateway
+from rookery.compat.atropos.registry import Registration, TrainerRegistration
+from rookery.compat.atropos.scored_group import ScoredGroup
 from rookery.errors import TaskError
-from rookery.service.atropos import engine
 from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.work import Refusal, bad, status_of
 
@@ -225,7 +225,7 @@ def make_atropos_app(
     app.state.reading = FairSemaphore(READERS)
     app.include_router(_make_router(gateway, delivery))
     if side is not None:
-        app.include_router(engine.make_router(side))
+        app.include_router(engine_routes.make_router(side))
     app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES)
     app.add_middleware(GunzipMiddleware, limit_bytes=limit_bytes)
     return app

@@ -5,92 +5,18 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from rookery.config import Config
-from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.compat.atropos.scored_group import ScoredGroup
 from rookery.errors import TaskError
 
 __all__ = [
-    "AtroposConfig",
     "Environment",
-    "EnvironmentCommand",
     "Registration",
     "Registry",
     "TrainerRegistration",
 ]
-
-# How a training gets its groups from Atropos environments.
-
-
-class EnvironmentCommand(Config):
-    """A program that plays: an Atropos environment, or anything that speaks its API."""
-
-    command: tuple[str, ...] = Field(min_length=1)
-    """As a list of words. `{gateway}`, `{engine}`, `{model}` and `{key}` become the gateway's URL
-    (with the key, where it asks for one), the engine's URL with /v1, the model's folder, and the
-    key."""
-    folder: Path = Path()
-    """Where it is started."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables."""
-    restarts: int = Field(default=3, ge=0)
-    """How often it is started again when it ends with an error."""
-
-
-class AtroposConfig(Config):
-    """Groups of Atropos environments in place of tasksets and scorers."""
-
-    type: Literal["atropos"] = "atropos"
-    url: str = ""
-    """A gateway or a `run-api` that runs elsewhere; empty: the gateway is started here."""
-    host: str = "127.0.0.1"
-    """The address to listen on; one beyond this machine needs a key."""
-    port: int = Field(default=8000, ge=0, le=65535)
-    """Of the gateway; 0 takes a free one. The engine's routes are there too."""
-    engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()
-    """Further ports for the same routes: some environments ask 9001, others 9004 to 9007."""
-    key_env: str = ""
-    """The environment variable with the key that clients must send; beyond this machine's own
-    address the gateway needs one."""
-    environments: tuple[EnvironmentCommand, ...] = ()
-    """Programs that are started with the run, watched, and stopped with it. When all have ended the
-    run goes on as long as others play at its gateway."""
-    max_token_len: int = Field(default=2048, ge=2)
-    """The longest sequence, prompt and answers; at most what the model reads."""
-    batch_s: float = Field(default=3600.0, gt=0)
-    """How long a batch may take to come together."""
-    body_mib: float = Field(default=64.0, gt=0)
-    """The largest request, after decompression."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "AtroposConfig":
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.key_env:
-            raise ValueError(
-                f"host is {self.host}, which others reach: write key_env with the name of a "
-                "variable that holds a key, or listen on 127.0.0.1"
-            )
-        if self.url and (self.environments or self.engine_ports):
-            raise ValueError(
-                "url names a gateway that runs elsewhere, and its environments are started there: "
-                "leave out environments and engine_ports, or url"
-            )
-        return self
-
-    def from_folder(self, folder: Path) -> "AtroposConfig":
-        """With its paths taken from the folder of its file."""
-        return self.model_copy(
-            update={
-                "environments": tuple(
-                    one.model_copy(update={"folder": (folder / one.folder).resolve()})
-                    for one in self.environments
-                )
-            }
-        )
-
 
 SILENT_S = 120.0
 """An environment that says nothing for so long is gone: they ask for their status all the time."""

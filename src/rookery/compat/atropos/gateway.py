@@ -14,15 +14,15 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rookery.environments.atropos.engine_side import Drawn, SampleIndex
-from rookery.environments.atropos.group_queue import GroupQueue, IsGone, QueuedGroup, stays
-from rookery.environments.atropos.registry import (
+from rookery.compat.atropos.engine_side import Drawn, SampleIndex
+from rookery.compat.atropos.group_queue import GroupQueue, IsGone, QueuedGroup, stays
+from rookery.compat.atropos.registry import (
     Environment,
     Registration,
     Registry,
     TrainerRegistration,
 )
-from rookery.environments.atropos.scored_group import (
+from rookery.compat.atropos.scored_group import (
     ScoredGroup,
     check_group,
     drawn_sequences,

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rookery.environments.atropos.engine_side import Drawn
-from rookery.environments.atropos.registry import Registry
-from rookery.environments.atropos.scored_group import ScoredGroup, complete_groups, pick_batch
+from rookery.compat.atropos.engine_side import Drawn
+from rookery.compat.atropos.registry import Registry
+from rookery.compat.atropos.scored_group import ScoredGroup, complete_groups, pick_batch
 from rookery.errors import TaskError
 from rookery.runs import Run
 from rookery.runs.disk import disk_boundary

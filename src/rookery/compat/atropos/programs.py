@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rookery.environments.atropos.registry import EnvironmentCommand
+from rookery.environments.atropos import EnvironmentCommand
 from rookery.errors import ConfigError
 from rookery.runtime.process import ChildProcess
 

@@ -13,12 +13,12 @@ import aiohttp
 import stamina
 from pydantic import TypeAdapter, ValidationError
 
-from rookery.environments.atropos.engine_side import Drawn, EngineSide
-from rookery.environments.atropos.gateway import Gateway
-from rookery.environments.atropos.group_queue import QueuedGroup
-from rookery.environments.atropos.programs import Programs
-from rookery.environments.atropos.registry import TrainerRegistration
-from rookery.environments.atropos.scored_group import ScoredGroup, check_group
+from rookery.compat.atropos.engine_side import Drawn, EngineSide
+from rookery.compat.atropos.gateway import Gateway
+from rookery.compat.atropos.group_queue import QueuedGroup
+from rookery.compat.atropos.programs import Programs
+from rookery.compat.atropos.registry import TrainerRegistration
+from rookery.compat.atropos.scored_group import ScoredGroup, check_group
 from rookery.errors import TaskError
 from rookery.types import ModelRef
 

@@ -17,8 +17,8 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from rookery.compat.atropos.engine_side import EngineSide
 from rookery.concurrency import together
-from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
 from rookery.service.drawing import encode_prompts
 from rookery.service.openai.routes import (

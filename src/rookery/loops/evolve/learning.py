@@ -1,0 +1,226 @@
+"""The proposer learns (`rookery.learn`): an adapter trained on the run's answers joins as an arm.
+
+    every N iterations:
+        choose the answers whose child improved its parent, weighted by their group
+        train an adapter of the engine's model on them                 # Learner.train
+        add it to the arms; the bandit judges all of them anew         # search/programs/bandit.py
+
+A deterministic search waits for a training, so that its arm appears at a fixed iteration. A steady
+one goes on meanwhile. A training is an event of the run when it has ended; one that was cut is
+repeated from its start with the same answers.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import fsum
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import TypeAdapter
+
+from rookery.concurrency import run_in_thread
+from rookery.errors import RookeryError
+from rookery.loops.evolve.config import LearnConfig
+from rookery.loops.evolve.config.sections import FEWEST_ROWS
+from rookery.loops.evolve.program import ProgramStore
+from rookery.loops.evolve.search_state import Answered, Learned, SearchState
+from rookery.ports import TextModel
+from rookery.runs import Run
+
+__all__ = ["Learner", "Learning", "Lesson", "Trained", "choose_answers"]
+
+LEARNED = "learned"
+"""The kind of event, and the folder of the adapters."""
+_LEARNED = TypeAdapter(Learned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One row of a training."""
+
+    system: str
+    user: str
+    answer: str
+    weight: float
+    """0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """An adapter that was trained."""
+
+    write: Callable[[Path], object]
+    """Puts it into a folder."""
+    num_rows: int
+    num_tokens: int
+    seconds: float
+    loss: float
+
+
+class Learner(Protocol):
+    """Trains adapters of the engine's model, and serves them."""
+
+    async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
+        """The same lessons and seed give the same adapter."""
+        ...
+
+    def open(self, folder: Path, *, name: str) -> TextModel:
+        """The adapter in the folder, loaded when it is asked first."""
+        ...
+
+    async def retire(self, name: str) -> None:
+        """Unload an adapter after its last request; one that is asked again is loaded again."""
+        ...
+
+
+def choose_answers(answers: Sequence[Answered]) -> list[tuple[Answered, float]]:
+    """The answers to learn, with weights.
+
+    A group are the answers to one program, and the program itself, which gains nothing. Gains are
+    in units of the group's best, as they shrink while a search goes on; the weight is by how much
+    an answer is above the mean of its group.
+    """
+    groups: dict[str, list[float]] = {}
+    for answered in answers:
+        groups.setdefault(answered.base, [0.0]).append(answered.gain)
+    best = {base: max(gains) for base, gains in groups.items()}
+    mean = {base: fsum(gains) / len(gains) for base, gains in groups.items()}
+    return [
+        (answered, (answered.gain - mean[answered.base]) / best[answered.base])
+        for answered in answers
+        if answered.gain > mean[answered.base]
+    ]
+
+
+class Learning:
+    """The trainings of one search."""
+
+    def __init__(
+        self,
+        config: LearnConfig,
+        learner: Learner,
+        *,
+        run: Run,
+        store: ProgramStore,
+        state: SearchState,
+        add_arm: Callable[[str, TextModel], None],
+        say: Callable[[str], None],
+        seed: int,
+    ) -> None:
+        """Reads events: call it in a thread. `add_arm` lets plans name a model."""
+        self._config = config
+        self._learner = learner
+        self._run = run
+        self._store = store
+        self._state = state
+        self._add_arm = add_arm
+        self._say = say
+        self._seed = seed
+        self._recorded = [_LEARNED.validate_python(one.payload) for one in run.events(LEARNED)]
+        """Of earlier sessions, in the order in which their arms joined."""
+        self._last = 0
+        """The last training that was begun."""
+        self._task: asyncio.Task[tuple[Learned, Trained | None]] | None = None
+
+    async def advance(
+        self, *, has_left: bool, limit_s: float | None, on_end: Callable[[], None]
+    ) -> None:
+        """Called before each step of the search: begins a training that is due and lets an adapter
+        join. `has_left`: there are attempts to plan. `on_end` is called when a training has ended
+        that is not waited for."""
+        while self._recorded and self._recorded[0].num_decided == self._state.num_decided:
+            learned = self._recorded.pop(0)
+            self._last = learned.number
+            await self._join(learned)
+        if self._task is None and has_left and self._is_due():
+            self._last = self._state.num_decided // self._config.every
+            work = self._train(self._last, tuple(self._state.answers))
+            self._task = asyncio.create_task(work, name="training")
+            self._task.add_done_callback(lambda _: on_end())
+            if self._state.lag is not None:
+                await asyncio.wait([self._task], timeout=limit_s)
+                if not self._task.done():
+                    await self.close()
+        if self._task is not None and self._task.done():
+            learned, trained = self._task.result()
+            self._task = None
+            await self._record(learned, trained)
+
+    async def close(self) -> None:
+        """End a training that nobody waits for any more; a later session repeats it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    def _is_due(self) -> bool:
+        """A training that an earlier session did not begin, as one was under way, is not begun
+        now."""
+        number, rest = divmod(self._state.num_decided, self._config.every)
+        return number > self._last and rest == 0 and not self._recorded
+
+    async def _train(
+        self, number: int, answers: Sequence[Answered]
+    ) -> tuple[Learned, Trained | None]:
+        chosen = (await run_in_thread(choose_answers, answers))[-self._config.rows :]
+        learned = Learned(
+            number=number,
+            num_decided=0,
+            num_answers=len(answers),
+            num_groups=len({answered.base for answered, _ in chosen}),
+        )
+        if len(chosen) < FEWEST_ROWS:
+            error = f"{len(chosen)} answers to learn; a training needs {FEWEST_ROWS}."
+            return replace(learned, error=error), None
+        self._say(f"training {learned.name} on {len(chosen)} answers of the run")
+        lessons = await run_in_thread(lambda: [self._lesson(*each) for each in chosen])
+        try:
+            trained = await self._learner.train(lessons, name=learned.name, seed=self._seed)
+        except RookeryError as error:
+            return replace(learned, error=str(error)), None
+        return replace(
+            learned,
+            num_rows=trained.num_rows,
+            num_tokens=trained.num_tokens,
+            seconds=trained.seconds,
+            loss=trained.loss,
+        ), trained
+
+    def _lesson(self, answered: Answered, weight: float) -> Lesson:
+        said = self._store.get_document(answered.answer)
+        return Lesson(
+            system=said["system"], user=said["user"], answer=said["answer"], weight=weight
+        )
+
+    async def _record(self, learned: Learned, trained: Trained | None) -> None:
+        """What is not durable is repeated."""
+        retires = () if learned.error else self._find_retired()
+        learned = replace(learned, num_decided=self._state.num_decided, retires=retires)
+        if trained is not None:
+            name = f"{LEARNED}/{learned.name}"
+            await run_in_thread(partial(self._run.write_folder, name, trained.write))
+        payload = _LEARNED.dump_python(learned, mode="json")
+        await self._run.append(LEARNED, payload, key=str(learned.number))
+        self._say(
+            f"{learned.name} is not trained: {learned.error}"
+            if learned.error
+            else f"{learned.name} joins: {learned.num_tokens} tokens, {learned.seconds:.1f} s"
+        )
+        await self._join(learned)
+
+    def _find_retired(self) -> tuple[str, ...]:
+        """Of earlier adapters the best by its rate stays."""
+        names = {learned.name for learned, _ in self._state.learned}
+        arms = [arm for arm in self._state.database.arms if arm.name in names and arm.weight > 0]
+        arms.sort(key=lambda arm: arm.rate or 0.0)
+        return tuple(arm.name for arm in arms[:-1])
+
+    async def _join(self, learned: Learned) -> None:
+        if not learned.error:
+            folder = self._run.path / LEARNED / learned.name
+            self._add_arm(learned.name, self._learner.open(folder, name=learned.name))
+        self._state.tell_learned(learned)
+        for name in learned.retires:
+            await self._learner.retire(name)
