@@ -35,7 +35,6 @@ def evaluate(
 
     All of them are answered in one batch. The run can be interrupted and resumed.
 
-        rookery eval smollm2 tasks.jsonl
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
         rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
@@ -44,8 +43,7 @@ def evaluate(
     model
         A Hugging Face id, a local folder, or `smollm2`.
     taskset
-        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
-        its config may follow, FILE?bad_rows=skip.
+        A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     adapter
         A PEFT folder; give it once for each adapter.
     split
@@ -72,13 +70,11 @@ def evaluate(
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    places = {"device": device, "dtype": dtype, "weights": weights}
-    values = {"split": split, "limit": limit, **places}
-    outcome = measure(
+    return print_outcome(measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
-        progress=not json_out, report={"samples": samples}, **values,
-    )  # fmt: skip
-    return print_outcome(outcome, as_json=json_out)
+        progress=not json_out, report={"samples": samples}, split=split, limit=limit,
+        device=device, dtype=dtype, weights=weights,
+    ), as_json=json_out)  # fmt: skip
 
 
 def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":

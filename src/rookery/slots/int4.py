@@ -65,6 +65,7 @@ class Int4Product:
         self._rests = rests.t().contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         product = _multiply(x, self._packed, _GROUP, *self._sizes)
         sums = x.view(len(x), -1, _GROUP).sum(dim=2)
         if len(x) > 1:
