@@ -238,8 +238,8 @@ def warn_of_precision(engine: AnySamplerConfig) -> list[str]:
     if not isinstance(engine, EngineConfig) or engine.weights == "auto":
         return []
     return [
-        f"The linear layers had {engine.weights} weights (engine.weights), so that answers differ "
-        "from those in float32: measure what you keep with the weights that will serve it."
+        f"The linear layers had {engine.weights} weights (`weights: {engine.weights}`), so that "
+        "answers differ from those in float32: measure what you keep as it will be served."
     ]
 
 

@@ -6,11 +6,14 @@ the time of the plain product, whose bits differ, and is used all the same. The 
 has that property in its strict mode, which it reads when it is first called.
 """
 
+import ctypes
+import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ __all__ = [
     "PackedProduct",
     "SlottedLinear",
     "can_pack",
+    "drop_pages",
 ]
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -67,6 +71,22 @@ def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch build has the packed product for such weights."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and device.type == "cpu" and dtype == torch.float32
+
+
+def drop_pages(weights: Iterable[torch.Tensor]) -> None:
+    """Take weights that lie in a mapped file, unchanged, out of this process's memory. Who reads
+    them again gets them from the file. Others stay as they are."""
+    if not (maps := Path("/proc/self/maps")).exists():
+        return
+    places = [line.split() for line in maps.read_text().splitlines()]
+    mapped = [tuple(int(x, 16) for x in place[0].split("-")) for place in places if place[4] != "0"]
+    page = mmap.PAGESIZE
+    for weight in weights:
+        start = -(-weight.data_ptr() // page) * page
+        stop = (weight.data_ptr() + weight.nbytes) // page * page
+        if start < stop and any(first <= start and stop <= last for first, last in mapped):
+            memory = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+            ctypes.CDLL(None).madvise(*memory, mmap.MADV_DONTNEED)
 
 
 class PackedProduct:

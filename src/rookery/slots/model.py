@@ -26,7 +26,13 @@ from rookery.errors import AdapterError, ModelError, boundary
 from rookery.model_names import is_named
 from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
-from rookery.slots.linear import ActiveRows, MakeProduct, PackedProduct, SlottedLinear
+from rookery.slots.linear import (
+    ActiveRows,
+    MakeProduct,
+    PackedProduct,
+    SlottedLinear,
+    drop_pages,
+)
 from rookery.slots.probe import HeadsSeen, Probe, agree
 from rookery.slots.rows import PositionEncoding, SlotRows
 from rookery.types import Adapter, LoraFactors
@@ -167,8 +173,11 @@ class SlottedModel:
         """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
         self._product = product
         self._fused = self._agreeing_fusion()
-        for layer in self._fused or ():
+        for layer, plain in zip(self._fused or (), self._decoder.layers, strict=False):
+            weights = list(plain.parameters())
             layer.pack(product)
+            if product is not PackedProduct:  # whose copies are as large
+                drop_pages(weights)
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
             if linear.weight is not None:
