@@ -42,12 +42,13 @@ demo: $(VENV)/.ready
 # The limit is checked apart: slipcover cannot both check and show what xdist's workers covered.
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --json --out .coverage.json \
-	  -m pytest -n 2 --dist worksteal tests/unit $(ARGS)
+	  -m pytest -n 2 --dist worksteal --durations=30 tests/unit $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/real $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=30 tests/real $(ARGS)
 
 test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
-	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real tests/unit/loops/evolve tests/unit/compat $(ARGS)
+	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real $(ARGS)
+	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit/loops/evolve tests/unit/compat $(ARGS)
 	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit -m long $(ARGS)
 
 check: $(VENV)/.ready

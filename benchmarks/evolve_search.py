@@ -32,10 +32,9 @@ from evolve_landscapes import (
     simulate,
 )
 
-from rookery.loops.evolve.baselines import BestOfN, Sequential
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.search_state import open_state, search_config
-from rookery.search.programs.database import ProgramDatabase
+from rookery.search.programs.database import BestOfN, ProgramDatabase, Sequential
 from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo_plan import plan_grpo
     from rookery.compose.icm import run_icm
+    from rookery.compose.pipeline import run_pipeline
     from rookery.compose.running import resume
     from rookery.compose.sft import run_sft
     from rookery.engines import open_engine
@@ -61,6 +62,7 @@ __all__ = [
     "run_genome",
     "run_grpo",
     "run_icm",
+    "run_pipeline",
     "run_sft",
     "ui",
 ]
@@ -75,6 +77,7 @@ _LAZY = {
     "run_genome": "rookery.compose.genome",
     "run_grpo": "rookery.compose.grpo",
     "run_icm": "rookery.compose.icm",
+    "run_pipeline": "rookery.compose.pipeline",
     "run_sft": "rookery.compose.sft",
     "ui": "rookery.ui",
 }

@@ -12,10 +12,10 @@ Wrong input is answered with what was given, what is allowed and the nearest rig
 import difflib
 import json
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 from urllib.parse import SplitResult, urlsplit
 
 import yaml
@@ -51,6 +51,9 @@ class Config(BaseModel):
         protected_namespaces=(),
     )
 
+    resolved_later: ClassVar[frozenset[str]] = frozenset()
+    """Keys whose `run:NAME/PART` are runs that are still to be made."""
+
     def from_folder(self, folder: Path) -> Self:  # noqa: ARG002
         """The same with its relative paths taken from `folder`, where its file is."""
         return self
@@ -68,11 +71,16 @@ def without_removed(document: object, removed: Mapping[str, tuple[object, str]])
 
 
 def load_config(
-    model: type[Model], path: Path | None = None, *, overrides: Sequence[str] = ()
+    model: type[Model],
+    path: Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resolve: Callable[[dict[str, Any]], dict[str, Any]] = lambda document: document,
 ) -> Model:
-    """Read `path` (or nothing), lay the overrides over it, validate."""
+    """Read `path` (or nothing), lay the overrides over it, resolve what they refer to, validate."""
     document = read_document(path) if path is not None else {}
     flags = override(model, document, parse_overrides(overrides))
+    document = resolve(document)
     return parse_config(
         model, document, origin=str(path) if path else "the command line", flags=flags
     )

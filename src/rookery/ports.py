@@ -122,8 +122,8 @@ class Engine(Sampler, Adapters, Protocol):
 
 @runtime_checkable
 class TextModel(Protocol):
-    """Messages in, text out, no tokenizer: an external API, an engine behind a chat template, or
-    several of them. Calls may overlap; a call that is cancelled leaves nothing running."""
+    """Messages in, text out, no tokenizer: an external API, or an engine behind a chat
+    template. Calls may overlap; a call that is cancelled leaves nothing running."""
 
     async def reply(self, request: TextRequest) -> TextReply:
         """One reply. A request that cannot be answered (refused, filtered, no server in time)

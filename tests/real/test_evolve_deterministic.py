@@ -12,7 +12,7 @@ from evolve_command import decided, once, require_sandbox, run, stop, write_prob
 from marks import long
 from scripted import Scripted, serve_scripted
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), long]
 NUM_ITERATIONS = 24
 
 
@@ -44,7 +44,7 @@ def undisturbed(model: Scripted, tmp_path_factory: pytest.TempPathFactory) -> by
     return text
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=long), 4, pytest.param(16, marks=long)])
+@pytest.mark.parametrize("workers", [1, 4, 16])
 def test_a_run_that_is_stopped_twice_exports_the_same_bytes(
     tmp_path: Path, model: Scripted, undisturbed: bytes, workers: int
 ) -> None:

@@ -20,6 +20,7 @@ from executors.jobs import job, until
 
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_modal, pack_folder
+from rookery.executors.fake_task import open_fake_task
 from rookery.executors.modal import ModalWorker
 from rookery.executors.pool import open_pool
 from rookery.executors.worker import read_version
@@ -76,7 +77,7 @@ class LocalHost:
         digest = "" if spec.folder is None else spec.folder.digest
         # modal makes the constructor of the parameters; its decorator has no types.
         host: Any = ModalHost
-        self.real = host(task_name=spec.task, settings=spec.settings, digest=digest)
+        self.real = host(task_name=spec.task_name, settings=spec.settings, digest=digest)
         self.calls: list[LocalCall] = []
         self.hello, self.run = _Method(), _Method()
         self.hello.remote = Aio(self.real.hello.remote, self.real.hello.local)
@@ -111,7 +112,7 @@ def test_deploying_needs_nothing_but_an_account() -> None:
 
 
 async def test_jobs_run_through_the_methods_of_the_app(tmp_path: Path) -> None:
-    host = LocalHost(WorkerSpec(task="fake"))
+    host = LocalHost(WorkerSpec(task=open_fake_task))
 
     async def start(slot: str) -> ModalWorker:
         worker = ModalWorker(slot, host)
@@ -137,7 +138,7 @@ async def test_jobs_run_through_the_methods_of_the_app(tmp_path: Path) -> None:
 async def test_a_container_that_modal_loses_is_a_lost_worker() -> None:
     import modal
 
-    host = LocalHost(WorkerSpec(task="fake"))
+    host = LocalHost(WorkerSpec(task=open_fake_task))
 
     async def lose(_: bytes) -> LocalCall:
         raise modal.exception.InternalFailure("The container was preempted.")
@@ -157,7 +158,7 @@ async def test_a_container_that_modal_loses_is_a_lost_worker() -> None:
 
 
 async def test_a_container_that_cannot_run_the_task_says_why() -> None:
-    spec = WorkerSpec(task="fake", settings=b'{"refuse": "No sandbox works here."}')
+    spec = WorkerSpec(task=open_fake_task, settings=b'{"refuse": "No sandbox works here."}')
 
     async def start(slot: str) -> ModalWorker:
         worker = ModalWorker(slot, LocalHost(spec))
@@ -175,7 +176,7 @@ async def test_without_an_account_the_sentence_is_modals(
 ) -> None:
     for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
         monkeypatch.delenv(name, raising=False)
-    spec = WorkerSpec(task="fake", folder=pack_folder(tmp_path))
+    spec = WorkerSpec(task=open_fake_task, folder=pack_folder(tmp_path))
     with pytest.raises(ExecutorError, match=r"Modal app rookery-executors: .*[Tt]oken"):
         async with asyncio.timeout(30), open_modal(spec):
             pass

@@ -109,6 +109,7 @@ async def test_contexts_are_the_tokens_of_their_whole_text(labeller: Labeller) -
         assert found == labeller.encoder.encode(text)
 
 
+@long
 async def test_batched_numbers_are_those_of_one_at_a_time(
     labeller: Labeller, store: ScoreStore
 ) -> None:

@@ -1,6 +1,6 @@
 """A training that one process or several do.
 
-Goes on from the state of its first step when that is not 0, saves one after every fifth step, and
+Goes on from the state of its first step when that is not 0, saves one after every second step, and
 leaves `KIND_SIZE_STEP.safetensors` in the folder. The first process kills itself before step
 `kill`.
 """
@@ -55,7 +55,7 @@ async def train(
         assert [len(own) for own in output.logprobs] == [len(datum.targets) for datum in data]
         [stepped] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-3)])
         assert not stepped.error, stepped.error
-        if (step + 1) % 5 == 0:
+        if (step + 1) % 2 == 0:
             await trainer.save("policy", folder / f"{kind}_{size}_{step + 1}.safetensors")
     await trainer.export("policy", folder / f"{kind}_{size}_exported_{steps.start}")
     if isinstance(trainer, FullTrainer):

@@ -53,7 +53,7 @@ def _kinds(tree: ast.Module) -> Iterator[str]:
 
 def test_the_page_of_events_lists_those_that_are_written() -> None:
     listed = set(re.findall(r"^\| `([a-z_/]+)`", (DOCS / "reference/events.md").read_text(), re.M))
-    folders = ("loops", "rollout", "runs", "compat")
+    folders = ("loops", "rollout", "runs", "compat", "compose")
     files = [path for folder in folders for path in (SOURCE / folder).rglob("*.py")]
     written = {kind for path in files for kind in _kinds(ast.parse(path.read_text()))}
     # Written under names of other files.

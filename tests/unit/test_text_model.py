@@ -1,17 +1,15 @@
-"""Text models over engines and over one another."""
+"""Text models over engines."""
 
-import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jinja2
 import pytest
 
-from rookery.errors import ConfigError, EngineDownError, EngineError, ModelError
+from rookery.errors import EngineError, ModelError
 from rookery.ports import TextModel
-from rookery.rollout import EngineTextModel, EnsembleTextModel, Member
+from rookery.rollout import EngineTextModel
 from rookery.tasks.template import SpecialToken, Template
-from rookery.testing import BASE, FakeSampler, FakeTextModel
+from rookery.testing import BASE, FakeSampler
 from rookery.types import Completion, Json, Message, SampleRequest, TextRequest, TokenUsage
 
 
@@ -99,43 +97,3 @@ async def test_what_an_engine_cannot_reply_to_is_an_engine_error() -> None:
     plain.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         EngineTextModel(sampler, model=BASE, template=Template(plain))
-
-
-async def test_an_ensemble_shares_requests_by_weight_and_names_who_replied() -> None:
-    models = {name: FakeTextModel(lambda _, name=name: name) for name in "abc"}  # type: ignore[misc]
-    ensemble = EnsembleTextModel(
-        {"a": Member(models["a"], weight=3), "b": Member(models["b"]), "c": Member(models["c"], 0)}
-    )
-    assert isinstance(ensemble, TextModel)
-    requests = [ask(str(i), seed=5) for i in range(400)]
-    replies = await asyncio.gather(*(ensemble.reply(request) for request in requests))
-    found = Counter(reply.model for reply in replies)
-    assert found.keys() == {"a", "b"} and 260 < found["a"] < 340
-    assert all(reply.text == reply.model for reply in replies)
-    again = [(await ensemble.reply(request)).model for request in reversed(requests)]
-    assert again[::-1] == [reply.model for reply in replies], "by the request alone"
-    reply = await ensemble.member("c").reply(ask())
-    assert reply.model == "c" and models["c"].requests == [ask()]
-
-
-async def test_a_member_that_fails_is_not_replaced() -> None:
-    class Down:
-        async def reply(self, request: TextRequest) -> object:
-            del request
-            raise EngineDownError("as asked")
-
-    ensemble = EnsembleTextModel({"down": Member(Down()), "up": Member(FakeTextModel(str), 0)})  # type: ignore[arg-type]
-    with pytest.raises(EngineDownError, match="as asked"):
-        await ensemble.reply(ask())
-
-
-@pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [float("nan")], [float("inf")]])
-def test_weights_that_choose_nobody_are_refused(weights: list[float]) -> None:
-    members = {str(i): Member(FakeTextModel(str), w) for i, w in enumerate(weights)}
-    with pytest.raises(ConfigError, match="weights of an ensemble"):
-        EnsembleTextModel(members)
-
-
-def test_an_unknown_member_is_named() -> None:
-    with pytest.raises(ConfigError, match="x is not a model of the ensemble: a"):
-        EnsembleTextModel({"a": Member(FakeTextModel(str))}).member("x")

@@ -67,8 +67,8 @@ def write_chat_model(folder: Path, **extra: object) -> Path:
     core = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    sizes = {"vocab_size": len(words), "max_position_embeddings": 2048, **extra}
-    write_tiny_model(folder, **sizes)
+    extra = {"max_position_embeddings": 2048, **extra}
+    write_tiny_model(folder, "Llama", vocab_size=len(words), **extra)
     PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",

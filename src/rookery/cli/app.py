@@ -11,15 +11,15 @@ from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
-from rookery.cli.loop_command import genome, icm
+from rookery.cli.loop_command import genome, icm, pipeline
 from rookery.cli.new import new
 from rookery.cli.runs import runs
 from rookery.cli.serve import keys, serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.cli.ui import ui
-from rookery.compose.stopping import Stopped, stop_signals
 from rookery.errors import RookeryError, missing_extra
+from rookery.runtime.stopping import Stopped, stop_signals
 
 __all__ = ["app", "main"]
 
@@ -38,6 +38,7 @@ app.command(grpo)
 app.command(icm)
 app.command(evolve)
 app.command(sft)
+app.command(pipeline)
 app.command(fleet)
 app.command(serve)
 app.command(keys)

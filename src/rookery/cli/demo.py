@@ -16,7 +16,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from rookery.cli.loop_command import read_loop_config
-from rookery.cli.terminal import console, log_warnings, print_outcome
+from rookery.cli.terminal import log_warnings, print_outcome, say
 from rookery.starters import DEMOS, PROJECTS
 
 if TYPE_CHECKING:
@@ -151,11 +151,11 @@ def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> i
     best = outcome.report.best
     if best is not None:
         mean, low, high = (best.metrics.get(f"held_out_{end}") for end in ("gain", "low", "high"))
-        _say(
+        say(
             f"On 60 functions that no choice depended on it gets lower by {wording.signed(mean)} "
             f"(95 % interval {wording.signed(low)} to {wording.signed(high)})."
         )
-    _say("A script proposed these programs, not a language model: give yours in the config.")
+    say("A script proposed these programs, not a language model: give yours in the config.")
     return _say_next(
         (f"cat {shlex.quote(str(outcome.path / 'best' / 'best_program.py'))}", "the program"),
         ("rookery new evolve mine", "these files, to make your own of them"),
@@ -206,7 +206,7 @@ def _addition() -> Path:
         from rookery.starters.addition import make_addition
 
         quiet_libraries()
-        _say(f"Making a tiny model that adds, half trained, in {folder}: half a minute, once.")
+        say(f"Making a tiny model that adds, half trained, in {folder}: half a minute, once.")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             make_addition(Path(scratch) / "made")
@@ -222,8 +222,8 @@ def _run_loop(
 
     log_warnings()
     loop = find_kind(kind)
-    loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN)
-    _say(f"The config is {config}")
+    loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN, runs_dir=runs_dir)
+    say(f"The config is {config}")
     outcome = loop.start(loaded, {}, name=name, runs_dir=runs_dir)
     print_outcome(outcome)
     return outcome
@@ -235,8 +235,8 @@ async def _serve_and_train(model: str, folder: Path) -> None:
 
     config = ServeConfig(port=0, anonymous=True, models={model: model}, folder=folder)
     async with serving(config) as url:
-        _say(f"The service answers at {url}. A client anywhere would now do:")
-        _say(
+        say(f"The service answers at {url}. A client anywhere would now do:")
+        say(
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-any\n"
             f'  trainer = tinker.ServiceClient().create_lora_training_client("{model}", rank=8)\n'
             '  trainer.forward_backward(data, "cross_entropy"); trainer.optim_step(adam)\n'
@@ -244,7 +244,7 @@ async def _serve_and_train(model: str, folder: Path) -> None:
         )
         async with open_client(ServiceClientConfig(url=url, model=model)) as client:
             await _train(client, model)
-    _say(f"The service has stopped. What it keeps for its next start is in {folder}.")
+    say(f"The service has stopped. What it keeps for its next start is in {folder}.")
 
 
 async def _train(client: "ServiceClient", model: str) -> None:
@@ -268,10 +268,10 @@ async def _train(client: "ServiceClient", model: str) -> None:
         [output] = await client.trainer.forward_backward([request])
         await client.trainer.optim_step([OptimStep(trainee="demo", learning_rate=1e-3)])
         mean = sum(map(sum, output.logprobs)) / len(rows)
-        _say(f"step {step + 1}: log-probability of an answer that is learned {mean:.3f}")
+        say(f"step {step + 1}: log-probability of an answer that is learned {mean:.3f}")
     after = await _answer_logprobs(client, held_out)
     gain = paired_difference(after, before, rng=stream(0, "demo"))
-    _say(
+    say(
         f"Log-probability of the right answer, 40 words that were not trained on: "
         f"{gain.estimate:+.3f} (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
     )
@@ -279,7 +279,7 @@ async def _train(client: "ServiceClient", model: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     prompt = template.encode(tasks[1])
     [answers] = await client.engine.sample([SampleRequest(model=ref, prompt=prompt, params=params)])
-    _say(f"{json.dumps(str(tasks[1].prompt))} is answered {json.dumps(answers[0].text)}")
+    say(f"{json.dumps(str(tasks[1].prompt))} is answered {json.dumps(answers[0].text)}")
 
 
 async def _answer_logprobs(client: "ServiceClient", data: "Sequence[Datum]") -> list[float]:
@@ -289,14 +289,10 @@ async def _answer_logprobs(client: "ServiceClient", data: "Sequence[Datum]") -> 
     return [sum(answer) for answer in output.logprobs]
 
 
-def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def _say_next(*commands: tuple[str, str]) -> int:
     """Three commands to go on with; a demo that came this far succeeded."""
-    _say("\nNext:")
+    say("\nNext:")
     width = max(len(command) for command, _ in commands)
     for command, what in commands:
-        _say(f"  {command:<{width}}  # {what}")
+        say(f"  {command:<{width}}  # {what}")
     return 0

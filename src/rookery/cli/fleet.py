@@ -11,7 +11,7 @@ import cyclopts
 from cyclopts import Parameter
 from rich.markup import escape
 
-from rookery.cli.terminal import check_flags, console, display, fail, log_warnings
+from rookery.cli.terminal import check_flags, console, display, fail, log_warnings, say
 from rookery.config import load_config
 from rookery.errors import ConfigError
 
@@ -151,7 +151,7 @@ def restore(*urls: str) -> int:
         raise ConfigError("No server is named: write `rookery fleet restore http://host:8000`.")
     for url in urls:
         run_async(load_first(url, api_key=os.environ.get(_KEY, "")))
-        console.print(f"{url} has the weights it was started with.", highlight=False)
+        say(f"{url} has the weights it was started with.")
     return 0
 
 
@@ -213,8 +213,7 @@ async def _up(launch: "LaunchConfig") -> int:
     def ready(servers: "Sequence[LocalServer]") -> None:
         urls = [server.url for server in servers]
         for server in servers:
-            line = f"{server.url}   process {server.pid}   log {server.log}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(f"{server.url}   process {server.pid}   log {server.log}")
         _print_ready(launch, urls)
         if servers[0].config.api_key:
             console.print(f"They ask for the key that {_KEY} or launch.api_key holds.")
@@ -235,7 +234,7 @@ async def _up_on_ray(launch: "LaunchConfig") -> int:
     console.print(f"Placing {_count(num)} on the Ray cluster at {launch.ray_address}.")
     async with place_on_ray(launch, num=num, address=launch.ray_address) as placed:
         for url in placed.urls:
-            console.print(url, highlight=False)
+            say(url)
         _print_ready(launch, placed.urls)
         console.print(f"They ask for a key: export {_KEY}={placed.api_key}", soft_wrap=True)
         console.print("Ctrl-C stops them.")
@@ -244,12 +243,9 @@ async def _up_on_ray(launch: "LaunchConfig") -> int:
 
 
 def _print_ready(launch: "LaunchConfig", urls: Sequence[str]) -> None:
-    console.print(
+    say(
         f"{_count(len(urls))} of {launch.model} ready. In a config:\n"
         f"  engine: {{type: fleet, urls: [{', '.join(urls)}]}}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 
@@ -281,7 +277,7 @@ def _print_servers(servers: "Sequence[ServerStatus]") -> None:
     console.print(table)
     for server in servers:
         for name in server.adapters:
-            console.print(f"{server.url}   {name}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{server.url}   {name}")
 
 
 def _print_checks(checks: "Sequence[Check]") -> None:

@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 import yaml
 from cyclopts import Parameter
 
-from rookery.cli.terminal import check_flags, console, log_warnings, print_outcome, print_table
+from rookery.cli.terminal import (
+    check_flags,
+    console,
+    fail,
+    log_warnings,
+    print_outcome,
+    print_table,
+    say,
+)
 from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
     from rookery.reports import GrpoReport
 from rookery.cli.loop_command import make_loop_app, read_loop_config, run_loop
-from rookery.cli.terminal import fail
 from rookery.errors import ConfigError
 
 __all__ = [
@@ -57,9 +64,7 @@ def atropos(
     document, notes = translate(options, os.environ)
     config = parse_config(GrpoConfig, document, origin="the command line").from_folder(Path.cwd())
     text = yaml.safe_dump(document, sort_keys=False)
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    say("\n".join([text, *notes]))
     if print_config:
         return 0
     from rookery.compose.grpo import GRPO
@@ -110,9 +115,7 @@ def gateway(
     loaded = load_config(GatewayConfig, config, overrides=overrides).from_folder(config.parent)
 
     def ready(url: str) -> None:
-        console.print(
-            f"{url}   Ctrl-C ends it; started again, it goes on where it was.", highlight=False
-        )
+        say(f"{url}   Ctrl-C ends it; started again, it goes on where it was.")
 
     serve_gateway(loaded, on_ready=ready)
     return 0
@@ -232,7 +235,9 @@ def plan(
     from rookery.compose.grpo_plan import plan_grpo
     from rookery.loops.grpo import GrpoConfig
 
-    loaded = read_loop_config(GrpoConfig, config, overrides, paths=PATHS, own=())
+    loaded = read_loop_config(
+        GrpoConfig, config, overrides, paths=PATHS, own=(), runs_dir=Path("runs")
+    )
     made = plan_grpo(loaded)
     rows = [(row.name, f"{row.num_bytes / 2**20:,.1f}", row.note) for row in made.rows]
     rows += [

@@ -7,6 +7,7 @@ Only what differs between the loops is given; the loop is imported when its comm
 
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "genome",
     "icm",
     "make_loop_app",
+    "pipeline",
     "read_loop_config",
     "run_loop",
 ]
@@ -87,20 +89,34 @@ def run_loop(
     loop = find_kind(kind)
     if resume and not name:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-    loaded = read_loop_config(loop.config, config, overrides, paths=paths, own=_OWN)
+    loaded = read_loop_config(
+        loop.config, config, overrides, paths=paths, own=_OWN, runs_dir=runs_dir
+    )
     if resume:
         return _resume(runs_dir / name, loaded.model_dump(mode="json"))
     return _print_once(loop.start(loaded, {}, name=name, runs_dir=runs_dir))
 
 
 def read_loop_config(
-    model: Any, config: Path, overrides: Sequence[str], *, paths: Sequence[str], own: Sequence[str]
+    model: Any,
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    paths: Sequence[str],
+    own: Sequence[str],
+    runs_dir: Path,
 ) -> Any:
-    """The config of a file with flags over it; `own` are flags of the command itself."""
+    """The config of a file with flags over it; `own` are flags of the command itself. Its
+    `run:NAME/PART` are of runs in `runs_dir`."""
+    from rookery.runs.references import in_folder, resolve_references
+
     log_warnings()
     check_flags(overrides, fields=model.model_fields, own=own)
     words = paths_from_here(overrides, paths=paths)
-    return load_config(model, config, overrides=words).from_folder(config.parent)
+    find = in_folder(runs_dir)
+    resolve = partial(resolve_references, find=find, later=model.resolved_later)
+    loaded = load_config(model, config, overrides=words, resolve=resolve)
+    return loaded.from_folder(config.parent)
 
 
 def _print_once(outcome: "Outcome[Any]") -> int:
@@ -128,7 +144,7 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
     return _print_once(resume(path))
 
 
-# `rookery genome run` and `rookery icm run`: what differs between them.
+# `rookery genome run`, `icm run` and `pipeline run`: what differs between them.
 
 
 genome = make_loop_app(
@@ -150,4 +166,15 @@ icm = make_loop_app(
         "rookery icm run mine.yaml --data.path claims.jsonl --num-chains 4",
     ),
     paths=("data.path", "data.gold.path", "iterate.sft.init_from"),
+)
+pipeline = make_loop_app(
+    "pipeline",
+    help="Run loops that feed each other, with one report over all of them.",
+    summary="Run the steps of the config, each as a run of its own, and measure what each left on "
+    "tasks that none has seen.",
+    examples=(
+        "rookery pipeline run flywheel.yaml --name flywheel",
+        "rookery runs resume flywheel                   # after an interruption",
+    ),
+    paths=("report.taskset",),
 )

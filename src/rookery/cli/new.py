@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from rookery.cli.terminal import console
+from rookery.cli.terminal import say
 from rookery.errors import ConfigError
 from rookery.starters import PROJECTS
 
 __all__ = ["new"]
 
-Kind = Literal["genome", "grpo", "icm", "evolve", "scorer", "game"]
+Kind = Literal["genome", "grpo", "icm", "evolve", "scorer", "game", "pipeline"]
 _NEXT: dict[Kind, str] = {
     "genome": "rookery genome run {0}/config.yaml",
     "grpo": "rookery grpo run {0}/config.yaml",
@@ -19,6 +19,7 @@ _NEXT: dict[Kind, str] = {
     "evolve": "rookery evolve run {0}/initial_program.py {0}/evaluator.py -c {0}/config.yaml",
     "scorer": "rookery eval smollm2 {0}/taskset.yaml",
     "game": "rookery grpo run {0}/config.yaml",
+    "pipeline": "rookery pipeline run {0}/config.yaml",
 }
 """What runs a project of each kind."""
 _SHARED: dict[Kind, tuple[str, ...]] = {
@@ -40,7 +41,8 @@ def new(kind: Kind, folder: Path) -> int:
         rookery new scorer judge
 
     genome: evolve adapters. grpo: train from a reward. icm: label without labels. evolve: evolve a
-    program. scorer: a reward of your own, measured. game: grpo with several turns.
+    program. scorer: a reward of your own, measured. game: grpo with several turns. pipeline:
+    labels, then adapters trained on them, then a search among these.
 
     Parameters
     ----------
@@ -63,6 +65,5 @@ def new(kind: Kind, folder: Path) -> int:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error
     names = sorted(path.name for path in folder.iterdir())
     command = _NEXT[kind].format(shlex.quote(str(folder)))
-    for line in (f"{folder}: {', '.join(names)}", f"Next: {command}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"{folder}: {', '.join(names)}\nNext: {command}")
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console, log_warnings, print_outcome
+from rookery.cli.terminal import console, log_warnings, print_outcome, say
 
 __all__ = ["runs"]
 
@@ -57,7 +57,7 @@ def list_(
     if summaries:
         console.print(table)
     else:
-        console.print(f"No runs in {runs_dir}.", markup=False, soft_wrap=True)
+        say(f"No runs in {runs_dir}.")
 
 
 @runs.command
@@ -77,17 +77,16 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
     summary = details.summary
     console.print(f"[bold]{summary.name}[/bold]  {summary.kind}, {summary.status}")
     if summary.message:
-        console.print(summary.message, markup=False, soft_wrap=True)
-    size = f"{summary.size_bytes / 2**20:.1f} MB"
-    console.print(f"{summary.path}, {size}", markup=False, soft_wrap=True)
+        say(summary.message)
+    say(f"{summary.path}, {summary.size_bytes / 2**20:.1f} MB")
     console.print(f"started {_time(summary.started_s)}, last event {_time(summary.last_event_s)}")
     console.print("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
     result = _result(summary.path)
     if result:
         page = summary.path / "report.html"
-        console.print(f"result: {result}", highlight=False, markup=False)
+        say(f"result: {result}")
         if page.is_file():
-            console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+            say(f"report: {page}")
     for event in details.last_events:
         console.print(
             f"  {event.seq:>6} {_time(event.time_s, '%H:%M:%S')} {event.kind} {event.key}"[
@@ -144,7 +143,7 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
 
     with Run.view(_find(path, runs_dir)) as run:
         num_events = export_events(run, out)
-    console.print(f"{num_events} events written to {out}", markup=False, soft_wrap=True)
+    say(f"{num_events} events written to {out}")
 
 
 def _find(path: Path, runs_dir: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import check_flags, console, log_warnings
+from rookery.cli.terminal import check_flags, log_warnings, say
 from rookery.config import load_config
 
 __all__ = [
@@ -38,7 +38,7 @@ def add(name: str, *, file: _File = None) -> int:
     from rookery.service.keys import add_key, default_key_file
 
     key = add_key(file or default_key_file(), name=name)
-    console.print(key, highlight=False, markup=False, soft_wrap=True)
+    say(key)
     return 0
 
 
@@ -56,11 +56,9 @@ def show(*, file: _File = None) -> int:
     place = file or default_key_file()
     records = list_keys(place)
     if not records:
-        line = f"No keys in {place}. Make one with `rookery keys add NAME`."
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(f"No keys in {place}. Make one with `rookery keys add NAME`.")
     for record in records:
-        line = f"{record['name']}   {record['created']}   {record['sha256'][:12]}"
-        console.print(line, highlight=False, markup=False)
+        say(f"{record['name']}   {record['created']}   {record['sha256'][:12]}")
     return 0
 
 
@@ -78,7 +76,7 @@ def remove(name: str, *, file: _File = None) -> int:
     from rookery.service.keys import default_key_file, remove_key
 
     num = remove_key(file or default_key_file(), name=name)
-    console.print(f"Removed {num} key{'s' * (num != 1)} of {name}.", highlight=False)
+    say(f"Removed {num} key{'s' * (num != 1)} of {name}.")
     return 0
 
 
@@ -117,14 +115,12 @@ def serve(
             "Ctrl-C ends it; started again, it goes on where it was.",
         ]
         for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(line)
 
     def stopping(num_pending: int, limit_s: float) -> None:
-        console.print(
+        say(
             f"Stopping, within {limit_s:g} s: {num_pending} requests are not done, and go on when "
             "it is started again. Ctrl-C again stops now.",
-            highlight=False,
-            soft_wrap=True,
         )
 
     run_service(loaded, on_ready=ready, on_stop=stopping)

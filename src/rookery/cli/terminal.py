@@ -25,7 +25,9 @@ if TYPE_CHECKING:
         GrpoReport,
         IcmReport,
         ModelRow,
+        PipelineReport,
         ReportRow,
+        SftReport,
         SweepRecord,
     )
 
@@ -38,6 +40,7 @@ __all__ = [
     "paths_from_here",
     "print_outcome",
     "print_table",
+    "say",
 ]
 
 FUNCTIONS = ("*.function",)
@@ -50,6 +53,11 @@ display = Display()
 def fail(sentence: str) -> None:
     """One error line on stderr."""
     display.fail(sentence)
+
+
+def say(line: str) -> None:
+    """A line of text as it is: neither coloured nor wrapped."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Sequence[str]) -> None:
@@ -75,7 +83,7 @@ def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[s
 
 
 def _from_here(key: str, text: str, paths: Sequence[str]) -> str:
-    if _is_any(key, paths):
+    if _is_any(key, paths) and not text.startswith("run:"):
         return str(Path(text).expanduser().absolute())
     return function_from_folder(text, Path.cwd()) if _is_any(key, FUNCTIONS) else text
 
@@ -107,7 +115,7 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
         console.print_json(report.model_dump_json(exclude_none=True))
     else:
         _PRINTERS[report.kind](report, outcome.path)
-    return _fail_if_tasks_failed(report) if report.kind == "eval" else 0
+    return _fail_if_tasks_failed(report) if report.kind in ("eval", "pipeline") else 0
 
 
 def _print_genome(report: "GenomeReport", path: Path) -> None:
@@ -227,6 +235,25 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
     _print_places({"run": path, "answers": path / "report.html"})
 
 
+def _print_pipeline(report: "PipelineReport", path: Path) -> None:
+    from rookery.ui.summary import STEP_COLUMNS, step_rows
+
+    print_table("Steps, each a run", columns=STEP_COLUMNS, rows=step_rows(report))
+    _print_evaluation(report, path)
+
+
+def _print_sft(report: "SftReport", path: Path) -> None:
+    from rookery.ui.summary import summarize
+
+    summary = summarize(report)
+    losses = ", ".join(f"{number.label.lower()} {number.value}" for number in summary.numbers)
+    console.print(losses.capitalize(), style="bold", highlight=False)
+    console.print(summary.sentence, highlight=False)
+    _print_warnings(report.warnings)
+    console.print(", ".join(summary.costs), highlight=False)
+    _print_places({"trained": path / "trained", "report": path / "report.html"})
+
+
 def _fail_if_tasks_failed(report: "EvaluationReport") -> int:
     """A line for each model with tasks that failed, and the exit code."""
     failures = [row for row in report.models if row.num_failed]
@@ -255,8 +282,7 @@ def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[s
 def _print_places(places: Mapping[str, str | Path]) -> None:
     width = max(map(len, places))
     for name, place in places.items():
-        line = f"{name:<{width}}  {place}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(f"{name:<{width}}  {place}")
 
 
 _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
@@ -265,4 +291,6 @@ _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "genome": _print_genome,
     "grpo": _print_grpo,
     "icm": _print_icm,
+    "pipeline": _print_pipeline,
+    "sft": _print_sft,
 }

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console, log_warnings
+from rookery.cli.terminal import log_warnings, say
 
 __all__ = ["ui"]
 
@@ -51,14 +51,12 @@ def ui(
         run, out = export
         found = run if run.exists() or run.is_absolute() else runs_dir / run
         export_run(found, out)
-        console.print(f"written to {out}", highlight=False, markup=False, soft_wrap=True)
+        say(f"written to {out}")
         return 0
     from rookery.ui.live.server import open_page
 
     with open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service) as page:
-        console.print(page.url, highlight=False, markup=False, soft_wrap=True)
-        console.print(
-            f"Shows the runs of {runs_dir}. Ctrl-C ends it.", markup=False, soft_wrap=True
-        )
+        say(page.url)
+        say(f"Shows the runs of {runs_dir}. Ctrl-C ends it.")
         page.wait()
     return 0

@@ -4,7 +4,6 @@
     outcome.report.winner.mean, outcome.path / "winner"
 
 running.py                         how every run is planned, opened, resumed and reported
-stopping.py                        the one event loop, and what ends it: Ctrl-C, SIGTERM
 genome, grpo, icm, evaluation      one each: config -> objects -> loop -> report and page
 grpo_files, _plan, _policy,        of grpo: what is read, what fits into memory, what is trained,
   _bridge, _atropos                how weights reach servers, groups from environments

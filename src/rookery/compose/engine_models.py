@@ -4,9 +4,9 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from rookery.engines import EngineChoice, find_model, require_adapters
 from rookery.errors import ConfigError, RookeryError, TaskError
 from rookery.loops.evolve.config import LearnConfig, RookeryConfig
 from rookery.loops.evolve.learning import Lesson, Trained
+from rookery.loops.evolve.parts import Models
 from rookery.ports import Engine, TextModel
 from rookery.rollout.asking import EngineTextModel
 from rookery.slots import load_model
@@ -37,7 +38,7 @@ from rookery.weights import read_adapter, write_adapter
 from rookery.weights.init import zero_adapter
 from rookery.weights.stack import LayerShape, Layout
 
-__all__ = ["EngineLearner", "EngineModels", "open_engine_models"]
+__all__ = ["EngineLearner", "open_engine_models"]
 
 PASS_TOKENS = 2048
 """Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
@@ -51,21 +52,10 @@ class _Parts(Config):
     tokenizer: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineModels:
-    """By name, while the engine is open."""
-
-    models: Mapping[str, TextModel]
-    """`base` and every adapter."""
-    learner: "EngineLearner | None"
-    """Where the config has `learn`."""
-
-
 @asynccontextmanager
-async def open_engine_models(
-    config: RookeryConfig, display: Display
-) -> AsyncIterator[EngineModels]:
-    """What can be refused is refused before the engine is opened, and then before it is asked."""
+async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIterator[Models]:
+    """`base` and every adapter by name, and who trains further ones. What can be refused is refused
+    before the engine is opened, or else before it is asked."""
     quiet_libraries()
     document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
     parts = parse_config(_Parts, document, origin="the section rookery")
@@ -92,7 +82,7 @@ async def open_engine_models(
                 engine, config.learn, folder=folder, template=template,
                 place=trainer_place(parts),
             )  # fmt: skip
-        yield EngineModels(models=models, learner=learner)
+        yield Models(models=models, learner=learner)
 
 
 async def _require_loading(engine: Engine, config: LearnConfig) -> None:
@@ -103,7 +93,8 @@ async def _require_loading(engine: Engine, config: LearnConfig) -> None:
             for name, size in sorted(engine.linear_layers.items())
             if name.endswith(LoraConfig().targets)
         )
-        layout = Layout(base="", layers=layers, rank=config.rank)
+        base = base_name(engine.base.version)
+        layout = Layout(base=base, layers=layers, rank=config.rank)
         ref = await engine.load(zero_adapter(layout, name="learned", seed=(0,)))
         await engine.unload(ref)
     except RookeryError as error:
@@ -160,7 +151,7 @@ class EngineLearner:
             seed=seed,
             trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
         )
-        base = base_name(folder.name)
+        base = base_name(self._engine.base.version)
         adapter = await sft(model, data, config, name=name, base=base, on_step=steps.append)
         del model
         await asyncio.to_thread(_free_memory)

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,7 @@ from rookery.reports import (
 )
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runs.references import in_folder, resolve_references
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
@@ -50,8 +51,9 @@ from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
 from rookery.weights import read_adapter
 
-__all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate"]
+__all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate", "plan_evaluation"]
 
+Completed = TypeVar("Completed", bound=EvaluationReport)
 Split = Literal["all", "search", "select", "report"]
 SHOWN_TASKS = 200
 """Tasks whose answers are on the page: more are not read there."""
@@ -85,6 +87,17 @@ class EvaluationConfig(Config):
             )
         return self
 
+    def from_folder(self, folder: Path) -> Self:
+        """Paths to what is there become absolute: a run is resumed from any folder."""
+        is_short = self.model.lower() == "smollm2"
+        return self.model_copy(
+            update={
+                "model": self.model if is_short else _anchored(self.model, folder),
+                "taskset": _anchored(self.taskset, folder),
+                "adapters": tuple(_anchored(path, folder) for path in self.adapters),
+            }
+        )
+
 
 def evaluate(
     model: str | Path,
@@ -103,25 +116,25 @@ def evaluate(
     """
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
-    model = str(model)
+    named = {"model": str(model), "taskset": str(taskset), "adapters": [*map(str, adapters)]}
+    named = resolve_references(named, find=in_folder(runs_dir))
     document = {
-        "model": model if model.lower() == "smollm2" else _anchored(model),
-        "taskset": _anchored(str(taskset)),
-        "adapters": [_anchored(str(path)) for path in adapters],
+        **named,
         **values,
     }
     config = parse_config(EvaluationConfig, document, origin="the evaluation")
+    config = config.from_folder(Path.cwd())
     open_run = new_run(config, kind=EVALUATION.name, name=name, runs_dir=runs_dir)
     return EVALUATION.finish(config, open_run, Display(is_quiet=not progress))
 
 
-def _anchored(name: str) -> str:
-    """A path to something that is there, made absolute: a run is resumed from any folder.
+def _anchored(name: str, folder: Path) -> str:
+    """A path to something that is there, made absolute; any other name as it is.
 
     A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
     """
     for end in (len(name), name.find("?")):
-        path = Path(name[:end]).expanduser()
+        path = folder / Path(name[:end]).expanduser()
         if end > 0 and path.exists():
             return f"{path.absolute()}{name[end:]}"
     return name
@@ -172,11 +185,24 @@ def _plan(
     config: EvaluationConfig, open_run: OpenRun, display: Display
 ) -> RunPlan[EvaluationReport]:
     del open_run
+    names = _names(config.adapters)
+    return plan_evaluation(config, display, names=names, complete=lambda report: report)
+
+
+def plan_evaluation(
+    config: EvaluationConfig,
+    display: Display,
+    *,
+    names: Sequence[str],
+    complete: Callable[[EvaluationReport], Completed],
+) -> RunPlan[Completed]:
+    """The measurement of a model and its adapters, which the report calls by these names;
+    `complete` makes the report that is written."""
     inputs = _read_inputs(config)
     return RunPlan(
         digests=_digests(inputs),
         scorers=digest_scorers([inputs.taskset]),
-        opened=_open(config, inputs, display),
+        opened=_open(config, inputs, display, names=["base", *names], complete=complete),
     )
 
 
@@ -185,8 +211,13 @@ EVALUATION = RunKind("eval", config=EvaluationConfig, finish=finisher(_plan), sc
 
 @asynccontextmanager
 async def _open(
-    config: EvaluationConfig, inputs: _Inputs, display: Display
-) -> AsyncIterator[Callable[[Run], Awaitable[EvaluationReport]]]:
+    config: EvaluationConfig,
+    inputs: _Inputs,
+    display: Display,
+    *,
+    names: Sequence[str],
+    complete: Callable[[EvaluationReport], Completed],
+) -> AsyncIterator[Callable[[Run], Awaitable[Completed]]]:
     display.note(inputs.taskset.notes)
     ranks = {f"The rank of {adapter.name}": adapter.rank for adapter in inputs.adapters}
     engine_config = _engine(config, ranks.values())
@@ -195,8 +226,10 @@ async def _open(
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
 
-        async def measure(run: Run) -> EvaluationReport:
-            report = await _measure(run, config, inputs, engine, models, display)
+        async def measure(run: Run) -> Completed:
+            report = complete(
+                await _measure(run, config, inputs, engine, models, display, names=names)
+            )
             document = report.model_dump(mode="json", exclude_none=True)
             await run_in_thread(run.write_json, "report.json", document)
             return report
@@ -211,11 +244,13 @@ async def _measure(
     engine: Engine,
     models: list[ModelRef],
     display: Display,
+    *,
+    names: Sequence[str],
 ) -> EvaluationReport:
     taskset, tasks = inputs.taskset, inputs.tasks
     log = RolloutLog(run)
     is_resumed = len(log) > 0 or log.has_answers
-    with display.bar(taskset.name, total=len(models) * len(tasks)) as bar:
+    with display.bar(taskset.name, total=len(models) * len(tasks), run=run) as bar:
 
         def advance(progress: Progress) -> None:
             bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
@@ -228,7 +263,6 @@ async def _measure(
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
-    names = ["base", *_names(config.adapters)]
     sampled: dict[str, SampledRecord] = {}
     if config.report.samples is not None:
         sampled = await Samples(config.report.samples).measure(

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
-from rookery.loops.evolve.loop import evolve
+from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration
 from rookery.loops.evolve.program import ProgramRecord
-from rookery.ports import Executor
+from rookery.ports import Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import EVENTS, check_changes, find_changes
@@ -216,8 +216,8 @@ BASELINE = "baseline"
 logger = logging.getLogger(__name__)
 
 
-class IterationLines:
-    """A Watcher. The metrics of the evolution itself go to the run too."""
+class IterationLines(Observer[Iteration]):
+    """The metrics of the evolution itself go to the run too."""
 
     def __init__(self, display: Display, bar: Bar, run: Run) -> None:
         self._display = display
@@ -226,18 +226,18 @@ class IterationLines:
         self._num_tokens = 0
         self._is_listed = False
 
-    def on_iteration(self, iteration: Iteration) -> None:
+    def on_step(self, step: Iteration) -> None:
         self._list_run()
-        self._num_tokens += iteration.tokens or 0
-        self._display.say(describe(iteration))
-        if iteration.series:
+        self._num_tokens += step.tokens or 0
+        self._display.say(describe(step))
+        if step.series:
             self._bar.left.did(1, BASELINE)
             return  # the bar is of the evolution
-        self._run.log_metrics(iteration.num_decided, _metrics(iteration))
+        self._run.log_metrics(step.num_decided, _metrics(step))
         self._bar.update(
-            name=f"best {iteration.best_score:.4g}",
-            done=iteration.num_decided,
-            total=iteration.num_iterations,
+            name=f"best {step.best_score:.4g}",
+            done=step.num_decided,
+            total=step.num_iterations,
             tokens=self._num_tokens,
         )
 
@@ -250,9 +250,10 @@ class IterationLines:
             except RunError as error:
                 logger.warning("`rookery runs list` does not list this run: %s", error)
 
-    def on_waiting(self, sentence: str) -> None:
-        logger.info("%s", sentence)  # for the file: a warning would be in the terminal twice
-        self._display.note([sentence])
+    def on_phase(self, name: str) -> None:
+        """Of an evolution a sentence: a model is down, a training begins."""
+        logger.info("%s", name)  # for the file: a warning would be in the terminal twice
+        self._display.note([name])
 
 
 def _metrics(iteration: Iteration) -> dict[str, float]:
@@ -462,22 +463,22 @@ async def _evolve(
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with resumable(config.output, display), open_run() as run:
-            with display.bar("evolving", total=settings.max_iterations) as bar:
+            with display.bar(
+                "evolving", total=settings.max_iterations, noun="program", run=run
+            ) as bar:
                 num_baselines = len(settings.rookery.baselines)
                 bar.left.expect(num_baselines * settings.max_iterations, BASELINE)
-                result = await evolve(
-                    settings,
+                loop_inputs = EvolveInputs(
+                    config=settings,
                     programs=inputs.programs,
-                    models=opened.models,
-                    learner=opened.learner,
                     executor=executor,
-                    run=run,
                     output_format=openevolve,
-                    watcher=IterationLines(display, bar, run),
-                    embedder=embedder,
                     extended_from=config.extended_from,
                 )
-            report = _with_warnings(result.report, inputs.warnings)
+                engine = replace(opened, embedder=embedder)
+                shown = IterationLines(display, bar, run)
+                report = await evolve(loop_inputs, engine=engine, run=run, observer=shown)
+            report = _with_warnings(report, inputs.warnings)
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
             await write_page(run)
     return Outcome(report, run.path)

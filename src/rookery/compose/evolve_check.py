@@ -64,6 +64,10 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
                 display.note([FORGEABLE, *([INSTEAD.format(needed=needed)] if needed else [])])
         async with open_models(config, display) as opened:
             lines += await _ask(opened.models)
+            if config.rookery.learn is not None:
+                lines.append(
+                    f"learn: the engine takes adapters of rank {config.rookery.learn.rank}"
+                )
         async with open_config_embedder(config, environment=os.environ) as embedder:
             if embedder is not None:
                 lines.append(await _embed(embedder))

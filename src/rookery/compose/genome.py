@@ -1,6 +1,6 @@
 """`run_genome`: an evolution of adapters from its config to its report and page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +40,13 @@ from rookery.ports import Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.tasks.splits import SPLITS
+from rookery.tasks.splits import SPLITS, SplitName
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 
-__all__ = ["GENOME", "plan_rollouts", "run_genome"]
+__all__ = ["GENOME", "RolloutPlan", "SearchBar", "plan_rollouts", "run_genome"]
 
 
 def run_genome(
@@ -177,8 +177,8 @@ async def _search(
 ) -> GenomeReport:
     tasksets = inputs.tasksets
     plan = plan_rollouts(config, list(founders.values()), tasksets)
-    with display.bar("founders", total=plan.total) as bar:
-        shown = _SearchBar(bar, display, plan)
+    with display.bar("founders", total=plan.total, run=run) as bar:
+        shown = SearchBar(bar, display, plan, is_remote=engine.is_remote)
         evaluator = TasksetEvaluator(
             engine,
             template=inputs.template,
@@ -198,9 +198,10 @@ async def _search(
 class RolloutPlan:
     """Answers that a run asks for at most: races make those on the search split less."""
 
-    num_search: int
-    """Tasks of the search split."""
+    num_tasks: Mapping[SplitName, int]
+    founders: int
     search: int
+    """On the search split, with those of the founders."""
     random: int
     """On the search split, for random search."""
     select: int
@@ -213,65 +214,76 @@ class RolloutPlan:
         return self.search + self.random + rounds * self.select + self.report
 
 
-RANDOM = "random search"
-"""The kind of its answers for the time left: more candidates share a batch, and each is cheaper."""
+NEW_TASK = 4.0
+"""Answers that take as long as reading a task for the first time does in this process: whoever
+answers it later shares most of its prompt. Servers share nothing between adapters."""
 
 
-class _SearchBar(Observer[GenerationRecord]):
+class SearchBar(Observer[GenerationRecord]):
     """The search on its progress bar: what it is doing, answers of so many, generations."""
 
-    def __init__(self, bar: Bar, display: Display, plan: RolloutPlan) -> None:
+    def __init__(
+        self, bar: Bar, display: Display, plan: RolloutPlan, *, is_remote: bool = False
+    ) -> None:
         self._bar, self._display, self._plan = bar, display, plan
         self._allowed = 0
         """Answers that the generations so far could have asked for."""
         self._asked = 1.0
         """The part of these that they did ask for: as much is expected of the rest."""
-        self._kind = ""
+        new, num = 0.0 if is_remote else NEW_TASK, plan.num_tasks
+        self._reading = {
+            "founders": new * num["search"],
+            "select": new * num["select"],
+            "report": new * num["report"],
+        }
+        """Of new tasks, in answers, by phase."""
+        self._worth = 1.0
+        """Of an answer of this phase, with its share in the reading."""
+        self._expect(plan.search, ("founders", "select", "random search", "report"))
 
     def answered(self, progress: Progress) -> None:
         """A block of answers has arrived."""
-        self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, kind=self._kind)
+        self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, worth=self._worth)
 
     def on_phase(self, name: str) -> None:
         """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
         self._bar.update(name=name)
-        self._kind = RANDOM if name == "random search" else ""
-        plan = self._plan
-        if name == "select":
-            self._expect(plan.select + plan.report, random=plan.random)
-        elif name == "random search":
-            self._expect(plan.report, random=plan.random)
-        elif name == "report":
-            self._expect(plan.report)
+        plan, last = self._plan, ("select", "random search", "report")
+        answers = {"founders": plan.founders, "select": plan.select, "report": plan.report}
+        self._worth = 1 + self._reading.get(name, 0.0) / max(1, answers.get(name, 1))
+        if name in last:
+            self._expect(0.0, last[last.index(name) :])
 
     def on_step(self, step: GenerationRecord) -> None:
         """A line that stays."""
         self._display.say(_generation_line(step))
         plan = self._plan
-        self._allowed += step.num_candidates * plan.num_search
+        self._allowed += step.num_candidates * plan.num_tasks["search"]
         if 0 < self._bar.done < self._allowed:
             self._asked = self._bar.done / self._allowed
         raced = self._asked * max(0, plan.search - self._allowed)
-        self._expect(raced + plan.select + plan.report, random=plan.random)
+        self._expect(raced, ("select", "random search", "report"))
 
     def finish(self) -> None:
         """The total was a bound: races and known answers make it less."""
         self._bar.update(total=self._bar.done, name="done")
 
-    def _expect(self, num_left: float, *, random: int = 0) -> None:
-        num_random = self._asked * random + (self._plan.select if random else 0)
-        self._bar.update(total=self._bar.done + num_left + num_random)
-        self._bar.left.expect(num_left)
-        self._bar.left.expect(num_random, RANDOM)
+    def _expect(self, num_search: float, phases: Sequence[str]) -> None:
+        """So many answers are left of the search, and all that these phases ask for."""
+        plan = self._plan
+        random = self._asked * plan.random + (plan.select if plan.random else 0)
+        answers = {"select": plan.select, "random search": random, "report": plan.report}
+        num_left = num_search + sum(answers.get(name, 0) for name in phases)
+        self._bar.update(total=self._bar.done + num_left)
+        self._bar.left.expect(num_left + sum(self._reading.get(name, 0) for name in phases))
 
 
 def plan_rollouts(
     config: GenomeConfig, founders: Sequence[Adapter], tasksets: Sequence[Taskset]
 ) -> RolloutPlan:
     """An upper bound for the bar, which ends at what was asked."""
-    search, select, report = (
-        sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS
-    )
+    num_tasks = {name: sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS}
+    search, select, report = num_tasks.values()
     candidates = len(founders) + sum(stage.num_candidates(founders) for stage in config.stages)
     if isinstance(config.init, FileInit) and config.init.use != "adapters":
         candidates += config.init.num_pairs
@@ -279,7 +291,8 @@ def plan_rollouts(
     is_random = finals.random_search and len(founders) > 1
     voters = min(finals.num_voters, len(founders)) + min(finals.num_voters, finals.num_finalists)
     return RolloutPlan(
-        num_search=search,
+        num_tasks=num_tasks,
+        founders=len(founders) * search,
         search=candidates * search,
         random=(candidates - len(founders)) * search if is_random else 0,
         select=(finals.num_finalists + len(config.floors)) * select,

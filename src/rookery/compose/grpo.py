@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from rookery.compose.grpo_bridge import (
     Bridged,
@@ -79,13 +79,12 @@ from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import Taskset
-from rookery.tasks.template import Template
 from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
 
-__all__ = ["GRPO", "run_grpo"]
+__all__ = ["GRPO", "Measurements", "SweepBar", "TrainBar", "run_grpo"]
 
 
 def run_grpo(
@@ -196,9 +195,10 @@ async def _open_loop(
                         tasksets=files.tasksets,
                         drawer=drawer,
                         evaluator=_evaluator(config, files, opened.engine, RolloutLog(run)),
+                        decode=files.template.decode,
                     )
-                    with display.bar("train", total=config.steps) as bar:
-                        shown = _TrainBar(bar, display, config, files.tasksets)
+                    with display.bar("train", total=config.steps, noun="step", run=run) as bar:
+                        shown = TrainBar(bar, display, Measurements(config, files.tasksets))
                         report = await train_policy(
                             inputs, engine=opened.engine, run=run, observer=shown
                         )
@@ -227,7 +227,7 @@ async def _open(
     config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None, on_launch: OnLaunch
 ) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
-    engine, folder = config.engine, files.folder
+    engine = config.engine
     if engine.type == "fleet":
         place = engine.adapter_folder or memory_folder()
         with claim_folder(place) as owner:
@@ -235,8 +235,12 @@ async def _open(
                 yield bridged
     elif config.share:
         model = await _load(config, files)
-        decode = _decoder(files.template)
-        async with run_engine(model, config=engine, detokenize=decode, name=folder.name) as shared:
+        async with run_engine(
+            model,
+            config=engine,
+            detokenize=lambda tokens: files.template.decode(tuple(tokens)),
+            name=files.folder.name,
+        ) as shared:
             yield InProcess(shared, model, is_shared=True)
     else:
         async with _loading(config, files) as load, open_embedded(engine) as own:
@@ -358,12 +362,16 @@ async def _train_all(
                 tasksets=files.tasksets,
                 drawer=_drawer(own.config, files, engine),
                 evaluator=_evaluator(own.config, files, engine, RolloutLog(own_run)),
+                decode=files.template.decode,
             )
             adapters.append(AdapterInputs(swept=own, inputs=inputs, run=own_run))
         evaluator = _evaluator(config, files, engine, RolloutLog(run))
         sweep = SweepInputs(adapters=adapters, joint=trainings.joint, evaluator=evaluator)
-        with display.bar("train", total=max(own.swept.config.steps for own in adapters)) as bar:
-            shown = _SweepBar(bar, display)
+        num_steps = max(own.swept.config.steps for own in adapters)
+        with display.bar("train", total=num_steps, noun="step", run=run) as bar:
+            longest = config.model_copy(update={"steps": num_steps})
+            measured = Measurements(longest, files.tasksets, num_adapters=len(adapters))
+            shown = SweepBar(bar, display, measured)
             report = await train_sweep(sweep, engine=engine, run=run, observer=shown)
         for each in adapters:
             if not (each.run.path / "report.json").is_file():
@@ -460,18 +468,64 @@ def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: Rollou
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
 
 
-class _SweepBar(Observer[SweptStep]):
-    """The steps of a sweep on its progress bar, and a line each."""
+ANSWER, BETWEEN = "answer", "between"
+"""Kinds of work beside the steps: measured answers, and what comes before them."""
 
-    def __init__(self, bar: Bar, display: Display) -> None:
-        self._bar, self._display = bar, display
+
+class Measurements:
+    """Answers that a training is measured by: of each checkpoint, and for the report."""
+
+    def __init__(
+        self, config: GrpoConfig, tasksets: Sequence[Taskset], *, num_adapters: int = 1
+    ) -> None:
+        self._config, self._num_adapters = config, num_adapters
+        self.select, report = (
+            sum(len(taskset.split(name)) for taskset in tasksets) for name in ("select", "report")
+        )
+        num_policies = num_adapters + (1 if config.init_from is None else 2)
+        num_drawn = 0 if config.samples is None else config.samples.num
+        self._report = num_policies * report * (1 + num_drawn)
+        self.worth = 1 / (config.groups_per_step * config.group_size * num_adapters)
+        """Of an answer, in steps."""
+
+    def left(self, *, step: int) -> int:
+        """When so many steps are taken and the last is not measured yet."""
+        num_checkpoints = -(-(self._config.steps - step + 1) // self._config.save_every)
+        return self._report + num_checkpoints * self._num_adapters * self.select
+
+
+AnyStep = TypeVar("AnyStep", contravariant=True)
+
+
+class _MeasuredBar(Observer[AnyStep]):
+    """Steps on a progress bar; the time left has the measurements too."""
+
+    def __init__(self, bar: Bar, display: Display, measurements: Measurements) -> None:
+        self._bar, self._display, self._measurements = bar, display, measurements
+        self._expect(step=0)
 
     def on_phase(self, name: str) -> None:
+        if name == "train":  # behind a measurement
+            self._bar.left.did(self._measurements.select, ANSWER)
+        else:
+            self._bar.left.did(0, BETWEEN)
         self._bar.update(name=name)
 
+    def _expect(self, *, step: int) -> None:
+        num_left, worth = self._measurements.left(step=step), self._measurements.worth
+        self._bar.left.expect(num_left, ANSWER, worth=worth)
+
+    def _took(self, step: int, *, num_tokens: int) -> None:
+        self._expect(step=step + 1)
+        self._bar.advance(0, tokens=num_tokens)
+        self._bar.update(done=step + 1)
+
+
+class SweepBar(_MeasuredBar[SweptStep]):
+    """The steps of a sweep on its progress bar, and a line each."""
+
     def on_step(self, step: SweptStep) -> None:
-        self._bar.advance(0, tokens=step.num_tokens)
-        self._bar.update(done=step.step + 1)
+        self._took(step.step, num_tokens=step.num_tokens)
         if not step.rewards:
             return
         best = max(step.rewards, key=step.rewards.__getitem__)
@@ -482,39 +536,11 @@ class _SweepBar(Observer[SweptStep]):
         )
 
 
-MEASUREMENT, BETWEEN = "measurement", "between"
-"""Kinds of work beside the steps."""
-
-
-class _TrainBar(Observer[Step]):
-    """The steps of a training on its progress bar, and a line each. The time left has the
-    measurements too: one of each checkpoint, and the report in parts of such a one."""
-
-    def __init__(
-        self, bar: Bar, display: Display, config: GrpoConfig, tasksets: Sequence[Taskset]
-    ) -> None:
-        self._bar, self._display, self._config = bar, display, config
-        self._is_measuring = False
-        select, report = (
-            sum(len(taskset.split(name)) for taskset in tasksets) for name in ("select", "report")
-        )
-        num_entries = 2 if config.init_from is None else 3
-        self._report = num_entries * report / max(1, select)
-        self._expect_measurements(step=0)
-
-    def on_phase(self, name: str) -> None:
-        self._bar.left.did(self._is_measuring, MEASUREMENT if self._is_measuring else BETWEEN)
-        self._is_measuring = name.startswith("select")
-        self._bar.update(name=name)
-
-    def _expect_measurements(self, *, step: int) -> None:
-        num_left = -(-(self._config.steps - step) // self._config.save_every)
-        self._bar.left.expect(num_left + self._report, MEASUREMENT)
+class TrainBar(_MeasuredBar[Step]):
+    """The steps of a training on its progress bar, and a line each."""
 
     def on_step(self, step: Step) -> None:
-        self._expect_measurements(step=step.step)
-        self._bar.advance(0, tokens=int(step.metrics["grpo/num_drawn_tokens"]))
-        self._bar.update(done=step.step + 1)
+        self._took(step.step, num_tokens=int(step.metrics["grpo/num_drawn_tokens"]))
         self._display.say(_step_line(step))
 
 
@@ -528,7 +554,3 @@ def _step_line(step: Step) -> str:
         f"gap {show('grpo/logprob_gap', '.1e')}   "
         f"{show('grpo/num_groups', '.0f')} groups, {show('grpo/num_equal_groups', '.0f')} equal"
     )
-
-
-def _decoder(template: Template) -> Any:
-    return lambda tokens: template.decode(tuple(tokens))

@@ -4,8 +4,8 @@ import asyncio
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -23,12 +23,12 @@ from rookery.compat.atropos.source import AtroposSource
 from rookery.compose.grpo_bridge import Opened
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all
-from rookery.compose.running import quiet_libraries, run_async
+from rookery.compose.running import open_or_create, quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine
 from rookery.environments.atropos import AtroposConfig
-from rookery.errors import ConfigError, RunError
+from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
 from rookery.tasks.template import load_template
@@ -108,7 +108,10 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
     """The gateway at its address, inside the block."""
     remedy = "Stop what listens there, or set `port` and `engine_ports`."
     ports = (config.port, *config.engine_ports)
-    with listen_all(config.host, ports, remedy=remedy) as listeners, _own_run(config) as run:
+    with (
+        listen_all(config.host, ports, remedy=remedy) as listeners,
+        open_or_create(config.folder, kind="gateway", config=config) as run,
+    ):
         async with AsyncExitStack() as stack:
             gateway = await Gateway.open(
                 run, trainer=None, vocab_size=config.vocab_size, trained=trained_groups(run)
@@ -131,21 +134,6 @@ async def _open_side(
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
-
-
-@contextmanager
-def _own_run(config: GatewayConfig) -> Iterator[Run]:
-    """The gateway's folder, made when it is not there."""
-    try:
-        run = Run.open(config.folder)
-    except RunError:
-        if (config.folder / "events.db").exists():
-            raise
-        root, name = config.folder.parent, config.folder.name
-        document = config.model_dump(mode="json")
-        run = Run.create(root, kind="gateway", name=name, config=document)
-    with run:
-        yield run
 
 
 PORT_REMEDY = "Stop what listens there, or write environment.port and environment.engine_ports."

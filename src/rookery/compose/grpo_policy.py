@@ -69,7 +69,8 @@ def has_reference_model(config: GrpoConfig, files: GrpoFiles) -> bool:
     """Whether the reference is a model in memory besides the one that is trained."""
     if config.full is not None:
         return needs_reference(config)
-    return isinstance(files.reference, Path) and not _is_base(files.reference, files)
+    own = files.folder.path.resolve()
+    return isinstance(files.reference, Path) and files.reference.resolve() != own
 
 
 def make_reference(
@@ -111,10 +112,6 @@ def _unchanged(model: SlottedModel) -> Adapter:
     """An adapter that changes no bit of the model, and takes no memory for masters."""
     lora = LoraConfig(rank=1, targets=(next(iter(model.linears)),))
     return initial_adapter(model, lora, name=REFERENCE, base="", seed=0)
-
-
-def _is_base(folder: Path, files: GrpoFiles) -> bool:
-    return folder.resolve() == files.folder.path.resolve()
 
 
 MakePolicy = Callable[[Run], PolicyWeights]

@@ -33,7 +33,7 @@ from rookery.loops.icm import (
     read_items,
 )
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.loop import ChainStep
+from rookery.loops.icm.progress import ChainStep
 from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
@@ -117,6 +117,7 @@ async def _open(
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
+                is_remote=config.engine.type != "embedded",
                 notes=_notes(config, sampler),
             )
             await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
@@ -148,7 +149,7 @@ async def _search(
     if config.iterate is not None:
         tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
         labeller = replace(labeller, tune=tune)
-    with display.bar("labelling", total=None) as bar:
+    with display.bar("labelling", total=None, noun="read", run=run) as bar:
         loop_inputs = IcmInputs(
             config=config,
             items=inputs.items,

@@ -9,7 +9,6 @@ Without an engine nothing here needs torch.
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 from rookery.errors import ConfigError
 from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
@@ -22,11 +21,11 @@ from rookery.fleet.http.external import (
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.config.sections import DEFAULT_API_BASE
 from rookery.loops.evolve.learning import Learner
+from rookery.loops.evolve.parts import Models
 from rookery.ports import TextModel
 from rookery.ui.display import Display
 
 __all__ = [
-    "OpenModels",
     "open_config_embedder",
     "open_models",
 ]
@@ -37,18 +36,8 @@ NO_SEED = "generativelanguage.googleapis.com"
 """An API that refuses requests with a seed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenModels:
-    """What an evolution asks."""
-
-    models: Mapping[str, TextModel]
-    """By name, those that propose and those that judge."""
-    learner: Learner | None = None
-    """Where the config has `rookery.learn`."""
-
-
 @asynccontextmanager
-async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[OpenModels]:
+async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[Models]:
     """A model is asked for a word only where its API does not list it."""
     by_name = _models_by_name(config)
     own = config.rookery.engine_models
@@ -64,7 +53,7 @@ async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[O
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
             models |= {name: opened.models[name] for name in names}
             learner = opened.learner
-        yield OpenModels(models=models, learner=learner)
+        yield Models(models=models, learner=learner)
 
 
 def _models_by_name(config: EvolveConfig) -> dict[str, ModelConfig]:

@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import pkgutil
 import shlex
 from collections.abc import (
     AsyncIterator,
@@ -36,11 +37,11 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
@@ -57,7 +58,9 @@ from rookery.reports import Report as AnyReport
 from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
+from rookery.runs.references import in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, require_trackers
+from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.tasks.python_function import read_source
 from rookery.tasks.scorers import PythonConfig, ScorerConfig
 from rookery.tasks.splits import SPLITS
@@ -91,6 +94,7 @@ __all__ = [
     "num_local_processes",
     "num_processes",
     "on_same_inputs",
+    "open_or_create",
     "open_shown_engine",
     "quiet_libraries",
     "read_config",
@@ -176,7 +180,7 @@ class RunKind(Generic[Settings, Report]):
         progress: bool = True,
     ) -> Outcome[Report]:
         """A new run, to its end. `values` are keys of the config, see `read_config`."""
-        config = read_config(self.config, source, values)
+        config = read_config(self.config, source, values, runs_dir=runs_dir)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
         return self.finish(config, open_run, Display(is_quiet=not progress))
 
@@ -210,20 +214,27 @@ async def _carry_out(
 
 
 def read_config(
-    model: type[Settings], source: "ConfigSource | Settings", values: Mapping[str, Any]
+    model: type[Settings],
+    source: "ConfigSource | Settings",
+    values: Mapping[str, Any],
+    *,
+    runs_dir: str | Path = "runs",
 ) -> Settings:
     """A config from a file, a document or a config, with keyword values laid over it.
 
-    Paths in a file are relative to it, all others to the current folder. A mapping given for a
-    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
-    of another `type` replaces the section: the keys of a type are its own.
+    Paths in a file are relative to it, all others to the current folder; `run:NAME/PART` is what a
+    run in `runs_dir` left. A mapping given for a section changes the keys it names:
+    `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One of another `type` replaces the
+    section: the keys of a type are its own.
     """
+    resolve = partial(resolve_references, find=in_folder(runs_dir), later=model.resolved_later)
+    values = resolve(values)
     if isinstance(source, str | Path):
         path = Path(source)
-        config = parse_config(model, read_document(path), origin=str(path))
-        config = config.from_folder(path.parent)
+        document = resolve(read_document(path))
+        config = parse_config(model, document, origin=str(path)).from_folder(path.parent)
     elif isinstance(source, Mapping):
-        document = merge(source, values)
+        document = merge(resolve(source), values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
         config = source.from_folder(Path.cwd())
@@ -265,6 +276,17 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name))
+
+
+def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
+    """The run in the folder of a service, made when it is not there."""
+    try:
+        return Run.open(folder)
+    except RunError:
+        if (folder / "events.db").exists():
+            raise
+        document = config.model_dump(mode="json")
+        return Run.create(folder.parent, kind=kind, name=folder.name, config=document)
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
@@ -526,31 +548,21 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = ("eval", "evolve", "genome", "grpo", "icm")
+KINDS = {
+    "eval": "rookery.compose.evaluation:EVALUATION",
+    "evolve": "rookery.compose.evolve:EVOLVE",
+    "genome": "rookery.compose.genome:GENOME",
+    "grpo": "rookery.compose.grpo:GRPO",
+    "icm": "rookery.compose.icm:ICM",
+    "pipeline": "rookery.compose.pipeline:PIPELINE",
+    "sft": "rookery.compose.sft:SFT",
+}
+"""The kinds of runs by name; each imports its loop when it is needed."""
 
 
 def find_kind(name: str) -> RunKind[Any, Any]:
-    """The kind of a run by its name; each imports its loop when it is needed."""
-    match name:
-        case "eval":
-            from rookery.compose.evaluation import EVALUATION
-
-            return EVALUATION
-        case "evolve":
-            from rookery.compose.evolve import EVOLVE
-
-            return EVOLVE
-        case "genome":
-            from rookery.compose.genome import GENOME
-
-            return GENOME
-        case "grpo":
-            from rookery.compose.grpo import GRPO
-
-            return GRPO
-    from rookery.compose.icm import ICM
-
-    return ICM
+    kind: RunKind[Any, Any] = pkgutil.resolve_name(KINDS[name])
+    return kind
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
@@ -13,13 +13,19 @@ from typing import Any
 from pydantic import Field
 
 from rookery.compose.http_server import answering, listen_all
-from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
+from rookery.compose.running import (
+    ConfigSource,
+    open_or_create,
+    quiet_libraries,
+    read_config,
+    run_async,
+)
 from rookery.compose.sft import base_name
 from rookery.config import Config
 from rookery.embedded import EngineConfig, resolve_model, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import AnyEngineConfig, EngineChoice, local_model, open_engine
-from rookery.errors import ConfigError, RunError
+from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.fleet import collected_rarely
 from rookery.megatron import (
@@ -30,8 +36,7 @@ from rookery.megatron import (
     open_megatron,
 )
 from rookery.model_names import is_named
-from rookery.ports import Adapters, Engine
-from rookery.runs import Run
+from rookery.ports import Adapters, Engine, Trainees, Trainer
 from rookery.service.app import make_app
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys, default_key_file, list_keys
@@ -119,15 +124,27 @@ async def open_backend(
     weights = await _load(folder, engine)
     async with _open_engine(weights, folder, engine, template) as opened:
         lora = LoraTrainer(weights, config=trainer)
-        yield Backend(
-            engine=opened,
-            trainer=lora,
-            trainees=LoraTrainees(lora, weights, base=base_name(folder.name), alpha=alpha),
-            folders=FolderAdapters(opened),
-            codec=TemplateCodec(template),
-            tokenizer=tokenizer_of(model, folder),
-            merge=partial(merge_into, folder.path),
-        )
+        trainees = LoraTrainees(lora, weights, base=base_name(folder.name), alpha=alpha)
+        yield _backend(model, folder, template, opened, lora, trainees)
+
+
+def _backend(
+    model: str,
+    folder: ModelFolder,
+    template: Template,
+    engine: Engine,
+    trainer: Trainer,
+    trainees: Trainees,
+) -> Backend:
+    return Backend(
+        engine=engine,
+        trainer=trainer,
+        trainees=trainees,
+        folders=FolderAdapters(engine),
+        codec=TemplateCodec(template),
+        tokenizer=tokenizer_of(model, folder),
+        merge=partial(merge_into, folder.path),
+    )
 
 
 class LoraTrainees:
@@ -267,15 +284,8 @@ async def open_megatron_backend(
         if engine.type == "fleet":
             opened = await stack.enter_async_context(open_engine(engine))
         trainer = MegatronTrainer(server)
-        yield Backend(
-            engine=opened,
-            trainer=trainer,
-            trainees=MegatronTrainees(trainer, server, base=base_name(folder.name), alpha=alpha),
-            folders=FolderAdapters(opened),
-            codec=TemplateCodec(template),
-            tokenizer=tokenizer_of(model, folder),
-            merge=partial(merge_into, folder.path),
-        )
+        trainees = MegatronTrainees(trainer, server, base=base_name(folder.name), alpha=alpha)
+        yield _backend(model, folder, template, opened, trainer, trainees)
 
 
 def _check_model(server: MegatronServer, model: str) -> None:
@@ -404,7 +414,11 @@ async def serving(
     keys = _keys(config)
     ports = listen_all(config.host, [config.port], remedy=PORT_REMEDY)
     # Taken before models are loaded.
-    with ports as listeners, _own_run(config) as run, collected_rarely():
+    with (
+        ports as listeners,
+        open_or_create(config.folder, kind="serve", config=config) as run,
+        collected_rarely(),
+    ):
         async with AsyncExitStack() as stack:
             if backends is None:
                 backends = await _open_backends(config, stack)
@@ -463,18 +477,3 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-@contextmanager
-def _own_run(config: ServeConfig) -> Iterator[Run]:
-    """The service's folder, made when it is not there."""
-    try:
-        run = Run.open(config.folder)
-    except RunError:
-        if (config.folder / "events.db").exists():
-            raise
-        document = config.model_dump(mode="json")
-        root, name = config.folder.parent, config.folder.name
-        run = Run.create(root, kind="serve", name=name, config=document)
-    with run:
-        yield run

@@ -2,59 +2,132 @@
 
 import shutil
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
-from rookery.compose.evaluation import Split
-from rookery.compose.running import digest_models, merge, quiet_libraries, run_async
+from rookery.compose.evaluation import EvaluationConfig, Split
+from rookery.compose.running import (
+    OpenRun,
+    Outcome,
+    RunKind,
+    RunPlan,
+    digest,
+    digest_models,
+    finisher,
+    join_digests,
+    merge,
+    new_run,
+    resume,
+)
+from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
-from rookery.errors import AdapterError, ConfigError, boundary
+from rookery.errors import AdapterError, boundary
 from rookery.model_names import loadable_model
+from rookery.reports import SftReport
+from rookery.runs import Run, find_runs
+from rookery.runs.references import in_folder, resolve_references
 from rookery.slots import find_device, load_model
-from rookery.tasks.taskset import load_taskset_file
+from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template
 from rookery.train.sft import SftConfig, SftStep, count_steps, sft, sft_data
 from rookery.types import Adapter
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 
-__all__ = ["base_name", "run_sft"]
+__all__ = ["SFT", "SftRunConfig", "base_name", "run_sft", "start_sft"]
+
+TRAINED, CHECKPOINTS = "trained", "training"
+
+
+class SftRunConfig(SftConfig):
+    """A supervised fine-tuning from its data to its adapter."""
+
+    model: str
+    """A Hugging Face id, a local folder, or `smollm2`."""
+    taskset: str
+    """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME."""
+    split: Split = "search"
+    """Which part of the taskset to train on."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU when there is one."""
+    out: Path | None = None
+    """A PEFT folder to write besides RUN/trained, which the adapter is then named after."""
+
+    def from_folder(self, folder: Path) -> "SftRunConfig":
+        """Paths from there; a model or a taskset only where it is one."""
+        place = folder.absolute()
+        named = EvaluationConfig(model=self.model, taskset=self.taskset).from_folder(place)
+        paths = {
+            key: None if path is None else place / path.expanduser()
+            for key, path in (("init_from", self.init_from), ("out", self.out))
+        }
+        return self.model_copy(update={**paths, "model": named.model, "taskset": named.taskset})
 
 
 def run_sft(
     model: str | Path,
     taskset: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     config: SftConfig | None = None,
-    split: Split = "search",
-    device: str = "auto",
+    name: str = "",
+    runs_dir: str | Path = "runs",
     progress: bool = True,
     **values: Any,
 ) -> Adapter:
-    """Train a LoRA adapter on the answers of a taskset and write it to `out`, a PEFT folder.
+    """Train a LoRA adapter on the answers of a taskset: RUN/trained, and `out`, are PEFT folders.
 
-    `run_sft("smollm2", "generated:label-kind", "out/kind", steps=40)`; `values` are keys of the
-    training config, laid over `config` where both are given. A training that was interrupted goes
-    on when it is called again.
+    `run_sft("smollm2", "generated:label-kind", "out/kind", steps=40)`; `values` are `split`,
+    `device` and keys of the training config, laid over `config` where both are given. A training
+    that was interrupted goes on when it is called again.
     """
-    if split not in get_args(Split):
-        raise ConfigError(f"split is {split!r}; it should be one of {', '.join(get_args(Split))}.")
+    outcome = start_sft(
+        model, taskset, out, config=config, name=name, runs_dir=runs_dir, progress=progress,
+        **values,
+    )  # fmt: skip
+    return read_adapter(outcome.path / TRAINED)
+
+
+def start_sft(
+    model: str | Path,
+    taskset: str | Path,
+    out: str | Path | None,
+    *,
+    config: SftConfig | None,
+    name: str,
+    runs_dir: str | Path,
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[SftReport]:
+    """`run_sft`, and the run it made or went on with."""
+    if out is not None and Path(out).name in ("", ".."):
+        raise AdapterError(f"{out} has no name for an adapter; give a path such as out/poet.")
     document = merge({} if config is None else config.model_dump(mode="json"), values)
-    settings = parse_config(SftConfig, document, origin="the training config")
-    place = Path(out)
-    _require_place(place)
-    device = find_device(device)
-    quiet_libraries()
-    display = Display(is_quiet=not progress)
-    return run_async(_train(str(model), str(taskset), place, settings, split, device, display))
+    document |= {"model": str(model), "taskset": str(taskset), "out": out and str(out)}
+    document = resolve_references(document, find=in_folder(runs_dir))
+    settings = parse_config(SftRunConfig, document, origin="the training config")
+    settings = settings.from_folder(Path.cwd())
+    if begun := not name and _find_interrupted(settings, Path(runs_dir)):
+        return resume(begun, progress=progress)
+    open_run = new_run(settings, kind=SFT.name, name=name, runs_dir=runs_dir)
+    return SFT.finish(settings, open_run, Display(is_quiet=not progress))
+
+
+def _find_interrupted(config: SftRunConfig, runs_dir: Path) -> Path | None:
+    """The last run of this config that nobody works on and that has not ended."""
+    for path in reversed(find_runs(runs_dir)):
+        with Run.view(path) as run:
+            is_open = run.kind == SFT.name and run.status not in ("finished", "running")
+            if is_open and run.config == config.model_dump(mode="json"):
+                return path
+    return None
 
 
 def _require_place(out: Path) -> None:
     """Refuse a path that `write_adapter` would refuse after the training."""
-    if out.name in ("", ".."):
-        raise AdapterError(f"{out} has no name for an adapter; give a path such as out/poet.")
     nearest = next(folder for folder in out.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise AdapterError(f"{out} cannot be made: {nearest} is a file. Give another path.")
@@ -68,40 +141,98 @@ def _require_place(out: Path) -> None:
         )
 
 
-async def _train(
-    name: str,
-    taskset_name: str,
-    out: Path,
-    config: SftConfig,
-    split: Split,
-    device: str,
-    display: Display,
-) -> Adapter:
-    taskset = load_taskset_file(taskset_name)
+def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[SftReport]:
+    del open_run
+    if config.out is not None:
+        _require_place(config.out)
+    taskset = load_taskset_file(config.taskset)
     display.note(taskset.notes)
-    display.say(f"loading {name}")
-    folder = resolve_model(name)
-    init = read_adapter(config.init_from) if config.init_from is not None else None
-    model = load_model(folder.path, device=device, names=folder.names)
+    model = resolve_model(config.model)
+    init = None if config.init_from is None else read_adapter(config.init_from)
+    tasks = {taskset.name: digest(taskset.split(config.split))}
+    digests = join_digests(tasks, digest_models({"the model": model.path}))
+    if init is not None:
+        digests["init_from"] = init.version
+    return RunPlan(digests=digests, opened=_open(config, taskset, init, display))
+
+
+SFT = RunKind("sft", config=SftRunConfig, finish=finisher(_plan))
+
+
+@asynccontextmanager
+async def _open(
+    config: SftRunConfig, taskset: Taskset, init: Adapter | None, display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[SftReport]]]:
+    display.say(f"loading {config.model}")
+    folder = resolve_model(config.model)
+    device = find_device(config.device)
+    model = await run_in_thread(load_model, folder.path, device=device, names=folder.names)
     eos = model.shape.eos_tokens
     data = sft_data(
-        taskset.split(split), load_template(folder.path), end_token=eos[0] if eos else None
+        taskset.split(config.split), load_template(folder.path), end_token=eos[0] if eos else None
     )
-    checkpoints = out.with_name(f".{out.name}.checkpoints")
-    with display.bar(taskset.name, total=count_steps(data, config)) as bar:
 
-        def stepped(step: SftStep) -> None:
-            bar.advance(0, tokens=step.num_tokens)
-            text = f"{taskset.name}  loss {step.loss:.3f}"
-            bar.update(done=step.step, name=text)
+    async def train(run: Run) -> SftReport:
+        with display.bar(
+            taskset.name, total=count_steps(data, config), noun="step", run=run
+        ) as bar:
 
-        adapter = await sft(
-            model, data, config, name=out.name, base=base_name(name), init=init,
-            checkpoints=checkpoints / digest_models({name: folder.path})[name], on_step=stepped,
-        )  # fmt: skip
-    write_adapter(adapter, out)
-    shutil.rmtree(checkpoints, ignore_errors=True)
-    return adapter
+            def stepped(step: SftStep) -> None:
+                bar.advance(0, tokens=step.num_tokens)
+                bar.update(done=step.step, name=f"{taskset.name}  loss {step.loss:.3f}")
+                run.log_metrics(step.step, _metrics(step))
+
+            adapter = await sft(
+                model, data, config, name=_adapter_name(config), base=base_name(config.model),
+                init=init, checkpoints=run.path / CHECKPOINTS, on_step=stepped,
+            )  # fmt: skip
+        return await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
+
+    yield train
+
+
+def _adapter_name(config: SftRunConfig) -> str:
+    return TRAINED if config.out is None else config.out.name
+
+
+def _metrics(step: SftStep) -> dict[str, float]:
+    return {
+        "train/loss": step.loss,
+        "train/grad_norm": step.grad_norm,
+        "train/learning_rate": step.learning_rate,
+        "train/num_tokens": float(step.num_tokens),
+        "time/train_s": step.seconds,
+    }
+
+
+def _write(
+    run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, num_rows: int
+) -> SftReport:
+    """The adapter and the report; the trainer's state has done its work."""
+    run.write_folder(TRAINED, lambda folder: write_adapter(adapter, folder))
+    if config.out is not None:
+        write_adapter(adapter, config.out)
+    run.append_blocking("trained", {"version": adapter.version}, key="trained")
+    rows = run.metrics()
+    report = SftReport(
+        run=run.name,
+        model=config.model,
+        taskset=taskset.name,
+        split=config.split,
+        seed=config.seed,
+        num_rows=num_rows,
+        num_steps=len(rows),
+        num_tokens=round(sum(row.values["train/num_tokens"] for row in rows)),
+        first_loss=rows[0].values["train/loss"] if rows else None,
+        last_loss=rows[-1].values["train/loss"] if rows else None,
+        rank=adapter.rank,
+        version=adapter.version,
+        warnings=taskset.notes,
+        seconds=run.worked_s,
+    )
+    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
+    shutil.rmtree(run.path / CHECKPOINTS, ignore_errors=True)
+    return report
 
 
 def base_name(model: str) -> str:

@@ -392,19 +392,19 @@ class GameEvaluator:
 def _sum_up(
     model: ModelRef, rollouts: Mapping[str, Sequence[Rollout]], seconds: float
 ) -> Evaluation:
-    failed = {id: [r.error for r in own if r.error] for id, own in rollouts.items()}
+    failed = {id: [r.error for r in games if r.error] for id, games in rollouts.items()}
     return Evaluation(
         model=model,
         rewards={
-            id: fmean(r.reward for r in own if r.reward is not None)
-            for id, own in rollouts.items()
+            id: fmean(r.reward for r in games if r.reward is not None)
+            for id, games in rollouts.items()
             if not failed[id]
         },
         errors={id: errors[0] for id, errors in failed.items() if errors},
         num_tokens=sum(
             len(r.completion.tokens)
-            for own in rollouts.values()
-            for r in own
+            for games in rollouts.values()
+            for r in games
             if r.completion is not None
         ),
         seconds=seconds,

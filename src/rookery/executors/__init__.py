@@ -7,10 +7,9 @@ from rookery.executors.folder import FolderPackage, pack_folder
 from rookery.executors.local import open_local
 from rookery.executors.modal import open_modal
 from rookery.executors.ray import open_ray
-from rookery.executors.worker import TASKS, WorkerSpec, WorkerTask
+from rookery.executors.worker import WorkerSpec, WorkerTask
 
 __all__ = [
-    "TASKS",
     "FolderPackage",
     "WorkerSpec",
     "WorkerTask",

@@ -1,6 +1,6 @@
 """Workers as processes of this machine.
 
-    spec = WorkerSpec(task="evaluation", settings=..., folder=pack_folder(path))
+    spec = WorkerSpec(task=open_evaluation, settings=..., folder=pack_folder(path))
     async with open_local(spec, num_workers=8) as executor:
         outcome = await executor.submit(Job(attempt=1, epoch=0, payload=b"...", limit_s=60))
 
@@ -93,7 +93,7 @@ class LocalWorker:
         check_version(self.info)
         header: dict[str, Json] = {
             "kind": "open",
-            "task": spec.task,
+            "task": spec.task_name,
             "folder": str(folder) if folder else None,
         }
         opened = await self._ask(Frame(header, spec.settings))

@@ -121,7 +121,7 @@ async def open_modal(
     hint = {modal.exception.NotFoundError: f"Deploy the app first: {DEPLOY}"}
     with boundary(ExecutorError, f"Calling the Modal app {APP_NAME}", remedy=hint):
         hosts = await modal.Cls.from_name(APP_NAME, "ModalHost").hydrate.aio()
-        host = hosts(task_name=spec.task, settings=spec.settings, digest=digest)
+        host = hosts(task_name=spec.task_name, settings=spec.settings, digest=digest)
         if spec.folder is not None:
             folders = modal.Dict.from_name(FOLDERS_NAME, create_if_missing=True)
             await folders.put.aio(digest, spec.folder.content, skip_if_exists=True)

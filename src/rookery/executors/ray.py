@@ -150,7 +150,7 @@ class RayWorker:
         self.info = replace(self.info, version=version, cores=cores)
         check_version(self.info)
         digest = None if spec.folder is None else spec.folder.digest
-        opening = self._actor.open.remote(spec.task, spec.settings, digest, content)
+        opening = self._actor.open.remote(spec.task_name, spec.settings, digest, content)
         is_open, text = await self._result(opening)
         if not is_open:
             raise WorkerRefused(text, info=self.info)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from rookery.types import Job, Json, WorkerInfo
 __all__ = [
     "CLOSE_S",
     "MAX_MESSAGE_BYTES",
-    "TASKS",
     "Answer",
     "Frame",
     "OpenTask",
@@ -44,10 +43,10 @@ __all__ = [
 #
 #     async def open_evaluation(settings: bytes, folder: Path | None) -> WorkerTask: ...
 #
-#     TASKS = {"evaluation": "rookery.loops.evolve.evaluation_task:open_evaluation"}
+#     spec = WorkerSpec(task=open_evaluation)
 #
 # A job names no function and carries no code: workers of an executor hold the one task of its
-# WorkerSpec, found by name in `TASKS`. Payloads and outputs are bytes that only the task reads.
+# WorkerSpec, a function of this package. Payloads and outputs are bytes that only the task reads.
 
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -78,30 +77,34 @@ class WorkerTask(Protocol):
 OpenTask = Callable[[bytes, Path | None], Awaitable[WorkerTask]]
 """Takes the settings and the folder of the WorkerSpec. A RookeryError says why this machine cannot
 run it: the worker then gets no work."""
-
-TASKS: Mapping[str, str] = {
-    "evaluation": "rookery.loops.evolve.evaluation_task:open_evaluation",
-    "fake": "rookery.executors.fake_task:open_fake_task",
-}
-"""Name -> the OpenTask as module:function. Text, because workers load only what they run, and tasks
-are defined in higher layers than this one."""
+PACKAGE = "rookery."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What every worker of an executor holds."""
 
-    task: str
-    """A name of `TASKS`."""
+    task: OpenTask
+    """A function of a module of this package: a worker imports it, and nothing else."""
     settings: bytes = b""
     folder: FolderPackage | None = None
     """Unpacked on the worker's machine before the task is opened."""
     startup_s: float = 0.0
     """How long the task may take to open, beyond the time for the worker's process."""
 
+    @property
+    def task_name(self) -> str:
+        """`rookery.loops.evolve.evaluation_task:open_evaluation`."""
+        return f"{self.task.__module__}:{self.task.__qualname__}"
+
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ConfigError(f"There is no task {self.task!r}; there are {', '.join(TASKS)}.")
+        _require_own(self.task_name)
+
+
+def _require_own(name: str) -> None:
+    module, _, function = name.partition(":")
+    if not module.startswith(PACKAGE) or not function.isidentifier():
+        raise ConfigError(f"A worker cannot run {name}: give a function of a module of rookery.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +133,9 @@ def count_cores() -> int:
 
 
 async def open_task(name: str, settings: bytes, folder: Path | None) -> WorkerTask:
-    """Import and open a task of `TASKS`."""
-    module, _, function = TASKS[name].partition(":")
+    """Import and open the task of a WorkerSpec by its `task_name`."""
+    _require_own(name)
+    module, _, function = name.partition(":")
     opening = cast(OpenTask, getattr(importlib.import_module(module), function))
     return await opening(settings, folder)
 

@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rookery.fleet.routing.paused import load_first_weights, name_first_weights
 from rookery.fleet.servers.launch import LocalServer, Progress, keep_alive, open_servers
 from rookery.fleet.servers.registry import (
     FoundRegistry,
+    ServerRecord,
     find_registries,
     reap_orphans,
     state_folder,
@@ -50,6 +51,8 @@ class ServerStatus:
     version: str = ""
     pid: int | None = None
     """Of servers that Rookery started on this machine."""
+    num_restarts: int | None = None
+    """The same: how often the pool started it again."""
     num_running: int | None = None
     num_waiting: int | None = None
     cache_usage: float | None = None
@@ -103,15 +106,15 @@ async def up(
 
 async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[ServerStatus, ...]:
     """The given servers, or all that this user's pools started on this machine."""
-    pids: dict[str, int | None] = dict.fromkeys(urls)
-    if not pids:
+    records: dict[str, ServerRecord | None] = dict.fromkeys(urls)
+    if not records:
         registries = await asyncio.to_thread(find_registries, state_folder())
-        pids = {r.url: r.pid for registry in registries for r in registry.records if r.is_alive}
+        records = {r.url: r for registry in registries for r in registry.records if r.is_alive}
     limits = ClientConfig(connect_s=STATUS_S, control_s=STATUS_S)
     async with open_session() as session:
         looks = [
-            _status(Client(url, session=session, config=limits, api_key=api_key), pid)
-            for url, pid in pids.items()
+            _status(Client(url, session=session, config=limits, api_key=api_key), record)
+            for url, record in records.items()
         ]
         return tuple(await asyncio.gather(*looks))
 
@@ -124,19 +127,20 @@ async def restore(url: str, *, api_key: str = "") -> None:
         await name_first_weights(client)
 
 
-async def _status(client: Client, pid: int | None) -> ServerStatus:
+async def _status(client: Client, record: ServerRecord | None) -> ServerStatus:
+    pid, num_restarts = (None, None) if record is None else (record.pid, record.num_restarts)
+    known = ServerStatus(url=client.url, is_up=False, pid=pid, num_restarts=num_restarts)
     try:
         base, adapters = _models(await client.get("/v1/models"), client.url)
         metrics = await read_metrics(client)
         version = await _version(client)
     except RookeryError as error:
-        return ServerStatus(url=client.url, is_up=False, pid=pid, error=str(error))
-    return ServerStatus(
-        url=client.url,
+        return replace(known, error=str(error))
+    return replace(
+        known,
         is_up=await client.is_healthy(),
         model=base,
         version=version,
-        pid=pid,
         num_running=metrics.num_running if metrics else None,
         num_waiting=metrics.num_waiting if metrics else None,
         cache_usage=metrics.cache_usage if metrics else None,
@@ -168,27 +172,25 @@ def down(root: Path | None = None, *, limit_s: float = STOP_S) -> Stopped:
     """
     folder = root or state_folder()
     urls: list[str] = []
-    for found in find_registries(folder):
-        if found.has_owner and found.purpose == "up":
-            urls += [record.url for record in found.records]
-            _end_owner(found, limit_s)
-        elif not found.is_locked:
-            urls += [record.url for record in found.records if record.is_alive]
+    for registry in find_registries(folder):
+        if registry.has_owner and registry.purpose == "up":
+            urls += [record.url for record in registry.records]
+            _end_owner(registry, limit_s)
+        elif not registry.is_locked:
+            urls += [record.url for record in registry.records if record.is_alive]
     return Stopped(urls=tuple(urls), num_orphans=reap_orphans(folder))
 
 
-def _end_owner(found: FoundRegistry, limit_s: float) -> None:
+def _end_owner(left: FoundRegistry, limit_s: float) -> None:
     """Ask it to stop its servers and wait until it has; else stop them for it."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(found.owner_pid, signal.SIGTERM)
+        os.kill(left.owner_pid, signal.SIGTERM)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        registries = find_registries(found.folder.parent)
-        if not any(
-            registry.has_owner for registry in registries if registry.folder == found.folder
-        ):
+        registries = find_registries(left.folder.parent)
+        if not any(registry.has_owner for registry in registries if registry.folder == left.folder):
             return
         time.sleep(0.05)
-    if stop_processes(found.records):
-        logger.warning("stopped servers that process %d did not", found.owner_pid)
-        shutil.rmtree(found.folder, ignore_errors=True)
+    if stop_processes(left.records):
+        logger.warning("stopped servers that process %d did not", left.owner_pid)
+        shutil.rmtree(left.folder, ignore_errors=True)

@@ -17,20 +17,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 from uuid import uuid4
 
 import aiohttp
-from pydantic import Field, model_validator
 
 from rookery.concurrency import run_to_end
-from rookery.config import Config
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.residency import ServedAdapters, clear_left, require_adapter
 from rookery.fleet.adapters.staging import Staging, open_staging
 from rookery.fleet.http.capabilities import common_capabilities
-from rookery.fleet.http.client import Client, ClientConfig, check_urls, max_calls, open_session
+from rookery.fleet.http.client import Client, max_calls, open_session
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.wire import (
     Choice,
@@ -42,10 +39,10 @@ from rookery.fleet.http.wire import (
 from rookery.fleet.routing.load import Entry, Spread, make_batches
 from rookery.fleet.routing.paused import CallExclusion
 from rookery.fleet.routing.pool import Pool
-from rookery.fleet.routing.replica import Replica, ReplicaSettings
+from rookery.fleet.routing.replica import Replica
 from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.ray_placement import place_on_ray
-from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.servers.settings import FleetConfig
 from rookery.types import (
     Adapter,
     Completion,
@@ -60,7 +57,6 @@ from rookery.types import (
 __all__ = [
     "OBJECTS",
     "Fleet",
-    "FleetConfig",
     "collected_rarely",
     "open_fleet",
 ]
@@ -90,55 +86,6 @@ def collected_rarely() -> Iterator[None]:
 
 
 _UNREADABLE = "Could not parse the server's response"
-
-
-class FleetConfig(Config):
-    """A pool of vLLM servers."""
-
-    type: Literal["fleet"] = "fleet"
-    urls: tuple[str, ...] = ()
-    """Servers that run already."""
-    launch: LaunchConfig | None = None
-    """Servers to start on this machine."""
-    name: str = ""
-    """What the base model is called in results; by default what it was loaded from."""
-    api_key_env: str = "VLLM_API_KEY"
-    """The environment variable that holds the servers' key, if they have one."""
-    adapter_folder: Path | None = None
-    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
-    folder that all of them see. By default in shared memory, which servers on this machine see."""
-    resolver: bool = False
-    """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
-    peft_folders: bool = False
-    """Adapters go to the servers as PEFT folders, though some could take them from memory."""
-    in_place: bool = False
-    """Adapters on a GPU are read there by servers on the same GPU, with no copy in between."""
-    max_loras: int | None = Field(default=None, ge=1)
-    """Adapters in flight per server, for servers that do not tell theirs."""
-    max_lora_rank: int | None = Field(default=None, ge=1)
-    """The highest rank, for servers that do not tell theirs."""
-    device: Literal["gpu", "cpu"] | None = None
-    """What the servers of `urls` compute on, for those that do not tell. Where it is not known, the
-    base model and adapters are not computed together."""
-    max_in_flight: int | None = Field(default=None, ge=1)
-    """Sequences in flight per server; by default as many as it computes together."""
-    batch: int = Field(default=32, ge=1)
-    """Sequences per HTTP call at most."""
-    all_down_timeout_s: float = Field(default=300.0, ge=0)
-    """How long requests wait when no server that takes them is up."""
-    client: ClientConfig = ClientConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> "FleetConfig":
-        if not self.urls and self.launch is None:
-            raise ValueError(
-                "a fleet needs servers: write urls: [http://host:8000], or a launch section with a "
-                "model to start some here."
-            )
-        if self.resolver and self.adapter_folder is None:
-            raise ValueError("resolver: true needs adapter_folder, the folder the servers search.")
-        check_urls(self.urls)
-        return self
 
 
 class Fleet:
@@ -412,35 +359,25 @@ async def _open_replicas(
     progress: Progress | None,
 ) -> list[Replica]:
     """The servers of the config: those that run, and those started here or on a cluster."""
-    settings = ReplicaSettings(
-        max_in_flight=config.max_in_flight,
-        max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
-        is_on_cpu=None if config.device is None else config.device == "cpu",
-        is_folder_shared=config.adapter_folder is not None,
-        has_resolver=config.resolver,
-        is_by_folder=config.peft_folders,
-    )
-
     launch = config.launch
-    launched = settings if launch is None else replace(settings, dtype=launch.served_dtype)
+    dtype = None if launch is None else launch.served_dtype
 
     def make(
-        url: str, api_key: str, own: ReplicaSettings, local: LocalServer | None = None
+        url: str, api_key: str, *, dtype: str | None = None, local: LocalServer | None = None
     ) -> Replica:
         client = Client(url, session=session, config=config.client, api_key=api_key)
-        return Replica(client, settings=own, staging=staging, local=local)
+        return Replica(client, config=config, staging=staging, dtype=dtype, local=local)
 
     key = os.environ.get(config.api_key_env, "")
-    replicas = [make(url, key, settings) for url in config.urls]
+    replicas = [make(url, key) for url in config.urls]
     if launch is not None and launch.placement == "ray":
         cluster = place_on_ray(launch, num=launch.replicas or 1, address=launch.ray_address)
         placed = await stack.enter_async_context(cluster)
-        replicas += [make(url, placed.api_key, launched) for url in placed.urls]
+        replicas += [make(url, placed.api_key, dtype=dtype) for url in placed.urls]
     elif launch is not None:
         started = open_servers(launch, progress=progress, adapters=staging.root)
         servers = await stack.enter_async_context(started)
-        replicas += [make(s.url, s.config.api_key, launched, s) for s in servers]
+        replicas += [make(s.url, s.config.api_key, dtype=dtype, local=s) for s in servers]
     return replicas
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.fleet.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.fleet import Fleet, open_fleet
 from rookery.fleet.http.client import Client, ClientConfig, open_session
 from rookery.fleet.http.service import ServiceServer, is_service
+from rookery.fleet.servers.settings import FleetConfig
 
 __all__ = ["BackendConfig", "open_server"]
 

@@ -18,12 +18,13 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import AnySamplerConfig
 from rookery.ports import Engine
-from rookery.reports import Estimate, ReportRow, SampledRecord
+from rookery.reports import Estimate, ReportRow, SampledRecord, TasksetRecord
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search.merit import vote
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
+from rookery.tasks.taskset import Taskset
 from rookery.types import Group, ModelRef, Rollout, Task
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "best_of",
     "compare",
     "complete_means",
+    "describe_taskset",
     "warn_of_batches",
+    "warn_of_failed_tasks",
     "warn_of_precision",
     "warn_of_small_samples",
 ]
@@ -212,6 +215,27 @@ def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
     earned = Counter(task.source for task in tasks if task.id in rewards)
     means = mean_by_source(rewards, tasks)
     return {source: mean for source, mean in means.items() if earned[source] == sizes[source]}
+
+
+def describe_taskset(taskset: Taskset) -> TasksetRecord:
+    """How many tasks each split has."""
+    return TasksetRecord(
+        name=taskset.name,
+        weight=taskset.weight,
+        num_search=len(taskset.split("search")),
+        num_select=len(taskset.split("select")),
+        num_report=len(taskset.split("report")),
+        num_questions=len(set(map(question_of, taskset.split("report")))),
+    )
+
+
+def warn_of_failed_tasks(rows: Sequence[ReportRow]) -> list[str]:
+    return [
+        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: what is "
+        "missing is not averaged away."
+        for row in rows
+        if row.num_failed
+    ]
 
 
 def warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:

@@ -21,17 +21,22 @@ __all__ = [
     "EvaluationReport",
     "Measured",
     "ModelRow",
+    "PipelineReport",
+    "PipelineStep",
     "QueueStatus",
     "Record",
     "Report",
     "SampledRecord",
     "ServiceStatus",
+    "SftReport",
     "TaskRecord",
     "TenantStatus",
     "Text",
     "describe_task",
     "parse_evaluation_report",
+    "parse_pipeline_report",
     "parse_record",
+    "parse_sft_report",
 ]
 
 
@@ -183,6 +188,64 @@ class EvaluationReport(Report):
 def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
     """Read a report, or raise a RunError that names the first value that does not fit."""
     return parse_record(EvaluationReport, document, kind="an eval")
+
+
+# The report of a pipeline: its steps, and what each left on tasks that none has seen.
+
+
+class PipelineStep(Record):
+    """One step: a run of its own."""
+
+    name: Text = ""
+    loop: Text = ""
+    run: Text = ""
+    made_from: tuple[Text, ...] = ()
+    """Runs that its config takes something from."""
+    result: Text = ""
+    """What its own report is about, in short."""
+    seconds: Measured = None
+
+
+class PipelineReport(EvaluationReport):
+    """The base model and the adapter of every step, in their order."""
+
+    kind: Literal["pipeline"] = "pipeline"  # type: ignore[assignment]
+    steps: tuple[PipelineStep, ...] = ()
+
+
+def parse_pipeline_report(document: Mapping[str, Json]) -> PipelineReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(PipelineReport, document, kind="a pipeline")
+
+
+# The report of a supervised fine-tuning.
+
+
+class SftReport(Report):
+    """What was trained, on how much. How good it is, an evaluation tells."""
+
+    kind: Literal["sft"] = "sft"
+    run: Text = ""
+    model: Text = ""
+    taskset: Text = ""
+    split: Text = ""
+    seed: int = 0
+    num_rows: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Of answers, in all steps."""
+    first_loss: Measured = None
+    """-log p per token of the answers of the first step, before it."""
+    last_loss: Measured = None
+    rank: int = 0
+    version: Text = ""
+    """Of the adapter."""
+    seconds: Measured = None
+
+
+def parse_sft_report(document: Mapping[str, Json]) -> SftReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(SftReport, document, kind="an sft")
 
 
 # The service as it is now: its queues, its tenants and how fast it is.

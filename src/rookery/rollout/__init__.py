@@ -1,11 +1,12 @@
 """Task x Sampler x Scorer -> Group: many models and tasks together, logged, never asked twice.
 
 evaluator.py  rollouts and evaluations of models on tasks, found again in the run
-asking.py     how a taskset's tasks are put to a model; text models over engines and ensembles
+ask_once.py   a question that is under way is not asked again
+asking.py     how a taskset's tasks are put to a model; text models over engines
 group_sampler.py  groups to train on: many answers to each task, drawn at random
 """
 
-from rookery.rollout.asking import EngineTextModel, EnsembleTextModel, Member
+from rookery.rollout.asking import EngineTextModel
 from rookery.rollout.evaluator import (
     Progress,
     RolloutLog,
@@ -17,9 +18,7 @@ from rookery.rollout.group_sampler import GroupSampler
 
 __all__ = [
     "EngineTextModel",
-    "EnsembleTextModel",
     "GroupSampler",
-    "Member",
     "Progress",
     "RolloutLog",
     "TasksetEvaluator",

@@ -4,11 +4,10 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rookery.errors import (
-    ConfigError,
     EngineDownError,
     EngineError,
     FleetDownError,
@@ -16,8 +15,7 @@ from rookery.errors import (
     ModelError,
     TaskError,
 )
-from rookery.ports import Sampler, TextModel
-from rookery.seeding import stream
+from rookery.ports import Sampler
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.taskset import Taskset
@@ -41,16 +39,9 @@ __all__ = [
     "Answer",
     "Asking",
     "EngineTextModel",
-    "EnsembleTextModel",
-    "Member",
 ]
 
-# Text models over what there is: an engine behind its chat template, and several models as one.
-#
-# local = EngineTextModel(engine, model=engine.base, template=template)
-# both = EnsembleTextModel({"local": Member(local, weight=3), "big": Member(api, weight=1)})
-# reply = await both.reply(request)                  # reply.model is "local" or "big"
-# reply = await both.member("big").reply(request)    # for whoever chooses by other rules
+# reply = await EngineTextModel(engine, model=engine.base, template=template).reply(request)
 
 
 class EngineTextModel:
@@ -85,53 +76,6 @@ class EngineTextModel:
             model=self._model.served_name,
             usage=TokenUsage(prompt_tokens=len(prompt), completion_tokens=len(completion.tokens)),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A model of an ensemble; one of weight 3 gets three times the requests of one of weight 1."""
-
-    model: TextModel
-    weight: float = 1.0
-
-
-class EnsembleTextModel:
-    """A TextModel that puts each request to one of its members. One that fails is not replaced by
-    another: its error is the request's."""
-
-    def __init__(self, members: Mapping[str, Member]) -> None:
-        weights = [member.weight for member in members.values()]
-        if not weights or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-            raise ConfigError(
-                f"The weights of an ensemble are {weights}: give one or more, none below 0 and one "
-                "at least above."
-            )
-        self._members = dict(members)
-        self._shares = [weight / sum(weights) for weight in weights]
-
-    def member(self, name: str) -> TextModel:
-        """One of its models, whose replies are named as the ensemble's are."""
-        if name not in self._members:
-            raise ConfigError(f"{name} is not a model of the ensemble: {', '.join(self._members)}.")
-        return _Named(self._members[name].model, name)
-
-    async def reply(self, request: TextRequest) -> TextReply:
-        return await self.member(self.choose(request)).reply(request)
-
-    def choose(self, request: TextRequest) -> str:
-        """Who gets the request: by the weights, drawn from its seed and messages alone."""
-        said = [part for message in request.messages for part in (message.role, message.content)]
-        rng = stream(request.seed or 0, "ensemble", *said)
-        return list(self._members)[int(rng.choice(len(self._shares), p=self._shares))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    model: TextModel
-    name: str
-
-    async def reply(self, request: TextRequest) -> TextReply:
-        return replace(await self.model.reply(request), model=self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ An evaluation puts the same question to many models and never asks twice; here e
 one, named by its seed, and the caller keeps what came of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rookery.concurrency import together
@@ -79,7 +79,8 @@ class GroupSampler:
                 return [(draws[0], str(error))] * self._params.n
             alone = await together(self._answers(model, [draw]) for draw in draws)
             return [pair for pairs in alone for pair in pairs]
-        return list(_pairs(draws, drawn))
+        pairs = zip(draws, drawn, strict=True)
+        return [(draw, completion) for draw, completions in pairs for completion in completions]
 
     def _request(self, model: ModelRef, draw: Draw) -> SampleRequest:
         return SampleRequest(
@@ -103,11 +104,3 @@ class GroupSampler:
             logprobs=answer.logprobs,
             kept=answer.kept,
         )
-
-
-def _pairs(
-    draws: Sequence[Draw], drawn: Sequence[tuple[Completion, ...]]
-) -> Iterator[tuple[Draw, Completion | str]]:
-    for draw, completions in zip(draws, drawn, strict=True):
-        for completion in completions:
-            yield draw, completion

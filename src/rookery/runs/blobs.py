@@ -44,10 +44,10 @@ class BlobView:
             raise RunError(f"{self._folder} holds no blob {digest}.")
         if verify:
             with disk_boundary(f"Reading the blob {path}"):
-                found = _hash_folder(path) if path.is_dir() else _hash_file(path)
-            if found != digest:
+                actual = _hash_folder(path) if path.is_dir() else _hash_file(path)
+            if actual != digest:
                 raise RunError(
-                    f"The blob {path} is damaged: its content hashes to {found}. Restore it from "
+                    f"The blob {path} is damaged: its content hashes to {actual}. Restore it from "
                     "a copy, or start again from an event before it."
                 )
         return path

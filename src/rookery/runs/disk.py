@@ -139,8 +139,8 @@ PLAIN = frozenset({str, int, bool, type(None)})
 def encode(value: object, *, what: str, indent: int | None = None) -> str:
     """JSON text of dicts, lists, tuples (read back as lists), text, numbers, booleans and None."""
     try:
-        if found := _problem(value):
-            raise RunError(f"{what}: {found[0] or 'it'} {found[1]}.")
+        if problem := _problem(value):
+            raise RunError(f"{what}: {problem[0] or 'it'} {problem[1]}.")
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
     except RecursionError:
         raise RunError(f"{what}: it is nested too deeply or contains itself.") from None

@@ -386,8 +386,8 @@ class Journal:
 def _slice(rows: Sequence[tuple[int, int]]) -> list[int]:
     """The first of numbers and sizes, at least one, that have SLICE_BYTES together."""
     totals = accumulate(size_bytes for _, size_bytes in rows)
-    found = [seq for (seq, _), total in zip(rows, totals, strict=True) if total <= SLICE_BYTES]
-    return found or [seq for seq, _ in rows[:1]]
+    slice_seqs = [seq for (seq, _), total in zip(rows, totals, strict=True) if total <= SLICE_BYTES]
+    return slice_seqs or [seq for seq, _ in rows[:1]]
 
 
 def _last_seq(connection: sqlite3.Connection) -> int:

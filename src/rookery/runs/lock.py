@@ -19,6 +19,7 @@ from pathlib import Path
 from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary
 from rookery.runtime.file_lock import FileLock
+from rookery.runtime.guard import process_start
 
 __all__ = ["Owner", "RunLock", "is_locked", "read_owner", "require_free"]
 
@@ -47,7 +48,7 @@ class Owner:
         here = _describe_self()
         if (self.host, self.namespace) != (here.host, here.namespace):
             return False
-        return not _is_alive(self.pid) or _process_start(self.pid) != self.process_start
+        return not _is_alive(self.pid) or process_start(self.pid) != self.process_start
 
 
 class RunLock:
@@ -168,7 +169,7 @@ def _describe_self() -> Owner:
         host=socket.gethostname(),
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         namespace=namespace,
-        process_start=_process_start(pid),
+        process_start=process_start(pid),
     )
 
 
@@ -180,13 +181,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _process_start(pid: int) -> str:
-    """Field 22 of /proc/PID/stat; "" for a process that has ended, and where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold spaces
-    return "" if state in {"X", "Z"} else rest[18]

@@ -22,9 +22,7 @@ MAX_STRENGTH = 1.5
 """A single founder is tried in strengths up to this."""
 
 
-def pair_plans(
-    ids: Sequence[str], *, count: int, seed: int, merge: str = "linear"
-) -> tuple[ChildPlan, ...]:
+def pair_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
     """`count` merges of two: every pair once before any comes again, weights always fresh."""
     if len(set(ids)) < 2:
         raise ConfigError(
@@ -35,8 +33,8 @@ def pair_plans(
     plans = []
     for index in range(count):
         weights = convex_weights(2, rng=stream(seed, "pairs", index))
-        plan = _plan(pairs[index % len(pairs)], weights, name=f"g000-c{index:02d}", seed=seed)
-        plans.append(replace(plan, merge=merge))
+        pair = pairs[index % len(pairs)]
+        plans.append(_plan(pair, weights, name=f"g000-c{index:02d}", seed=seed))
     return tuple(plans)
 
 

@@ -25,12 +25,11 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bootstrap", "Interval", "Strata", "bootstrap_mean", "paired_difference", "proportion"]
+__all__ = ["Interval", "Strata", "bootstrap_mean", "paired_difference", "proportion"]
 
 PRIOR = 4.0
 """Values that are added, half of them at each end: Agresti and Coull's two successes and two
@@ -52,29 +51,12 @@ CHUNK = 1 << 21
 """Draws held in memory at a time: 16 MiB of indices."""
 
 
-def _check_confidence(confidence: float) -> None:
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"Got confidence {confidence}: it lies between 0 and 1, such as 0.95.")
+CONFIDENCE = 0.95
 
+NUM_RESAMPLES = 10_000
+"""With so many the end points move by about 1 % of the width between seeds."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bootstrap:
-    """How an interval is made."""
-
-    method: Literal["bca", "percentile"] = "bca"
-    """bca corrects the percentiles for bias and skewness."""
-    confidence: float = 0.95
-    num_resamples: int = 10_000
-    """At 10,000 the end points move by about 1 % of the width between seeds."""
-
-    def __post_init__(self) -> None:
-        _check_confidence(self.confidence)
-        if self.num_resamples < 1:
-            raise ValueError(f"Got {self.num_resamples} resamples: at least 1, better 10,000.")
-
-
-DEFAULT = Bootstrap()
-"""95 %, BCa, 10,000 resamples."""
+Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +76,11 @@ class Strata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and where the true value lies with the given confidence."""
+    """An estimate and where the true value lies with 95 % confidence."""
 
     estimate: float
     low: float
     high: float
-    confidence: float
-    method: Literal["bca", "percentile", "wilson"]
     num_values: int
     """Clusters, where values are in clusters."""
     small: str = ""
@@ -112,10 +92,11 @@ def bootstrap_mean(
     *,
     rng: np.random.Generator,
     strata: Strata | None = None,
-    bootstrap: Bootstrap = DEFAULT,
+    num_resamples: int = NUM_RESAMPLES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
-    """Interval of the mean; with strata of the weighted mean of the sources' means.
+    """Interval of the mean, by the bootstrap corrected for bias and skewness (BCa); with strata of
+    the weighted mean of the sources' means.
 
     `limits` are the smallest and the largest possible value; values beyond widen them.
     """
@@ -124,26 +105,22 @@ def bootstrap_mean(
     means = np.array([part.mean() for part in parts])
     # Rounding may put the mean of equal values beside them.
     estimate = float(np.clip(np.array(shares) @ means, min(values), max(values)))
-    resampled = np.zeros(bootstrap.num_resamples)
+    resampled = np.zeros(num_resamples)
     for part, share in zip(parts, shares, strict=True):
         resampled += share * _resample(part, num_resamples=len(resampled), rng=rng)
-    tail = (1.0 - bootstrap.confidence) / 2.0
-    tails = (tail, 1.0 - tail)
-    if bootstrap.method == "bca":
-        centred = zip(parts, shares, means, strict=True)
-        influence = np.concatenate([w / len(x) * (x - m) for x, w, m in centred])
-        tails = _bca_tails(tails, resampled, estimate=estimate, influence=influence)
-    low, high = np.quantile(resampled, tails)
+    centred = zip(parts, shares, means, strict=True)
+    influence = np.concatenate([w / len(x) * (x - m) for x, w, m in centred])
+    low, high = np.quantile(
+        resampled, _bca_tails(resampled, estimate=estimate, influence=influence)
+    )
     least, most = min(limits[0], *values), max(limits[1], *values)
     counted = [source for source in sources if source.share > 0]
     count = sum(len(source.values) for source in sources)
-    around = _student(counted, ends=(least, most), confidence=bootstrap.confidence)
+    around = _student(counted, ends=(least, most))
     return Interval(
         estimate=estimate,
         low=max(least, min(float(low), around[0], estimate)),
         high=min(most, max(float(high), around[1], estimate)),
-        confidence=bootstrap.confidence,
-        method=bootstrap.method,
         num_values=count,
         small=_why_small(counted, noun="tasks" if count == len(values) else "questions"),
     )
@@ -155,7 +132,7 @@ def paired_difference(
     *,
     rng: np.random.Generator,
     strata: Strata | None = None,
-    bootstrap: Bootstrap = DEFAULT,
+    num_resamples: int = NUM_RESAMPLES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
     """Interval of the mean of ours - theirs, task by task: hard tasks do not widen it.
@@ -170,67 +147,56 @@ def paired_difference(
     differences = np.subtract(ours, theirs)
     reach = max(limits[1] - limits[0], float(np.abs(differences).max(initial=0.0)))
     interval = bootstrap_mean(
-        differences.tolist(), rng=rng, strata=strata, bootstrap=bootstrap, limits=(-reach, reach)
+        differences.tolist(),
+        rng=rng,
+        strata=strata,
+        num_resamples=num_resamples,
+        limits=(-reach, reach),
     )
     sources = _sources(differences.tolist(), strata)
     if sum(source.num_nonzero for source in sources) >= RARE:
         return interval
-    low, high = _rare_difference(sources, reach=reach, confidence=bootstrap.confidence)
+    low, high = _rare_difference(sources, reach=reach)
     return replace(interval, low=min(interval.low, low), high=max(interval.high, high))
 
 
-def _rare_difference(
-    sources: Sequence["_Source"], *, reach: float, confidence: float
-) -> tuple[float, float]:
+def _rare_difference(sources: Sequence["_Source"], *, reach: float) -> tuple[float, float]:
     """Wins minus losses, each with Wilson's interval (Newcombe's way to join them).
 
     Where hardly a task differs its spread says nothing: no difference on 60 tasks leaves room for
     one on every twentieth.
     """
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
     trials = 1.0 / math.fsum(s.share**2 / s.trials for s in sources if s.share > 0)
     wins, losses = (
         math.fsum(s.share * float(np.maximum(sign * s.values, 0.0).mean()) for s in sources) / reach
         for sign in (1.0, -1.0)
     )
     wins, losses = min(1.0, wins), min(1.0, losses)
-    win_low, win_high = _wilson_ends(wins, trials, z)
-    loss_low, loss_high = _wilson_ends(losses, trials, z)
+    win_low, win_high = _wilson_ends(wins, trials)
+    loss_low, loss_high = _wilson_ends(losses, trials)
     low = wins - losses - math.hypot(wins - win_low, loss_high - losses)
     high = wins - losses + math.hypot(win_high - wins, losses - loss_low)
     return reach * low, reach * high
 
 
-def proportion(
-    is_right: Sequence[bool],
-    *,
-    clusters: Sequence[Hashable] | None = None,
-    confidence: float = 0.95,
-) -> Interval:
+def proportion(is_right: Sequence[bool], *, clusters: Sequence[Hashable] | None = None) -> Interval:
     """Wilson's score interval of right answers; never empty, also at 0 % and 100 %.
 
     Eight of ten: 0.49 to 0.94. Answers in clusters count for as many independent ones as would give
     so exact a proportion.
     """
-    _check_confidence(confidence)
     values = np.array(is_right, dtype=np.float64)
     strata = Strata(
         names=("all",) * len(values), clusters=None if clusters is None else tuple(clusters)
     )
     share = float(values.mean()) if len(values) else 0.0
     [source] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
-    low, high = _wilson_ends(share, source.trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
-    return Interval(
-        estimate=share,
-        low=low,
-        high=high,
-        confidence=confidence,
-        method="wilson",
-        num_values=len(source.values),
-    )
+    low, high = _wilson_ends(share, source.trials)
+    return Interval(estimate=share, low=low, high=high, num_values=len(source.values))
 
 
-def _wilson_ends(share: float, trials: float, z: float) -> tuple[float, float]:
+def _wilson_ends(share: float, trials: float) -> tuple[float, float]:
+    z = Z
     shrink = 1.0 + z * z / trials
     centre = (share + z * z / (2 * trials)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
@@ -356,9 +322,7 @@ def _counted(count: int, num_equal: float, noun: str) -> str:
     return f"{count} {noun}" if fewer == count else f"{count} {noun} that count for {fewer}"
 
 
-def _student(
-    sources: Sequence[_Source], *, ends: tuple[float, float], confidence: float
-) -> tuple[float, float]:
+def _student(sources: Sequence[_Source], *, ends: tuple[float, float]) -> tuple[float, float]:
     """Student's interval with `PRIOR` values more at the ends."""
     counts = np.array([source.num_equal for source in sources])
     shares = np.array([source.share for source in sources])
@@ -382,13 +346,13 @@ def _student(
     parts = shares**2 * (squares + POOLED * pooled) / degrees / counts
     variance = float(parts.sum()) * num_like / (num_like + pull)
     freedom = float(parts.sum()) ** 2 / float((parts**2 / degrees).sum())
-    half = _student_quantile(0.5 + confidence / 2, freedom=freedom) * math.sqrt(variance)
+    half = _student_quantile(freedom) * math.sqrt(variance)
     return centre - half, centre + half
 
 
-def _student_quantile(share: float, *, freedom: float) -> float:
+def _student_quantile(freedom: float) -> float:
     """By Cornish and Fisher's expansion: within 1 % at 95 % from two degrees of freedom on."""
-    z = NormalDist().inv_cdf(share)
+    z = Z
     terms = (
         z,
         (z**3 + z) / 4,
@@ -412,13 +376,11 @@ def _resample(
 
 
 def _bca_tails(
-    tails: tuple[float, float],
-    resampled: NDArray[np.float64],
-    *,
-    estimate: float,
-    influence: NDArray[np.float64],
+    resampled: NDArray[np.float64], *, estimate: float, influence: NDArray[np.float64]
 ) -> tuple[float, float]:
     """The tails corrected for bias and skewness (Efron 1987)."""
+    tail = (1.0 - CONFIDENCE) / 2.0
+    tails = (tail, 1.0 - tail)
     largest = float(np.abs(influence).max())
     if largest == 0.0:
         return tails

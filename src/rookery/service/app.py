@@ -137,8 +137,8 @@ def _add_pages(
     async def status(request: Request, format: Literal["html", "json"] = "html") -> Response:
         if render is None or not _is_local(request):
             raise missing("page", "/status")
-        found = read_status(service)
-        return JSONResponse(asdict(found)) if format == "json" else HTMLResponse(render(found))
+        told = read_status(service)
+        return JSONResponse(asdict(told)) if format == "json" else HTMLResponse(render(told))
 
 
 def _is_local(request: Request) -> bool:

@@ -236,13 +236,13 @@ def _at(document: Any, key: str, path: Path) -> Any:
 
 def _lists(document: Mapping[str, Any], prefix: str) -> dict[str, list[Any]]:
     """The lists of objects in an object and one level below, by dotted name."""
-    found: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     for name, value in document.items():
         if _is_rows(value):
-            found[f"{prefix}{name}"] = value
+            lists[f"{prefix}{name}"] = value
         elif isinstance(value, dict) and prefix.count(".") < 1:
-            found |= _lists(value, f"{prefix}{name}.")
-    return found
+            lists |= _lists(value, f"{prefix}{name}.")
+    return lists
 
 
 def _is_rows(value: object) -> bool:

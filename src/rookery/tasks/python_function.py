@@ -68,8 +68,8 @@ def find_function(spec: str, *, what: str) -> Callable[..., Any]:
             for n, v in vars(module).items()
             if inspect.isfunction(v) and v.__module__ == module.__name__
         )
-        found = f"its functions are {', '.join(names)}" if names else "it has no functions"
-        raise TaskError(f"The {what} {spec} cannot be used: {place} has no {name}; {found}.")
+        known = f"its functions are {', '.join(names)}" if names else "it has no functions"
+        raise TaskError(f"The {what} {spec} cannot be used: {place} has no {name}; {known}.")
     return function  # type: ignore[no-any-return]
 
 

@@ -90,7 +90,7 @@ def read_tasks(
     The first row that can be read, and of whose task there is no `complaint`, settles the fields.
     """
     settled: RowReader | None = None
-    found: list[ReadTask] = []
+    read: list[ReadTask] = []
     places: dict[str, str] = {}
     counts: Counter[str] = Counter()
     grouped: dict[str, tuple[str, str]] = {}
@@ -110,8 +110,8 @@ def read_tasks(
         settled = reader
         counts[name] += 1
         places[task.id] = row.where
-        found.append(ReadTask(task=task, where=row.where))
-    return found
+        read.append(ReadTask(task=task, where=row.where))
+    return read
 
 
 def _renamed(task: Task, row: Row, count: int, places: Mapping[str, str], *, has_ids: bool) -> Task:

@@ -229,13 +229,13 @@ def _find_name(role: str, named: str | None, first: Row) -> str:
             f"{first.where}: fields.{role} is {named!r} and the row has no such field; "
             f"it has {_listed(first)}.{hint}"
         )
-    found = [name for name in USUAL_NAMES[role] if name in first.fields]
-    if len(found) > 1:
+    usual = [name for name in USUAL_NAMES[role] if name in first.fields]
+    if len(usual) > 1:
         raise TaskError(
-            f"{first.where}: {' and '.join(map(repr, found))} could each be the {role}. "
+            f"{first.where}: {' and '.join(map(repr, usual))} could each be the {role}. "
             f"Say which with fields.{role}."
         )
-    return found[0] if found else ""
+    return usual[0] if usual else ""
 
 
 def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, object]:

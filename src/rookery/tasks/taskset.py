@@ -291,9 +291,9 @@ def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
     searches on. Tasks of equal prompts or equal groups are one question, but prompts that several
     groups of a taskset share. Idempotent.
     """
-    own = [taskset.own_split(task) for taskset in tasksets for task in taskset.tasks]
-    keys = [own for taskset in tasksets for own in taskset.split_keys()]
-    placed = iter(zip(own, latest_splits(keys, own), strict=True))
+    splits = [taskset.own_split(task) for taskset in tasksets for task in taskset.tasks]
+    keys = [row for taskset in tasksets for row in taskset.split_keys()]
+    placed = iter(zip(splits, latest_splits(keys, splits), strict=True))
     joined = []
     for taskset in tasksets:
         pairs = {task.id: next(placed) for task in taskset.tasks}
@@ -403,8 +403,8 @@ def _read_config(path: Path, pairs: Sequence[tuple[str, str]]) -> TasksetConfig:
     document = read_document(path)
     kind = dict(pairs).get("type", document.get("type"))
     if kind not in KINDS:
-        found = "is missing" if kind is None else f"is {kind!r}"
-        raise ConfigError(f"{path}: type {found}; write type: and one of {', '.join(KINDS)}.")
+        problem = "is missing" if kind is None else f"is {kind!r}"
+        raise ConfigError(f"{path}: type {problem}; write type: and one of {', '.join(KINDS)}.")
     return from_folder(_parsed(kind, document, pairs, str(path)), path.parent)
 
 

@@ -68,10 +68,10 @@ def render_prompt_template(
     try:
         return template.render(fields)
     except jinja2.UndefinedError as error:
-        found = ", ".join(map(str, fields)) or "none"
+        names = ", ".join(map(str, fields)) or "none"
         raise TaskError(
             f"{where}: the prompt template asks for a field that the row lacks: {error}. "
-            f"Fields found: {found}."
+            f"Fields found: {names}."
         ) from error
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise TaskError(f"{where}: the prompt template fails on this row: {error}") from error
@@ -168,8 +168,8 @@ class Template:
 
     def special_text(self, token: int) -> str:
         """How a chat template writes a special token; empty for every other token."""
-        found = self._tokenizer.added_tokens_decoder.get(token)
-        return found.content if found is not None and found.special else ""
+        added = self._tokenizer.added_tokens_decoder.get(token)
+        return added.content if added is not None and added.special else ""
 
     def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
         """Tokens of prompt and choice, and the index of the choice's first one.

@@ -95,8 +95,8 @@ class Checkpoints(Generic[Trained]):
     def steps(self) -> list[int]:
         """Of the checkpoints that are whole, oldest first."""
         names = [path.name for path in self.folder.glob("trainer_step_*.safetensors")]
-        found = [re.fullmatch(r"trainer_step_(\d+)\.safetensors", name) for name in names]
-        return sorted(int(match[1]) for match in found if match)
+        matches = [re.fullmatch(r"trainer_step_(\d+)\.safetensors", name) for name in names]
+        return sorted(int(match[1]) for match in matches if match)
 
     def weights(self, step: int) -> Path:
         """The folder of weights of a step."""

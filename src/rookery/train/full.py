@@ -250,8 +250,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
     ) -> None:
         """In float32, whatever the leaves are; one that the loss does not depend on adds
         nothing."""
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        for total, gradient in zip(totals, found, strict=True):
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for total, gradient in zip(totals, gradients, strict=True):
             if gradient is not None:
                 total += gradient
 
@@ -362,10 +362,10 @@ class ShardedTrainer(FullTrainer):
         )
 
     def logprobs(self, packed: PackedPass) -> torch.Tensor:
-        found: torch.Tensor = self._pass(packed)  # type: ignore[operator]
+        logprobs: torch.Tensor = self._pass(packed)  # type: ignore[operator]
         if not torch.is_grad_enabled():
             self._pass.reshard()  # else the next pass would compute with these weights again
-        return found
+        return logprobs
 
     def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
         most = max(self._processes.exchange(len(passes)))

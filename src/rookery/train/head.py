@@ -40,7 +40,7 @@ def target_logprobs(
     part comes with the rows of `hidden` that its pass is in."""
     size = max(1, CHUNK_BYTES // (4 * model.shape.vocab_size))
     chunks = _chunks([len(packed.predicting) for packed, _ in parts], size)
-    found: list[list[torch.Tensor]] = [[] for _ in parts]
+    pieces: list[list[torch.Tensor]] = [[] for _ in parts]
     for chunk in chunks:
         run = _Chunk(model, parts, chunk, rows_of)
         logprobs = (
@@ -48,9 +48,9 @@ def target_logprobs(
             if len(chunks) == 1
             else checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         )
-        for (part, _), own in zip(chunk, logprobs, strict=True):
-            found[part].append(own)
-    return [own[0] if len(own) == 1 else torch.cat(own) for own in found]
+        for (part, _), piece in zip(chunk, logprobs, strict=True):
+            pieces[part].append(piece)
+    return [row[0] if len(row) == 1 else torch.cat(row) for row in pieces]
 
 
 def _chunks(counts: Sequence[int], size: int) -> list[list[tuple[int, range]]]:
@@ -89,11 +89,11 @@ class _Chunk:
         self._padding = padding_rows(len(ids), device=device)
         self._rows = torch.tensor(ids, device=device)
         self._sizes = [len(rows) for _, rows in chunk] + [self._padding] * bool(self._padding)
-        own: list[Sequence[int]] = [range(0)] * len(parts)
+        part_rows: list[Sequence[int]] = [range(0)] * len(parts)
         ends = accumulate(self._sizes)
         for (part, rows), end in zip(chunk, ends, strict=False):
-            own[part] = range(end - len(rows), end)
-        self._slots = rows_of(own, len(ids) + self._padding)
+            part_rows[part] = range(end - len(rows), end)
+        self._slots = rows_of(part_rows, len(ids) + self._padding)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = hidden.index_select(0, self._rows)
@@ -101,7 +101,7 @@ class _Chunk:
             rows = functional.pad(rows, (0, 0, 0, self._padding))
         logits = self._model.logits(rows, rows=self._slots)
         parts = [logits] if len(self._sizes) == 1 else torch.split(logits, self._sizes)
-        return tuple(piece(own) for piece, own in zip(self._pieces, parts, strict=False))
+        return tuple(piece(part) for piece, part in zip(self._pieces, parts, strict=False))
 
 
 class _Piece:
@@ -141,12 +141,12 @@ class _Piece:
         tokens = torch.from_numpy(flat).to(logits.device)
         owners = torch.arange(len(lengths), device=logits.device)
         owners = owners.repeat_interleave(torch.tensor(lengths, device=logits.device))
-        found = logits[self._rows[owners], tokens]
-        floor = found.new_full((len(lengths),), float("-inf"))
-        highest = floor.scatter_reduce(0, owners, found.detach(), "amax")
+        kept_logits = logits[self._rows[owners], tokens]
+        floor = kept_logits.new_full((len(lengths),), float("-inf"))
+        highest = floor.scatter_reduce(0, owners, kept_logits.detach(), "amax")
         cut = torch.isfinite(highest)
         highest = highest.where(cut, 0.0)
-        sums = torch.zeros_like(highest).index_add(0, owners, (found - highest[owners]).exp())
+        sums = torch.zeros_like(highest).index_add(0, owners, (kept_logits - highest[owners]).exp())
         over_kept = sums.where(cut, 1.0).log() + highest
         if cut.all():
             return over_kept

@@ -254,12 +254,12 @@ class LoraTrainee(Trainee):
         self.factors = self._factors(self.views)
 
     def _factors(self, tensors: FlatTensors) -> dict[str, LoraFactors]:
-        found = {}
+        factors = {}
         for layer, scale in self._scales.items():
             group, place = self.places[layer]
             a, b = tensors.groups[group]
-            found[layer] = LoraFactors(a=a[place], b=b[place], scale=scale)
-        return found
+            factors[layer] = LoraFactors(a=a[place], b=b[place], scale=scale)
+        return factors
 
 
 def _groups(factors: Mapping[str, LoraFactors]) -> list[LayerGroup]:

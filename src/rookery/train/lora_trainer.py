@@ -250,7 +250,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             return super().train_all(pairs)
         wanted = [trainee if isinstance(trainee, LoraTrainee) else None for _, trainee in pairs]
         slices = self.cache.slices(wanted)
-        return [output for own in slices for output in self._train_together(pairs[own])]
+        return [output for part in slices for output in self._train_together(pairs[part])]
 
     def _train_together(
         self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
@@ -292,17 +292,17 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def _compute(self, turns: Sequence[Turn]) -> None:
         stacks, logprobs = self._logprobs([(running.trainee, packed) for running, packed in turns])
         outputs = [
-            running.loss(packed, own)
-            for (running, packed), own in zip(turns, logprobs, strict=True)
+            running.loss(packed, turn_logprobs)
+            for (running, packed), turn_logprobs in zip(turns, logprobs, strict=True)
         ]
         losses = [output.loss for output in outputs if output is not None]
         if losses and torch.is_grad_enabled():
-            found = torch.autograd.grad(losses, stacks.leaves, allow_unused=True)
+            gradients = torch.autograd.grad(losses, stacks.leaves, allow_unused=True)
             totals = [None if running.has_failed else running.gradients for running, _ in turns]
-            stacks.add_gradients(found, totals)
-        for (running, packed), own, output in zip(turns, logprobs, outputs, strict=True):
+            stacks.add_gradients(gradients, totals)
+        for (running, packed), turn_logprobs, output in zip(turns, logprobs, outputs, strict=True):
             if output is not None:
-                running.add(packed, own, output)
+                running.add(packed, turn_logprobs, output)
 
     def probe(self, packed: PackedPass, trainee: LoraTrainee) -> object:
         stacks, [logprobs] = self._logprobs([(trainee, packed)])
@@ -318,7 +318,9 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         room = 0 if pads_alone(model.device) else self.pass_tokens
         rows = MixedRows(passes, room=room)
         stacks = Stacks(
-            [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]
+            [trainee for trainee, _ in members],
+            model,
+            num_rows=[len(pass_rows) for pass_rows in rows.own],
         )
         cut, lengths = self._cut(members[0][0]), rows.lengths
         hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))

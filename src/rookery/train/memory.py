@@ -104,9 +104,9 @@ def measure_step(
     with FakeTensorMode(), boundary(TrainError, f"The memory of {folder} cannot be planned"):
         model = make_empty_model(folder, device=device, dtype=place.dtype, is_exact=place.is_exact)
         lengths = lengths.within(model.shape.context_tokens)
-        own, trainee = _make_trainer(model, trained, trainer)
+        measured, trainee = _make_trainer(model, trained, trainer)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
-        one_pass = _largest_pass(own, trainee, lengths)
+        one_pass = _largest_pass(measured, trainee, lengths)
         kind = trained.optimizer if isinstance(trained, FullConfig) else "adamw"
         weights = model.weights
         return StepMemory(
@@ -120,7 +120,7 @@ def measure_step(
             moments=sum(
                 _moments(p.numel(), is_8_bit=kind == "adamw_8bit") for p in trainee.parameters
             ),
-            pass_tokens=own.pass_tokens,
+            pass_tokens=measured.pass_tokens,
             one_pass=one_pass,
             one_step=_step_bytes(trainee, device=device),
             trunk=_trunk_bytes(trainee, model, lengths, trainer),
@@ -176,8 +176,8 @@ def _largest_pass(trainer: SlottedTrainer[Any], trainee: Trainee, lengths: Lengt
     if num <= most:
         return measure(num)
     half = most // 2
-    found = measure(most)
-    return found + (num - most) * (found - measure(half)) // (most - half)
+    most_bytes = measure(most)
+    return most_bytes + (num - most) * (most_bytes - measure(half)) // (most - half)
 
 
 def _measure_pass(trainer: SlottedTrainer[Any], trainee: Trainee, packed: PackedPass) -> int:

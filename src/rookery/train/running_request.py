@@ -49,7 +49,7 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
     error = next((part.error for part in parts if part.error), "")
     if error:
         return TrainOutput(error=error)
-    logprobs = {place: own for part in parts for place, own in part.logprobs.items()}
+    logprobs = {place: row for part in parts for place, row in part.logprobs.items()}
     sums: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     maxima: dict[str, float] = {}
@@ -62,7 +62,7 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
     # Without weight, or with weights that cancel, there is no mean to report.
     means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
     num_data = parts[0].num_data
-    own = {k: v / num_data if k.endswith(":mean") else v for k, v in totals.items()}
+    averages = {k: v / num_data if k.endswith(":mean") else v for k, v in totals.items()}
     largest = {f"train/{key}_max": value for key, value in maxima.items()}
     counts = {
         "train/loss_sum": sum(part.loss_sum for part in parts),
@@ -70,7 +70,7 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
         "train/num_tokens": float(sum(part.num_tokens for part in parts)),
     }
     return TrainOutput(
-        metrics={**means, **largest, **counts, **own},
+        metrics={**means, **largest, **counts, **averages},
         logprobs=tuple(logprobs.get(place, ()) for place in range(num_data)),
     )
 
@@ -115,12 +115,12 @@ class RunningRequest(Generic[Trained]):
             check_data(request.data, shape=shape, needs=self._loss.needs)
             self.part.num_data = len(request.data)
             self._places = processes.share(request.data)
-            own = [request.data[place] for place in self._places]
+            data = [request.data[place] for place in self._places]
             if torch.is_grad_enabled():
                 learns_from = self._loss.learns_from
-                self.passes = pack(own, pass_tokens=pass_tokens, learns_from=learns_from)
+                self.passes = pack(data, pass_tokens=pass_tokens, learns_from=learns_from)
             else:
-                self.passes = pack(own, pass_tokens=pass_tokens)
+                self.passes = pack(data, pass_tokens=pass_tokens)
             weights = [weight for packed in self.passes for weight in packed.weights]
             self.part.weight = sum(weights)
             self.part.num_tokens = sum(weight != 0.0 for weight in weights)

@@ -174,16 +174,18 @@ class Stacks:
         return [factor for stack in self._stacks for pair in stack.factors for factor in pair]
 
     def add_gradients(
-        self, found: Sequence[torch.Tensor | None], totals: Sequence[list[torch.Tensor] | None]
+        self, gradients: Sequence[torch.Tensor | None], totals: Sequence[list[torch.Tensor] | None]
     ) -> None:
         """Gradients of the leaves -> those of each member; where there is None they are dropped."""
         first = 0
         for stack in self._stacks:
             end = first + 2 * len(stack.factors)
-            own, first = found[first:end], end
-            if all(gradient is None for gradient in own):  # no token went through these layers
+            stack_gradients, first = gradients[first:end], end
+            if all(
+                gradient is None for gradient in stack_gradients
+            ):  # no token went through these layers
                 continue
-            a, b = stack.joined(own)
+            a, b = stack.joined(stack_gradients)
             for row, slot in enumerate(stack.bank.slots):
                 total = totals[slot]
                 if total is not None:
@@ -234,12 +236,12 @@ class _Stack:
     runs: list[list[_Run]]
     """Of each slot."""
 
-    def joined(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def joined(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the factors -> those of A [layers, slots, rank, in] and B."""
         leaves = [factor for pair in self.factors for factor in pair]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, found, strict=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True)
         ]
         return torch.stack(filled[0::2]).float(), torch.stack(filled[1::2]).float() * self.scales
 
@@ -260,13 +262,13 @@ def _alike_layers(
     for slot, member in enumerate(members):
         for layer, lora in member.factors.items():
             ranks[layer][slot] = len(lora.a)
-    found: dict[tuple[object, ...], tuple[list[_Bank], list[str]]] = {}
+    alike: dict[tuple[object, ...], tuple[list[_Bank], list[str]]] = {}
     for layer in sorted(ranks):
         linear = model.linears[layer]
         banks = _banks(layer, ranks[layer], model=model, num_rows=num_rows)
         key = (linear.in_features, linear.out_features, *banks)
-        found.setdefault(key, (banks, []))[1].append(layer)
-    yield from found.values()
+        alike.setdefault(key, (banks, []))[1].append(layer)
+    yield from alike.values()
 
 
 def _banks(
@@ -301,13 +303,13 @@ def _stack(
 ) -> _Stack:
     """A [slots, rank, in] and scale * B [slots, out, rank] of each layer, stored transposed as in
     `SlottedLinear`."""
-    own = [members[slot] for slot in bank.slots]
-    linear, shape = model.linears[layers[0]], (len(layers), len(own))
+    bank_members = [members[slot] for slot in bank.slots]
+    linear, shape = model.linears[layers[0]], (len(layers), len(bank_members))
     a = torch.zeros(*shape, linear.in_features, bank.rank, device=model.device)
     b = torch.zeros(*shape, bank.rank, linear.out_features, device=model.device)
     scales = torch.ones(*shape, 1, 1)
     runs: list[list[_Run]] = []
-    for row, (member, rank) in enumerate(zip(own, bank.ranks, strict=True)):
+    for row, (member, rank) in enumerate(zip(bank_members, bank.ranks, strict=True)):
         runs.append(list(_runs(member, layers)) if rank else [])
         for run in runs[row]:
             own_a, own_b = member.views.groups[run.group]

@@ -109,8 +109,8 @@ class Trainee:
         """Of the parameters, in their order."""
         self._is_8_bit = optimizer == "adamw_8bit"
         self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
-        own = [p for p in self.parameters if isinstance(p, nn.Parameter)]
-        self._optimized = list(optimized) or own
+        leaves = [p for p in self.parameters if isinstance(p, nn.Parameter)]
+        self._optimized = list(optimized) or leaves
         self._optimizer = make_optimizer(optimizer, self._optimized, is_flat=bool(optimized))
 
     @property

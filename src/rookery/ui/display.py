@@ -2,16 +2,18 @@
 
     display = Display()                       # Display(is_quiet=True) shows nothing
     display.say("loading smollm2")
-    with display.bar("founders", total=1900) as bar:
+    with display.bar("founders", total=1900, noun="answer", run=run) as bar:
         bar.update(done=320, tokens=4_100)
 
 Everything goes to stderr. Where no bar can be drawn (a pipe, a file, a job's log) the same is
-printed as a line every 10 seconds, whether there was an update or not, and one at the end.
+printed as a line every 10 seconds, whether there was an update or not, and one at the end. A run
+that is given has it in its `progress.json`, for the page of runs.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -29,7 +31,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from rookery.ui.time_left import TimeLeft
+from rookery.errors import RookeryError
+from rookery.runs import Run
+from rookery.ui.time_left import PROGRESS, TimeLeft
 
 if TYPE_CHECKING:
     from rookery.fleet import LaunchProgress
@@ -38,6 +42,8 @@ __all__ = ["Bar", "Display"]
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress in a log: a minute of it fits on a screen."""
+WRITE_EVERY_S = 1.0
+"""Between two looks whether a run's file of progress is to be written."""
 _LINE = 70
 """Characters of a server's log line that are shown."""
 
@@ -46,7 +52,7 @@ class Display:
     """Lines and bars on stderr, or nothing at all."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
-        self._is_quiet = is_quiet
+        self.is_quiet = is_quiet
         self._console = Console(stderr=True, quiet=is_quiet)
 
     def say(self, line: str) -> None:
@@ -68,7 +74,9 @@ class Display:
         self._console.print(Text("error: ", style="bold red") + Text(sentence), soft_wrap=True)
 
     @contextmanager
-    def bar(self, name: str, *, total: int | None) -> Iterator["Bar"]:
+    def bar(
+        self, name: str, *, total: int | None, noun: str = "answer", run: Run | None = None
+    ) -> Iterator["Bar"]:
         """A bar with counts, tokens per second, elapsed time and time left."""
         can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
         progress = Progress(
@@ -80,18 +88,18 @@ class Display:
             TimeElapsedColumn(),
             _TimeLeft(),
             console=self._console,
-            disable=self._is_quiet or not can_draw,
+            disable=self.is_quiet or not can_draw,
         )
-        with progress:
-            left = TimeLeft()
-            left.expect(total or 0)
-            task = progress.add_task(escape(name), total=total, tokens=0, left=left)
-            bar = Bar(progress, task, left)
-            if self._is_quiet or can_draw:
-                yield bar
-                return
-            with self._lines(progress):
-                yield bar
+        left = TimeLeft()
+        left.expect(total or 0)
+        line = progress.add_task(escape(name), total=total, tokens=0, left=left)
+        task = progress.tasks[line]
+        with progress, ExitStack() as stack:
+            if not self.is_quiet and not can_draw:
+                stack.enter_context(_every(LINE_EVERY_S, lambda: self.say(_line(task))))
+            if run is not None:
+                stack.enter_context(_every(WRITE_EVERY_S, _ProgressFile(run, task, noun).write))
+            yield Bar(progress, line, left)
 
     @contextmanager
     def launching(self) -> Iterator[Callable[["LaunchProgress"], None]]:
@@ -102,7 +110,7 @@ class Display:
             TextColumn("{task.fields[line]}", style="dim", markup=False),
             console=self._console,
             transient=True,
-            disable=self._is_quiet or not self._console.is_terminal,
+            disable=self.is_quiet or not self._console.is_terminal,
         )
         lines: dict[int, TaskID] = {}
         ready: set[int] = set()
@@ -129,27 +137,43 @@ class Display:
         finally:
             progress.stop()
 
-    @contextmanager
-    def _lines(self, progress: Progress) -> Iterator[None]:
-        """A thread prints where the tasks are until the block ends: the work may be busy."""
-        has_ended = threading.Event()
 
-        def print_on() -> None:
-            while not has_ended.wait(LINE_EVERY_S):
-                self._print(progress)
+@contextmanager
+def _every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
+    """Do it so often, and once at the end, in a thread: what runs meanwhile may be busy."""
+    has_ended = threading.Event()
 
-        thread = threading.Thread(target=print_on, name="progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-            self._print(progress)
+    def repeat() -> None:
+        while not has_ended.wait(seconds):
+            work()
 
-    def _print(self, progress: Progress) -> None:
-        for task in progress.tasks:
-            self.say(_line(task))
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        work()
+
+
+class _ProgressFile:
+    """Tells the page where a run is. The run goes on where it cannot be written."""
+
+    def __init__(self, run: Run, task: Task, noun: str) -> None:
+        self._run, self._task, self._noun = run, task, noun
+        self._written: tuple[float, float | None] | None = None
+
+    def write(self) -> None:
+        """What stays the same is not written again."""
+        task = self._task
+        done, total = counts = (task.completed, task.total)
+        if counts == self._written:
+            return
+        told = {"done": done, "total": total, "noun": self._noun, "left_s": _left_s(task)}
+        with suppress(RookeryError):
+            self._run.write_json(PROGRESS, {**told, "time_s": time.time()})
+            self._written = counts
 
 
 class Bar:
@@ -164,11 +188,11 @@ class Bar:
     def done(self) -> float:
         return self._progress.tasks[self._line].completed
 
-    def advance(self, num: int, *, tokens: int = 0, kind: str = "") -> None:
-        """So many more are done, with so many more tokens; `kind` is for the time left."""
+    def advance(self, num: int, *, tokens: int = 0, worth: float = 1.0) -> None:
+        """So many more are done, with so many more tokens; for the time left each is so much."""
         known = self._progress.tasks[self._line].fields["tokens"]
         if num:
-            self.left.did(num, kind)
+            self.left.did(num * worth)
         self._progress.update(self._line, advance=num, tokens=known + tokens)
 
     def update(

@@ -101,9 +101,12 @@ def short_result(document: Mapping[str, Json]) -> str:
         case "evolve":
             best = parse_evolve_report(document).best
             return "" if best is None or best.score is None else f"{best.score:.6g}"
-        case "eval":
+        case "eval" | "pipeline":
             models = parse_evaluation_report(document).models
             return ", ".join(wording.score(row.mean) for row in models[:3])
+        case "sft":
+            loss = document.get("last_loss")
+            return f"loss {loss:.3f}" if isinstance(loss, float) else ""
     return ""
 
 

@@ -8,7 +8,7 @@ The page, the notebook and the part of the page that needs no JavaScript are mad
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -19,26 +19,49 @@ from rookery.reports import (
     GenomeReport,
     GrpoReport,
     IcmReport,
+    PipelineReport,
     Report,
+    SftReport,
     parse_evaluation_report,
     parse_evolve_report,
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_pipeline_report,
+    parse_sft_report,
 )
 from rookery.ui import evolve, grpo, icm, wording
 from rookery.ui.headline import make_headline
 
-__all__ = ["Number", "Summary", "parse_report", "render_summary", "summarize"]
+__all__ = [
+    "STEP_COLUMNS",
+    "Number",
+    "Summary",
+    "parse_report",
+    "render_summary",
+    "step_rows",
+    "summarize",
+]
 
 MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
+SFT_DONE = (
+    "The adapter is trained. The loss is that of its own rows: what it is worth on others, "
+    "`rookery eval` measures."
+)
+PIPELINE_SENTENCES = {
+    "better": "The last step is better than the base model.",
+    "worse": "The last step is worse than the base model.",
+    "unclear": "The last step is not distinguishable from the base model.",
+}
 PARSERS = {
     "genome": parse_genome_report,
     "grpo": parse_grpo_report,
     "icm": parse_icm_report,
     "evolve": parse_evolve_report,
     "eval": parse_evaluation_report,
+    "pipeline": parse_pipeline_report,
+    "sft": parse_sft_report,
 }
 
 
@@ -86,8 +109,12 @@ def summarize(report: Report) -> Summary:
             return _icm(report)
         case EvolveReport():
             return _evolve(report)
+        case PipelineReport():
+            return _pipeline(report)
         case EvaluationReport():
             return _evaluation(report)
+        case SftReport():
+            return _sft(report)
     raise RunError(f"{type(report).__name__} is not the report of a loop.")
 
 
@@ -278,6 +305,64 @@ def _evaluation(report: EvaluationReport) -> Summary:
         columns=("model", "accuracy", "95 % interval", "gain over base", "failed"),
         rows=rows,
         costs=[wording.duration(report.seconds)] if report.seconds else [],
+    )
+
+
+def _pipeline(report: PipelineReport) -> Summary:
+    """An evaluation whose last row is the result."""
+    last = report.models[-1] if len(report.models) > 1 else None
+    if last is None or last.gain is None or last.gain.low is None or last.gain.high is None:
+        return _evaluation(report)
+    verdict = "better" if last.gain.low > 0 else "worse" if last.gain.high < 0 else "unclear"
+    measured = Number(
+        label=f"Accuracy of {last.name}",
+        value=wording.score(last.mean),
+        interval=f"95 % interval {wording.interval(last)}",
+    )
+    return replace(
+        _evaluation(report),
+        verdict=verdict,
+        numbers=[measured, _gain("Gain over the base model", last.gain)],
+        sentence=PIPELINE_SENTENCES[verdict],
+    )
+
+
+STEP_COLUMNS = ("step", "loop", "made from", "result", "time")
+
+
+def step_rows(report: PipelineReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            step.name,
+            step.loop,
+            ", ".join(step.made_from),
+            step.result,
+            wording.duration(step.seconds) if step.seconds else "",
+        )
+        for step in report.steps
+    ]
+
+
+def _sft(report: SftReport) -> Summary:
+    is_done = bool(report.version)
+    losses = (("Loss of the first step", report.first_loss), ("of the last", report.last_loss))
+    seconds = [wording.duration(report.seconds)] if report.seconds else []
+    return Summary(
+        facts=_facts(Model=report.model, Tasks=report.taskset, Seed=report.seed),
+        verdict="unclear",
+        numbers=[
+            Number(label=label, value=wording.score(loss)) for label, loss in losses if is_done
+        ],
+        sentence=SFT_DONE if is_done else "The training has not ended yet.",
+        contexts=[],
+        columns=(),
+        rows=[],
+        costs=[
+            wording.plural(report.num_rows, "row"),
+            wording.plural(report.num_steps, "step"),
+            wording.plural(report.num_tokens, "token"),
+            *seconds,
+        ],
     )
 
 

@@ -8,7 +8,7 @@
 
 Work of one kind goes on at its pace so far, without its beginning: what is known from an
 interrupted run takes no time, and the first units take longer than others. A kind that has not
-begun takes what its worth takes in the others.
+begun takes what its worth takes in the others. A load that comes or goes cannot be foretold.
 """
 
 import threading
@@ -17,10 +17,16 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["TimeLeft"]
+__all__ = ["PROGRESS", "TimeLeft"]
 
-FIRST = 0.25
+PROGRESS = "progress.json"
+"""The file of a run that tells the page how far it is: done of total, and seconds left."""
+
+FIRST = 0.1
 """The part of the time that does not count, and at least the first unit."""
+BURST = 0.25
+"""The part of the time after the first unit in which nothing is foretold: units that were computed
+side by side come together."""
 MOST_MARKS = 512
 """Of a kind; beyond that every second one is forgotten."""
 
@@ -45,15 +51,17 @@ class _Kind:
 
     @property
     def pace(self) -> float | None:
-        """Seconds for a unit; None before the first."""
-        if len(self.marks) == 1:
-            return None
+        """Seconds for a unit, as they were after the beginning; the shorter this is, the more its
+        own pace counts. None before the first."""
         seconds, done = self.marks[-1]
+        if not done:
+            return None
         first = bisect_right(self.marks, (FIRST * seconds, float("inf"))) - 1
         began_s, before = self.marks[max(first, 1)]
-        if done == before or began_s > seconds / 2:  # they may have come together
-            began_s, before = 0.0, 0.0
-        return (seconds - began_s) / (done - before) if done else None
+        if done == before or not seconds:
+            return seconds / done
+        share = min(1.0, (1 - began_s / seconds) / (1 - FIRST))
+        return share * (seconds - began_s) / (done - before) + (1 - share) * seconds / done
 
 
 class TimeLeft:
@@ -61,7 +69,9 @@ class TimeLeft:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = clock()
+        self._began = self._last = clock()
+        self._first: float | None = None
+        """When something was done first."""
         self._kinds: dict[str, _Kind] = {}
         self._lock = threading.Lock()
         """What shows the time left is a thread of its own."""
@@ -80,13 +90,18 @@ class TimeLeft:
             now = self._clock()
             self._kinds.setdefault(kind, _Kind()).add(units, now - self._last)
             self._last = now
+            if units and self._first is None:
+                self._first = now
 
     def seconds(self) -> float | None:
         """None before anything is done, and when nothing is left."""
         with self._lock:
+            now = self._clock()
+            if self._first is None or now - self._first < BURST * (now - self._began):
+                return None
             left_s = self._left_s()
             # What is overdue says nothing of what comes after it.
-            return max(left_s - (self._clock() - self._last), left_s / 2) or None
+            return max(left_s - (now - self._last), left_s / 2) or None
 
     def _left_s(self) -> float:
         """At the end of the last unit."""

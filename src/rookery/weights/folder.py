@@ -252,8 +252,8 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]
 def _own_base_name(file: Path, named: str) -> str:
     """The name that the adapter had for its base, unless the config was given another since."""
     with safe_open(str(file), framework="pt") as handle:
-        own = (handle.metadata() or {}).get(_BASE, "")
-    return own if own and loadable_model(own) == named else named
+        recorded = (handle.metadata() or {}).get(_BASE, "")
+    return recorded if recorded and loadable_model(recorded) == named else named
 
 
 def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

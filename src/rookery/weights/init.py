@@ -45,14 +45,14 @@ def bernoulli_positions(
         return np.arange(num_places, dtype=np.int64)
     if rate <= 0 or num_places == 0:
         return np.empty(0, dtype=np.int64)
-    found, last = [], -1
+    batches, last = [], -1
     while last < num_places:
         expected = (num_places - last) * rate
         gaps = rng.geometric(rate, size=int(expected + 4 * expected**0.5) + 8)
         places = last + np.cumsum(gaps, dtype=np.int64)
-        found.append(places)
+        batches.append(places)
         last = int(places[-1])
-    places = np.concatenate(found)
+    places = np.concatenate(batches)
     return places[: int(np.searchsorted(places, num_places))]
 
 

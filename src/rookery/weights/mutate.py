@@ -134,7 +134,7 @@ def mutate(
 
     Every layer draws from its own stream: the change of one does not depend on the others.
     """
-    strength = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
+    strength = next((chosen for chosen in (method.sigma, sigma) if chosen is not None), _SIGMA)
     if bulk_stream("mutate", *key).random() >= method.candidate_rate:
         return Mutation(adapter=adapter, sigma=strength, is_mutated=False)
     factors = {

@@ -76,16 +76,16 @@ class Place(NamedTuple):
 @lru_cache(maxsize=64)
 def places(layout: Layout) -> tuple[Place, ...]:
     """The factors of a row in order: a, then b, layer after layer."""
-    found, start = [], 0
+    placed, start = [], 0
     for layer in layout.layers:
         for factor, shape in (
             ("a", (layout.rank, layer.num_in)),
             ("b", (layer.num_out, layout.rank)),
         ):
             stop = start + shape[0] * shape[1]
-            found.append(Place(layer.name, factor, start, stop, shape))
+            placed.append(Place(layer.name, factor, start, stop, shape))
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-    return tuple(found)
+    return tuple(placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,6 @@ def unstack(population: Stack, *, names: Sequence[str]) -> list[Adapter]:
                     scale=layout.scale,
                 )
     return [
-        make_adapter(name, base=layout.base, factors=found)
-        for name, found in zip(names, factors, strict=True)
+        make_adapter(name, base=layout.base, factors=row)
+        for name, row in zip(names, factors, strict=True)
     ]

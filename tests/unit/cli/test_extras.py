@@ -33,6 +33,7 @@ NEEDS = {
     "grpo run": ["grpo", "run", "grpo.yaml"],
     "grpo sweep": ["grpo", "sweep", "grpo.yaml", "--seeds", "2"],
     "icm run": ["icm", "run", "icm.yaml"],
+    "pipeline run": ["pipeline", "run", "pipeline.yaml"],
     "sft": ["sft", "model", "tasks.jsonl", "out"],
     "fleet up": ["fleet", "up", "smollm2"],
     "fleet verify": ["fleet", "verify", "http://127.0.0.1:9", "--adapter", "poet"],
@@ -136,6 +137,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     (place / "genome.yaml").write_text(
         "engine: {model: model}\ninit: {type: file, path: founders}\n"
         "tasksets: [{type: jsonl, path: tasks.jsonl}]\n"
+    )
+    (place / "pipeline.yaml").write_text(
+        "steps: {a: {loop: sft, values: {model: model, taskset: tasks.jsonl}}}\n"
+        "report: {model: model, taskset: tasks.jsonl}\n"
     )
     (place / "icm.yaml").write_text(
         "engine: {model: model}\ndata: {path: tasks.jsonl, labels: [a, b]}\n"

@@ -83,7 +83,9 @@ def flags(folder: Path) -> list[str]:
     return [f"--{k}={v}" for k, v in {**values, "loss.type": config["loss"]["type"]}.items()]
 
 
-@pytest.mark.parametrize("changes", [(), ("--staleness", "1", "--share", "true")])
+@pytest.mark.parametrize(
+    "changes", [("--staleness", "1", "--share", "true"), pytest.param((), marks=long)]
+)
 def test_every_adapter_has_the_bits_that_it_has_alone(
     rookery: Command, config: Path, changes: tuple[str, ...]
 ) -> None:

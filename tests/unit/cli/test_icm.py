@@ -52,7 +52,8 @@ def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
     assert f"loading {config / 'tiny'}" in ended.err and "frustrated" in ended.err.splitlines()[-1]
     assert max(map(len, ended.out.split("verdict")[0].splitlines())) <= 80
     names = {path.name for path in folder.iterdir()}
-    assert {"labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl", "report.json"} <= names
+    written = ("labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl", "report.json")
+    assert {*written, "progress.json"} <= names
     used = rookery("eval", "tiny", folder / "sft.jsonl", "--name", "y", "--json")
     assert used.code == 0 and used.document["num_tasks"] == len(
         (folder / "sft.jsonl").read_text().splitlines()

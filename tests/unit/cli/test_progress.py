@@ -97,6 +97,8 @@ def test_every_phase_of_a_search_and_every_evaluation_prints_progress(
     after = [line for line in said[last + 1 :] if "tok/s" in line]
     assert len(after) > 2, said
     assert after[-1].startswith("done  ")
+    told = json.loads((place / "runs/x/progress.json").read_text())
+    assert told["done"] == told["total"] > 0 and told["noun"] == "answer" and not told["left_s"]
 
     ended = rookery("eval", "tiny", "tasks.jsonl")
     assert ended.code == 0 and f"loading {place / 'tiny'}" in ended.err

@@ -1,5 +1,6 @@
 """`rookery sft` on the tiny model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,18 @@ def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> No
         f"out/mine: rank 2, {num_modules} modules in 2 layers, version {adapter.version}"
         in ended.out
     )
-    assert "loading tiny" in ended.err and "  3 of 3  " in ended.err and "loss" in ended.err
-    assert {Path(p).parts[1] for p in tree(place) - before if p != "out"} == {"mine"}
+    assert (
+        f"loading {place / 'tiny'}" in ended.err
+        and "  3 of 3  " in ended.err
+        and "loss" in ended.err
+    )
+    made = {Path(p).parts[:2] for p in tree(place) - before if len(Path(p).parts) > 1}
+    assert {name for folder, name in made if folder == "out"} == {"mine"}
+    [run] = (place / "runs").iterdir()
+    assert read_adapter(run / "trained").version == adapter.version
+    assert {"report.json", "report.html"} <= {path.name for path in run.iterdir()}
+    assert json.loads((run / "report.json").read_text())["seconds"] > 0
+    assert "loss of the first step" in ended.out.lower() and not (run / "training").exists()
     used = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "out/mine", "--json")
     assert used.code == 0 and used.document["models"][1]["name"] == "mine"
 
@@ -67,7 +78,7 @@ def test_an_interrupted_training_goes_on(
 
     monkeypatch.setattr(LoraTrainer, "optim_step", press_in_the_third)
     ended = rookery(*words)
-    assert ended.code == 130 and "Give the same command again" in ended.err
+    assert ended.code == 130 and "Go on with: rookery runs resume" in ended.err
     assert not (place / "out").exists()
     assert rookery(*words).code == 0 and len(steps) == 4, "two steps were kept, one was left"
     resumed = read_adapter(place / "out").version

@@ -15,8 +15,8 @@ from driving import Command, write_rows
 from forked import Forked, forked, run_code, run_command
 
 from rookery.compose.running import run_async
-from rookery.compose.stopping import Stopped, run_stoppable, stop_signals
 from rookery.runs import Run
+from rookery.runtime.stopping import Stopped, run_stoppable, stop_signals
 
 SCORER = """
 import asyncio, os

@@ -381,19 +381,6 @@ def test_environments_of_a_run_with_a_key_are_given_it(
     assert len(outcome.report.steps) == 1
 
 
-async def test_what_was_accepted_survives_a_killed_gateway(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as (session, _):
-        await ask(session, "POST", "/register", REGISTRATION)
-        for score in (1.0, 2.0):
-            group = make_document(scores=[0.0, score])
-            await ask(session, "POST", "/scored_data", group)
-        first = await ask(session, "GET", "/batch?after=0")
-    async with gateway(tmp_path) as (session, _):
-        await ask(session, "POST", "/register", REGISTRATION)
-        assert await ask(session, "GET", "/batch?after=0") == first
-        assert await ask(session, "GET", "/batch?after=1") == {"batch": None}
-
-
 async def test_a_trainer_makes_itself_known_to_a_gateway_that_was_started_anew(
     tmp_path: Path,
 ) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 from environments.groups import make_document
-from forked import forked, run_code
 
 from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
 from rookery.runs.journal import Journal
-
-KILLED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-import aiohttp
-from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
-from rookery.compat.atropos.group_queue import PostReceipts
-
-def killed(self, *_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-async def main(folder, body):
-    config = GatewayConfig(port=0, folder=Path(folder), vocab_size=97)
-    async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
-        async with session.post("/scored_data", data=body) as response:
-            assert response.status == 200
-        PostReceipts.settle = killed
-        await session.post("/scored_data", data=body)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
 
 
 def body_of(document: Any) -> bytes:
@@ -84,16 +61,3 @@ async def test_a_post_whose_sender_gave_up_counts_once(
         assert await queue_size(session) == num
         await post(session, document)
         assert await queue_size(session) == 2 * num, "an equal one of who was told"
-
-
-async def test_a_post_whose_gateway_was_killed_counts_once(tmp_path: Path) -> None:
-    body = json.dumps(make_document())
-    with forked(run_code, KILLED, str(tmp_path / "gateway"), body) as killed:
-        assert await asyncio.to_thread(killed.wait) == -signal.SIGKILL
-    config = GatewayConfig(port=0, folder=tmp_path / "gateway", vocab_size=97)
-    async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
-        assert await queue_size(session) == 2
-        await post(session, make_document())
-        assert await queue_size(session) == 2, "the one that was not answered"
-        await post(session, make_document())
-        assert await queue_size(session) == 3

@@ -166,32 +166,34 @@ def test_a_training_does_not_go_on_with_another_model(
     """The weights under the same path have changed since the training was interrupted."""
     model = shutil.copytree(place / "tiny", place / "mine")
 
-    def train(out: str) -> str:
+    def train(out: str, name: str = "") -> str:
         settings = SftConfig(steps=2, rank=2, layers=1)
         return rookery.run_sft(
-            model, place / "tasks.jsonl", out, config=settings, progress=False
+            model, place / "tasks.jsonl", out, config=settings, name=name, progress=False
         ).version
 
     class Killed(BaseException):
         pass
 
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise Killed
 
     first = train("out/first")
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("rookery.compose.sft.write_adapter", kill)
+        patch.setattr("rookery.compose.sft.SftReport", kill)
         train("out/x")
     weights = load_file(model / "model.safetensors")
     changed = {name: 1.5 * tensor for name, tensor in weights.items()}
     save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
-    assert train("out/x") == train("out/second") != first
+    with pytest.raises(RunError, match="The data of the model changed"):
+        train("out/x")
+    assert train("out/x", name="anew") == train("out/second") != first
     assert sorted(path.name for path in (place / "out").iterdir()) == ["first", "second", "x"]
 
 
 def test_arguments_that_cannot_be_get_a_sentence(place: Path) -> None:
-    with pytest.raises(ConfigError, match="split is 'train'; it should be one of all, search"):
-        rookery.run_sft("tiny", "tasks.jsonl", "out/x", split="train")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="split is \"train\"; it should be 'all', 'search'"):
+        rookery.run_sft("tiny", "tasks.jsonl", "out/x", split="train")
     for out in (".", "..", "/"):
         with pytest.raises(AdapterError, match="has no name for an adapter"):
             rookery.run_sft("tiny", "tasks.jsonl", out)

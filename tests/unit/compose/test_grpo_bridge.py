@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import sys
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import torch
 from aiohttp import web
 from fleet.sharing import SharingStub, said_of
 from fleet.stub import Stub, serve, until
+from forked import forked, run_code
 from tiny import tiny_adapter, write_tiny_model, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
@@ -133,21 +134,19 @@ async def test_a_server_has_one_trainer_and_goes_on_when_it_was_killed() -> None
     async with serve(stub):
         config = config_of(stub)
         assert isinstance(config.engine, FleetConfig)
-        words = [sys.executable, "-c", ATTACHED, config.model_dump_json(exclude_unset=True)]
-        first = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-        assert first.stdout is not None
-        assert await first.stdout.readline() == b"alias\n"
-        num_asked = stub.num_asked_whether_paused
-        opening = asyncio.create_task(open_and_choose(config))
-        await until(lambda: stub.num_asked_whether_paused >= num_asked + 2)
-        assert stub.is_paused and not opening.done(), "it waits for the change to be over"
-        await resume(stub.url)
-        with pytest.raises(FleetError, match="Another process trains the weights of"):
-            await opening
-        await pause(stub.url)
-        first.kill()
-        await first.communicate()
-        async with asyncio.timeout(20):
+        with forked(run_code, ATTACHED, config.model_dump_json(exclude_unset=True)) as first:
+            assert await asyncio.to_thread(first.lines.readline) == "alias\n"
+            num_asked = stub.num_asked_whether_paused
+            opening = asyncio.create_task(open_and_choose(config))
+            await until(lambda: stub.num_asked_whether_paused >= num_asked + 2)
+            assert stub.is_paused and not opening.done(), "it waits for the change to be over"
+            await resume(stub.url)
+            with pytest.raises(FleetError, match="Another process trains the weights of"):
+                await opening
+            await pause(stub.url)
+            first.send(signal.SIGKILL)
+            await asyncio.to_thread(first.wait)
+        async with asyncio.timeout(60):
             assert await open_and_choose(config) == "alias"
         assert not stub.is_paused
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny import write_tiny_model
 
 from rookery import plan_grpo, run_grpo
@@ -87,17 +88,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_planned_pass_is_the_measured_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES[:1], pytest.param(CASES[1:], marks=long)])
+def test_a_planned_pass_is_the_measured_one(
+    tmp_path: Path, cases: list[tuple[str, dict[str, Any]]]
+) -> None:
     """Each case in a process that does nothing else."""
     folder = write_tiny_model(tmp_path / "model", **SIZES)
-    words = [sys.executable, "-c", MEASURE, str(folder), str(NUM_DATA), json.dumps(CASES)]
+    words = [sys.executable, "-c", MEASURE, str(folder), str(NUM_DATA), json.dumps(cases)]
     # Without a heap that keeps what was freed, the peak is that of the tensors.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     ended = subprocess.run(
         words, env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
     lines = ended.stdout.splitlines()
-    for (kind, options), measured in zip(CASES, map(json.loads, lines), strict=True):
+    for (kind, options), measured in zip(cases, map(json.loads, lines), strict=True):
         planned = measure_step(
             folder,
             trained=FullConfig(**options) if kind == "full" else LoraConfig(),
@@ -111,7 +115,7 @@ def test_a_planned_pass_is_the_measured_one(tmp_path: Path) -> None:
         assert abs(expected - found) < 0.1 * found, (kind, expected / 2**20, found / 2**20)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}])
+@pytest.mark.parametrize("options", [{"checkpoint_layers": True}, pytest.param({}, marks=long)])
 def test_huge_passes_are_planned_from_smaller_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -217,7 +221,7 @@ def test_a_plan_that_does_not_fit_names_the_key(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("key", ["groups_per_step", "group_size"])
+@pytest.mark.parametrize("key", ["group_size", pytest.param("groups_per_step", marks=long)])
 def test_answers_that_wait_to_be_trained_on_count(
     config: dict[str, Any], tmp_path: Path, key: str
 ) -> None:

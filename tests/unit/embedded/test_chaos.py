@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from faults import Fault
+from marks import long
 from tiny import VOCAB, tiny_adapter
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
@@ -165,7 +166,7 @@ async def drained(engine: EmbeddedEngine) -> None:
     assert engine.stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize(("seed", "end"), [(0, "close"), (1, "error")])
+@pytest.mark.parametrize(("seed", "end"), [(0, "close"), pytest.param(1, "error", marks=long)])
 async def test_chaos(
     tiny_model: SlottedModel, monkeypatch: pytest.MonkeyPatch, seed: int, end: str
 ) -> None:

@@ -1,6 +1,5 @@
 """The embedded engine against transformers + peft, and against itself in other batches."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any, Literal
@@ -314,39 +313,6 @@ async def test_unloading_and_loading_again(engine: EmbeddedEngine) -> None:
     assert await engine.sample([request]) == before
     with pytest.raises(EngineError, match="base model cannot be unloaded"):
         await engine.unload(engine.base)
-
-
-async def test_adapters_come_and_go_while_others_are_served(engine: EmbeddedEngine) -> None:
-    high = await engine.load(tiny_adapter("high", seed=1, layers=range(3, 4)))
-    requests = [SampleRequest(model=high, prompt=p, params=GREEDY) for p in PROMPTS * 3]
-    expected = await engine.sample(requests)
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(engine.sample(requests))
-        for seed in range(5):
-            await asyncio.sleep(0)
-            low = await engine.load(tiny_adapter("low", seed=seed))
-            request = SampleRequest(model=low, prompt=PROMPTS[0], params=GREEDY)
-            sampled = group.create_task(engine.sample([request]))
-            await asyncio.sleep(0)
-            await engine.unload(low)
-            await sampled
-    assert await running == expected
-    assert engine.loaded == (high,)
-
-
-async def test_a_cancelled_call_leaves_the_engine_working(engine: EmbeddedEngine) -> None:
-    request = SampleRequest(model=engine.base, prompt=PROMPTS[0], params=GREEDY)
-    expected = await engine.sample([request])
-    endless = SamplingParams(max_tokens=100, temperature=1, n=6, ignore_eos=True)
-    task = asyncio.create_task(
-        engine.sample([SampleRequest(model=engine.base, prompt=(1, 9), params=endless)])
-    )
-    while engine.stats.decoded_tokens < 80:  # noqa: ASYNC110 (no event per token to wait for)
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await engine.sample([request]) == expected
 
 
 async def test_nan_logits_are_an_error_of_that_request_alone(engine: EmbeddedEngine) -> None:

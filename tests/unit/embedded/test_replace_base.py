@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny import tiny_adapter, write_tiny_model
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
@@ -23,7 +24,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["tied", pytest.param("untied", marks=long)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model", **KINDS[request.param])
 

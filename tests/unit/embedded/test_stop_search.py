@@ -37,7 +37,7 @@ STOPS = st.lists(st.sampled_from(TEXTS), max_size=3)
 
 
 @pytest.mark.parametrize("detokenize", [of_bytes, stripped])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(stops=STOPS, tokens=st.lists(st.integers(0, SPECIAL), max_size=300))
 def test_it_finds_what_decoding_everything_finds(
     detokenize: Callable[[Sequence[int]], str], stops: list[str], tokens: list[int]
@@ -68,7 +68,7 @@ def test_a_stop_string_is_found_after_any_text(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("detokenize", [of_bytes, stripped])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(stops=STOPS, tokens=st.lists(st.integers(0, SPECIAL), min_size=1, max_size=100))
 def test_deltas_are_the_text_and_never_part_of_a_stop_string(
     detokenize: Callable[[Sequence[int]], str], stops: list[str], tokens: list[int]

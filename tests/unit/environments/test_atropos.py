@@ -40,6 +40,8 @@ from rookery.compat.atropos.scored_group import (
 from rookery.environments.atropos import EnvironmentCommand
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
+from rookery.runtime.guard import process_start
+from rookery.runtime.retry import Backoff
 from rookery.testing import FakeSampler
 from rookery.types import (
     Completion,
@@ -630,7 +632,7 @@ async def test_a_program_is_ended_also_when_its_end_is_cancelled(tmp_path: Path)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    await until(lambda: not Path(f"/proc/{pids[0]}").exists())
+    await until(lambda: not process_start(pids[0]))
     await asyncio.sleep(0.1)  # asyncio closes what it had of it
 
 
@@ -683,7 +685,7 @@ async def test_a_number_that_was_never_given_acknowledges_nothing(tmp_path: Path
 async def test_a_program_that_fails_often_is_started_again_within_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs_module, "PAUSE_S", 1e-6)
+    monkeypatch.setattr(programs_module, "RESTARTS", Backoff(first_s=1e-6, longest_s=1e-6))
     command = EnvironmentCommand(command=("/nowhere",), folder=tmp_path, restarts=2000)
     programs = Programs([command], words={}, logs=tmp_path / "nowhere")
     async with asyncio.timeout(30):

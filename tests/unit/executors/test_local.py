@@ -13,12 +13,13 @@ from executors.jobs import is_alive, job, output, read_ids, run_hub, until, unti
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import WorkerSpec, open_local, pack_folder
 from rookery.executors import pool as pool_module
-from rookery.executors.worker import MAX_MESSAGE_BYTES, read_version
+from rookery.executors.fake_task import open_fake_task
+from rookery.executors.worker import MAX_MESSAGE_BYTES, open_task, read_version
 from rookery.ports import Executor
 from rookery.types import Job, JobCancelled, JobFailed, WorkerLost
 
 pytestmark = pytest.mark.timeout(60)
-FAKE = WorkerSpec(task="fake")
+FAKE = WorkerSpec(task=open_fake_task)
 
 
 async def test_a_thousand_jobs_give_their_own_results() -> None:
@@ -124,7 +125,7 @@ async def test_closing_ends_running_and_waiting_jobs_and_their_processes(tmp_pat
 
 
 async def test_the_death_of_the_hub_ends_the_workers(tmp_path: Path) -> None:
-    opening = 'open_local(WorkerSpec(task="fake"), num_workers=1)'
+    opening = "open_local(WorkerSpec(task=open_fake_task), num_workers=1)"
     hub = await run_hub(opening, path=tmp_path / "a")
     try:
         await until((tmp_path / "a").exists)
@@ -138,7 +139,7 @@ async def test_the_death_of_the_hub_ends_the_workers(tmp_path: Path) -> None:
 
 async def test_a_fork_of_the_hub_does_not_keep_the_workers(tmp_path: Path) -> None:
     """It holds the other ends of their pipes, which therefore stay open."""
-    opening = 'open_local(WorkerSpec(task="fake"), num_workers=1)'
+    opening = "open_local(WorkerSpec(task=open_fake_task), num_workers=1)"
     fork = f"""if os.fork() == 0:
                     open({str(tmp_path / "fork")!r}, "w").write(str(os.getpid()))
                     time.sleep(60)"""
@@ -157,7 +158,7 @@ async def test_a_fork_of_the_hub_does_not_keep_the_workers(tmp_path: Path) -> No
 
 
 async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:
-    refusing = WorkerSpec(task="fake", settings=b'{"refuse": "No sandbox works here."}')
+    refusing = WorkerSpec(task=open_fake_task, settings=b'{"refuse": "No sandbox works here."}')
     with pytest.raises(ExecutorError, match="local/0, local/1: No sandbox works here"):
         async with open_local(refusing, num_workers=2):
             pass
@@ -182,7 +183,7 @@ async def test_an_executor_without_workers_is_refused(number: int) -> None:
 
 
 async def test_a_task_that_kills_every_worker_while_it_opens_ends_with_the_reason() -> None:
-    dying = WorkerSpec(task="fake", settings=b'{"exit": 7}')
+    dying = WorkerSpec(task=open_fake_task, settings=b'{"exit": 7}')
     with pytest.raises(ExecutorError, match="ended with code 7"):
         async with open_local(dying, num_workers=1):
             pass
@@ -214,7 +215,7 @@ async def test_workers_read_the_folder_as_it_was_packed(
     folder = tmp_path / "problem"
     folder.mkdir()
     (folder / "evaluator.py").write_text("first")
-    spec = WorkerSpec(task="fake", folder=pack_folder(folder))
+    spec = WorkerSpec(task=open_fake_task, folder=pack_folder(folder))
     (folder / "evaluator.py").write_text("second")
     async with open_local(spec, num_workers=2) as executor:
         assert output(await executor.submit(job(1, read="evaluator.py"))) == "first"
@@ -233,9 +234,11 @@ async def test_payloads_and_outputs_travel_whole_up_to_a_limit() -> None:
         assert json.loads(b"1") == output(await executor.submit(job(2, echo=1)))
 
 
-def test_a_task_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="no task 'shell'"):
-        WorkerSpec(task="shell")
+async def test_a_worker_imports_tasks_of_this_package_alone() -> None:
+    with pytest.raises(ConfigError, match="cannot run posix:system: give a function of"):
+        WorkerSpec(task=os.system)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot run subprocess:run"):
+        await open_task("subprocess:run", b"", None)
 
 
 async def test_a_cancelled_caller_cancels_its_job(tmp_path: Path) -> None:

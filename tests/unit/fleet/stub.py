@@ -469,7 +469,7 @@ class Stub:
         }
 
 
-async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
+async def until(is_so: Callable[[], object], limit_s: float = 60.0) -> None:
     """Wait for what another party does in its own time."""
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110

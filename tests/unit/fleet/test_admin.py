@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,20 +15,10 @@ from rookery.fleet import Client, open_session
 from rookery.fleet.admin import down, status
 from rookery.fleet.http.probe import probe
 from rookery.fleet.servers import launch as launching
-from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.verify import verify
 
 FAKE = Path(__file__).parent / "fake"
-OWNER = """
-import asyncio
-from rookery.fleet.admin import up
-from rookery.fleet.servers.settings import LaunchConfig
-config = LaunchConfig(model='tiny', device='cpu', port=18700, replicas=2)
-def ready(servers):
-    print(*[server.pid for server in servers], flush=True)
-asyncio.run(up(config, on_ready=ready))
-"""
 
 
 async def test_verifying_a_good_server(tmp_path: Path) -> None:
@@ -70,15 +58,6 @@ async def test_verifying_nothing() -> None:
     assert check.is_fine is False and "can't be reached at http://127.0.0.1:9" in check.detail
 
 
-async def test_the_status_of_servers() -> None:
-    stub = Stub(adapters={"a@1": "/a"})
-    async with serve(stub):
-        one, two = await status([stub.url, "http://127.0.0.1:9"])
-    assert one.is_up and one.model == "tiny" and one.adapters == ("a@1",)
-    assert one.hit_rate == 0.75 and one.num_running == 0 and one.version == "0.0-stub"
-    assert not two.is_up and "can't be reached" in two.error
-
-
 @pytest.mark.parametrize("route", ["models", "openapi", "version", "metrics", "complete"])
 @pytest.mark.parametrize(
     "body",
@@ -101,25 +80,6 @@ async def test_a_server_that_answers_garbage_gets_a_sentence(route: str, body: s
         assert one.is_up or one.error
         with contextlib.suppress(RookeryError):
             await probe(Client(stub.url, session=session))
-
-
-async def test_up_serves_until_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    root = tmp_path / "fleet"
-    owner = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OWNER, stdout=subprocess.PIPE
-    )
-    assert owner.stdout is not None
-    pids = [int(word) for word in (await owner.stdout.readline()).split()]
-    assert len(pids) == 2 and all(process_start(pid) for pid in pids)
-    found = await status()
-    assert [server.pid for server in found] == pids
-    stopped = await asyncio.to_thread(down, root)
-    assert len(stopped.urls) == 2 and stopped.num_orphans == 0
-    assert await owner.wait() == 0
-    assert not any(process_start(pid) for pid in pids) and find_registries(root) == []
-    assert (await asyncio.to_thread(down, root)).urls == ()
 
 
 async def test_down_leaves_the_servers_of_runs_alone(

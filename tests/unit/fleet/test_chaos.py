@@ -163,7 +163,7 @@ async def live(config: FleetConfig, stubs: list[Stub], random: Random) -> Counte
             if random.random() < 0.5:
                 raise RuntimeError("the block ends by an error")
     if waiting:
-        _, pending = await asyncio.wait(waiting, timeout=5.0)
+        _, pending = await asyncio.wait(waiting, timeout=60.0)
         assert not pending, "callers of a closed fleet wait"
     assert chaos.num_begun == chaos.outcomes.total() and not chaos.defects, chaos.defects
     assert not any(r.load.in_flight for r in fleet.pool.replicas) and not fleet.pool.router.waiting

@@ -37,7 +37,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("num", [1500, pytest.param(10_000, marks=long)])
+@pytest.mark.parametrize("num", [600, pytest.param(10_000, marks=long)])
 def test_more_requests_in_flight_than_descriptors(num: int) -> None:
     """The servers are in the same process: every connection takes two."""
     path = [str(HERE.parent), *sys.path]

@@ -17,6 +17,7 @@ from rookery.errors import ConfigError, FleetDownError, FleetError
 from rookery.fleet import ServerRefusal
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
 from rookery.ports import Sampler
+from rookery.runtime.retry import Backoff
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "yes", "no"]
@@ -264,7 +265,8 @@ async def test_what_is_refused_to_everybody_ends_the_run(
 
 
 async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.http.client._LONGEST_WAIT_S", 0.05)
+    retry = Backoff(first_s=0.1, longest_s=0.05)
+    monkeypatch.setattr("rookery.fleet.http.client._RETRY", retry)
     api = Api()
     async with connect(api, monkeypatch, client={"busy_s": 5}) as sampler:
         api.failures = [(429, {"Retry-After": "0.4"}), (503, {"Retry-After": "0.3"})]

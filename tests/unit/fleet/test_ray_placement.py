@@ -88,7 +88,7 @@ async def test_a_cluster_without_room_is_given_up_with_what_it_has(
     cluster = FullCluster(monkeypatch)
     config = LaunchConfig(model="m", device="cuda", tensor_parallel=2, placement_s=0.1, replicas=4)
     with pytest.raises(FleetError) as failed:
-        async with asyncio.timeout(5), place_on_ray(config, num=4, address="auto"):
+        async with asyncio.timeout(60), place_on_ray(config, num=4, address="auto"):
             pass
     said = str(failed.value)
     assert "at auto did not make room for 4 servers of 1 CPU and 2 GPU each" in said

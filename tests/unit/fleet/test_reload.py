@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from fleet.adapters import make_small
 from fleet.stub import VOCABULARY, Stub, logprobs_after, serve, until
+from forked import forked, run_code
 
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, open_fleet
@@ -120,13 +119,10 @@ async def test_an_update_that_is_cancelled_while_saving_leaves_nothing(tmp_path:
 async def test_an_update_that_is_killed_is_cleared_by_the_next_fleet(tmp_path: Path) -> None:
     stub = Stub(routes=ROUTES)
     async with serve(stub):
-        killed = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", KILLED, stub.url, str(tmp_path), stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert killed.stdout is not None and await killed.stdout.readline() == b"saving\n"
-        killed.send_signal(signal.SIGKILL)
-        await killed.wait()
+        with forked(run_code, KILLED, stub.url, str(tmp_path)) as killed:
+            assert await asyncio.to_thread(killed.lines.readline) == "saving\n"
+            killed.send(signal.SIGKILL)
+            await asyncio.to_thread(killed.wait)
         assert len(os.listdir(tmp_path)) == 2
         async with open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)):
             assert len(os.listdir(tmp_path)) == 1

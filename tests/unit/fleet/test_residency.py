@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve, until
+from forked import forked, run_code
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
@@ -83,17 +82,14 @@ async def test_closing_unregisters_everything(memory: Path) -> None:
 async def test_what_a_killed_process_left_is_unregistered_by_the_next(tmp_path: Path) -> None:
     stub = Stub()
     async with serve(stub):
-        client = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", KILLED, stub.url, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert client.stdout is not None and await client.stdout.readline() == b"loaded\n"
-        [(left, path)] = stub.adapters.items()
-        stub.adapters["theirs"] = str(tmp_path)
-        async with open_fleet(FleetConfig(urls=(stub.url,))):
-            assert left in stub.adapters, "its process lives"
-        client.send_signal(signal.SIGKILL)
-        await client.wait()
+        with forked(run_code, KILLED, stub.url) as client:
+            assert await asyncio.to_thread(client.lines.readline) == "loaded\n"
+            [(left, path)] = stub.adapters.items()
+            stub.adapters["theirs"] = str(tmp_path)
+            async with open_fleet(FleetConfig(urls=(stub.url,))):
+                assert left in stub.adapters, "its process lives"
+            client.send(signal.SIGKILL)
+            await asyncio.to_thread(client.wait)
         assert os.listdir(path)
         async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
             assert list(stub.adapters) == ["theirs"]
@@ -157,7 +153,7 @@ async def test_records_that_make_no_sense_stop_no_fleet(tmp_path: Path, servers:
 async def test_servers_of_the_dead_are_asked_at_once_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.fleet.adapters.residency.LEFT_S", 0.5)
+    monkeypatch.setattr("rookery.fleet.adapters.residency.LEFT_S", 1.5)
     stub, shared = Stub(), Stub()
     asked: list[str] = []
     models = shared._models
@@ -178,7 +174,7 @@ async def test_servers_of_the_dead_are_asked_at_once_and_once(
                 owners.append(owner)
             begin_s = time.monotonic()
             async with open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)):
-                assert time.monotonic() - begin_s < 1.9, "four times one limit is 2 s"
+                assert time.monotonic() - begin_s < 5.9, "four times one limit is 6 s"
             assert [owner.folder.exists() for owner in owners] == [True] * 4 + [False] * 4
             assert len(asked) == 1 and not shared.adapters
 
@@ -268,7 +264,7 @@ async def test_a_server_that_dies_keeps_no_fleet_from_closing(memory: Path) -> N
         async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
             ref = await use(fleet, make_small("a"))
             await stub.stop()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await fleet.unload(ref)
         assert os.listdir(memory) == []
         await stub.start()

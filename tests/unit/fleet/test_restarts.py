@@ -18,6 +18,7 @@ from rookery.fleet.servers.launch import LocalServer, keep_alive, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.runtime.guard import group_members
+from rookery.runtime.retry import Backoff
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
@@ -30,7 +31,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
     monkeypatch.setattr(launching, "POLL_S", 0.02)
-    monkeypatch.setattr(launching, "RESTART_PAUSE_S", 0.1)
+    monkeypatch.setattr(launching, "RESTARTS", Backoff(first_s=0.1, longest_s=60.0))
     return tmp_path / "fleet"
 
 
@@ -140,16 +141,6 @@ async def test_nothing_is_left_of_a_start_that_cannot_begin(
         async with open_servers(CONFIG):
             pass
     assert find_registries(state) == []
-
-
-async def test_errors_of_requests_are_not_given_as_the_reason_of_a_death() -> None:
-    async with open_servers(CONFIG.model_copy(update={"restarts": 0})) as [server]:
-        with server.log.open("a") as log:
-            log.write("(APIServer pid=1) Traceback (most recent call last):\n")
-            log.write("(APIServer pid=1) ValueError: of a request\nkilled by its owner\n")
-        await kill(server)
-        with pytest.raises(FleetError, match=r"(?s)The end of its log,.*killed by its owner"):
-            await server.restart()
 
 
 async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

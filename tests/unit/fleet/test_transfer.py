@@ -75,7 +75,7 @@ class Server:
             return web.json_response({"error": {"message": "as asked"}}, status=500)
         if request.path == UPDATE:
             info = document["update_info"]
-            tensors = [await asyncio.to_thread(self._sent.get, timeout=0.3) for _ in info["names"]]
+            tensors = [await asyncio.to_thread(self._sent.get, timeout=2.0) for _ in info["names"]]
             assert info["names"] == ["one", "two"] and info["dtype_names"] == ["float16", "float32"]
             assert info["shapes"] == [list(tensor.shape) for tensor in tensors]
             letters = torch.cat([tensor.float().flatten() for tensor in tensors]).tolist()

@@ -11,18 +11,11 @@ from fleet.stub import Stub, serve
 from rookery.errors import FleetError
 from rookery.fleet.adapters.staging import open_staging
 from rookery.fleet.http.client import Client, ClientConfig, open_session
-from rookery.fleet.routing.replica import Replica, ReplicaSettings
-from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.routing.replica import Replica
+from rookery.fleet.servers.settings import FleetConfig, LaunchConfig
 from rookery.fleet.vllm_plugin.whole_graphs import agree_on_queries
 
-SETTINGS = ReplicaSettings(
-    max_in_flight=None,
-    max_loras=None,
-    max_lora_rank=None,
-    is_on_cpu=None,
-    is_folder_shared=False,
-    has_resolver=False,
-)
+CONFIG = FleetConfig(urls=("http://127.0.0.1:1",))
 NONE, FULL, DECODE = "none", "full", "full for single tokens"
 
 
@@ -101,7 +94,7 @@ async def test_a_server_with_whole_graphs_shows_that_it_computes_right(
     async with serve(stub), open_session() as session:
         client = Client(stub.url, session=session, config=ClientConfig())
         with open_staging(tmp_path) as staging:
-            replica = Replica(client, settings=SETTINGS, staging=staging, local=local)
+            replica = Replica(client, config=CONFIG, staging=staging, local=local)
             if apart is None:
                 await replica.connect()
                 assert replica.load.is_open

@@ -114,63 +114,12 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
     reports = []
     for name, seed, wrap in (("a", 1, Here), ("b", 1, Elsewhere), ("c", 2, Here)):
         with _run(tmp_path, name) as run:
-            found = await genome(run, seed=seed, wrap=wrap, race={"enabled": False})
+            finals = {"random_search": False}
+            found = await genome(run, seed=seed, wrap=wrap, race={"enabled": False}, finals=finals)
             reports.append(found)
     first, second, other = map(clockless, reports)
     assert first == second
     assert [n.score for n in first.lineage] != [n.score for n in other.lineage]
-
-
-async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
-    genome: Genome, tmp_path: Path
-) -> None:
-    reports, lineages = [], []
-    for num in (1, 3):
-        stubs = [Stub(latency_s=0.002 * i) for i in range(num)]
-        async with serve(*stubs):
-            config = FleetConfig(urls=tuple(stub.url for stub in stubs))
-            async with open_fleet(config) as fleet:
-                with _run(tmp_path, f"on-{num}") as run:
-                    found = await genome(run, fleet=fleet)
-                    lineages.append((run.path / "lineage.json").read_text())
-        reports.append(clockless(found))
-        assert all(stub.loads for stub in stubs), "every server had work"
-    assert reports[0] == reports[1] and lineages[0] == lineages[1]
-    assert len({node.score for node in reports[0].lineage}) > 1
-
-
-@long
-async def test_a_run_killed_anywhere_resumes_to_the_same_report(
-    genome: Genome, tmp_path: Path
-) -> None:
-    with _run(tmp_path, "whole") as run:
-        expected = await genome(run)
-    total = expected.num_rollouts
-
-    class Killed(BaseException):
-        pass
-
-    with _run(tmp_path, "killed") as run:
-        path = run.path
-    num_kills = 0
-    for generation in (0, 1, 2):
-
-        def die(record: GenerationRecord, at: int = generation) -> None:
-            if record.generation == at:
-                raise Killed
-
-        run = Run.open(path)
-        try:
-            with pytest.raises(Killed):
-                await genome(run, observer=FakeObserver(die))
-            num_kills += 1
-        finally:
-            run.close()
-    with Run.open(path) as run:
-        report = await genome(run)
-        assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
-    assert clockless(report) == clockless(expected)
-    assert num_kills == 3
 
 
 @pytest.mark.parametrize("name", ["append_many_blocking", "write_folder"])
@@ -285,6 +234,17 @@ def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path
     assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
+def test_founders_may_be_of_several_runs(founders_folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(founders_folder / "f0", tmp_path / name / "trained")
+    trained = ["one.trained", "two.trained"]
+    both = (tmp_path / "two" / "trained", tmp_path / "one" / "trained")
+    assert list(read_founders(FileInit(path=both))) == trained
+    assert list(read_founders(FileInit(path=tmp_path))) == trained, "runs of a sweep"
+    with pytest.raises(AdapterError, match=r"two adapters called one\.trained"):
+        read_founders(FileInit(path=(both[1], tmp_path)))
+
+
 MERGES: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear"},
     "sum": {"type": "linear", "normalise": False},
@@ -295,7 +255,7 @@ MERGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("space", ["delta", "factor"])
+@pytest.mark.parametrize("space", ["delta", pytest.param("factor", marks=long)])
 async def test_every_crossover_runs_in_both_spaces(
     genome: Genome, tmp_path: Path, space: str
 ) -> None:
@@ -320,11 +280,13 @@ async def test_every_crossover_runs_in_both_spaces(
     "stage",
     [
         {"type": "es", "steps": 2, "num_pairs": 2},
-        {"type": "cmaes", "generations": 2, "population": 4},
+        pytest.param({"type": "cmaes", "generations": 2, "population": 4}, marks=long),
         {"type": "cmaes", "generations": 2, "population": 4, "unit": "block"},
         {"type": "random", "count": 4},
         {"type": "surrogate", "generations": 2, "population": 3},
-        {"type": "surrogate", "generations": 2, "population": 3, "unit": "model"},
+        pytest.param(
+            {"type": "surrogate", "generations": 2, "population": 3, "unit": "model"}, marks=long
+        ),
         {"type": "ga", "generations": 3, "population": {"size": 4, "children": {"count": 3}}},
     ],
     ids=["es", "cmaes", "cmaes-block", "random", "surrogate", "surrogate-model", "ga"],
@@ -368,30 +330,18 @@ async def test_centres_are_made_once_in_generations_of_several_cohorts(
 
 
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
-    ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
+    """A genetic search counts its own from 1, and its first parents are of the stage before."""
+    ga = {"type": "ga", "generations": 2, "population": {"size": 2, "children": {"count": 2}}}
+    stages = [{"type": "random", "count": 3}, ga, {"type": "es", "steps": 1, "num_pairs": 1}]
     with _run(tmp_path, "a") as run:
-        report = await genome(
-            run,
-            stages=[ga, {"type": "es", "steps": 1, "num_pairs": 1}, ga],
-            finals={"random_search": False},
-        )
-    assert [g.stage for g in report.generations] == ["founders", "ga", "es", "es", "ga"]
-    ids = [n.id for n in report.lineage]
-    assert len(ids) == len(set(ids))
-
-
-async def test_a_single_founder_is_tried_in_other_strengths(genome: Genome, tmp_path: Path) -> None:
-    init = {"type": "random", "count": 1, "rank": 2, "layers": 2, "size": 0.1}
-    with _run(tmp_path, "a") as run:
-        await genome(
-            run,
-            init=init,
-            stages=[{"type": "random", "count": 3}],
-            finals={"random_search": False},
-        )
-        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
-    weights = {tuple(one["weights"]) for one in lineage}
-    assert len(weights) == len({one["version"] for one in lineage}) == 3
+        report = await genome(run, stages=stages, finals={"random_search": False})
+    assert [g.stage for g in report.generations] == ["founders", "random", "ga", "ga", "es", "es"]
+    nodes = {node.id: node.generation for node in report.lineage}
+    assert len(nodes) == len(report.lineage)
+    assert list(nodes.values())[:11] == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 2
+    assert [g.num_candidates for g in report.generations][:4] == [4, 3, 2, 2]
+    for node in report.lineage[:11]:
+        assert all(nodes[parent] < node.generation for parent in node.parents)
 
 
 async def test_the_searchs_own_sums_are_plain_whatever_the_config_calls_sum(
@@ -428,22 +378,6 @@ async def test_cmaes_by_block_goes_on_from_the_best_by_block(
     best = max(first, key=lambda node: merits[node.id])
     for node in second:
         assert node.weights == pytest.approx(best.weights, abs=1e-4)
-
-
-async def test_the_lineage_counts_generations_through_all_stages(
-    genome: Genome, tmp_path: Path
-) -> None:
-    """A genetic search counts its own from 1, and its first parents are of the stage before."""
-    ga = {"type": "ga", "generations": 2, "population": {"size": 2, "children": {"count": 2}}}
-    stages = [{"type": "random", "count": 3}, ga]
-    with _run(tmp_path, "a") as run:
-        report = await genome(run, stages=stages, finals={"random_search": False})
-    nodes = {node.id: node.generation for node in report.lineage}
-    counts = [g.num_candidates for g in report.generations]
-    assert list(nodes.values()) == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 2
-    assert counts == [4, 3, 2, 2]
-    for node in report.lineage:
-        assert all(nodes[parent] < node.generation for parent in node.parents)
 
 
 async def test_the_bar_knows_how_many_answers_there_can_be(
@@ -613,7 +547,7 @@ async def test_a_surrogate_prefers_what_it_expects_to_keep_a_floor(
     assert floored[0] == plain[0] and floored[1] < plain.min() - 1
 
 
-@pytest.mark.parametrize("merit", ["certainty", "log_certainty"])
+@pytest.mark.parametrize("merit", ["certainty", pytest.param("log_certainty", marks=long)])
 async def test_a_surrogate_knows_from_where_on_one_of_four_choices_is_the_likeliest(
     genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merit: Merit
 ) -> None:
@@ -692,18 +626,6 @@ async def test_a_surrogate_takes_rewards_of_choices_as_the_scorer_gives_them(
     keeps, misses = worth(np.stack([np.full(size, 0.9), np.full(size, 0.1)]))
     assert keeps > 2.0, "its rewards, and nothing for a floor that it keeps"
     assert misses < 0.0
-
-
-async def test_racing_saves_answers_and_finds_the_same_winner(
-    genome: Genome, tmp_path: Path
-) -> None:
-    reports = {}
-    for enabled in (True, False):
-        with _run(tmp_path, f"race-{enabled}") as run:
-            race = {"enabled": enabled, "block": 4}
-            reports[enabled] = await genome(run, race=race, seed=3, finals={"random_search": False})
-    assert reports[True].num_rollouts <= reports[False].num_rollouts
-    assert reports[True].winner_id == reports[False].winner_id
 
 
 async def test_a_candidate_that_fails_is_recorded_and_loses(genome: Genome, tmp_path: Path) -> None:
@@ -808,3 +730,26 @@ async def test_each_row_of_the_report_has_what_finding_it_took(
         assert cost["random search"][1] >= number * num_tasks
     with Run.open(tmp_path / "x") as run:
         assert (await genome(run, init=init)).rows == report.rows, "seconds too"
+
+
+async def test_one_server_and_three_of_which_one_dies_find_the_same_winner(
+    genome: Genome, tmp_path: Path
+) -> None:
+    reports, lineages = [], []
+    for num in (1, 3):
+        stubs = [Stub(latency_s=0.002 * i) for i in range(num)]
+
+        def kill(record: GenerationRecord, stubs: list[Stub] = stubs) -> None:
+            if record.generation == 1 and len(stubs) > 1:
+                stubs[1].crash()
+
+        async with serve(*stubs):
+            config = FleetConfig(urls=tuple(stub.url for stub in stubs))
+            async with open_fleet(config) as fleet:
+                with _run(tmp_path, f"on-{num}") as run:
+                    found = await genome(run, fleet=fleet, observer=FakeObserver(kill))
+                    lineages.append((run.path / "lineage.json").read_text())
+        reports.append(clockless(found))
+        assert all(stub.loads for stub in stubs), "every server had work"
+    assert reports[0] == reports[1] and lineages[0] == lineages[1]
+    assert len({node.score for node in reports[0].lineage}) > 1

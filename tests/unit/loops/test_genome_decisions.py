@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loops.evolution import Faulty, Genome, Inputs
+from marks import long
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
@@ -179,17 +180,17 @@ def _mean(report: GenomeReport, name: str, run: Run) -> float:
     return sum(list(seen.values())[:size]) / size
 
 
-@pytest.mark.parametrize("floors", [{"first": 0.52}, {"first": "founder"}])
+@pytest.mark.parametrize("floors", [{}, {"first": "founder"}])
 async def test_a_race_with_floors_finds_the_winner_of_no_race(
     genome: Genome, tmp_path: Path, floors: dict[str, Any]
 ) -> None:
-    winners = {}
+    reports = {}
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
             race = {"enabled": enabled, "block": 4}
-            report = await genome(run, race=race, seed=5, floors=floors, **FEW)
-            winners[enabled] = report.winner_id
-    assert winners[True] == winners[False]
+            reports[enabled] = await genome(run, race=race, seed=5, floors=floors, **FEW)
+    assert reports[True].winner_id == reports[False].winner_id
+    assert reports[True].num_rollouts <= reports[False].num_rollouts
 
 
 async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
@@ -220,7 +221,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
     assert report.winner_id == max(finalists, key=chosen_by)["id"]
 
 
-@pytest.mark.parametrize("use", ["adapters", "pairs", "both"])
+@pytest.mark.parametrize("use", ["pairs", "both", pytest.param("adapters", marks=long)])
 async def test_what_the_search_begins_with(
     genome: Genome, inputs: Inputs, tmp_path: Path, use: str
 ) -> None:
@@ -511,16 +512,6 @@ async def test_finalists_differ_in_their_weights(
         asked = {e.key.split("|")[0] for e in run.events("rollout") if e.payload["task"] in select}
     assert 3 < len(set(found)) < len(found)
     assert len(asked) == 3
-
-
-async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
-    genome: Genome, tmp_path: Path
-) -> None:
-    with _run(tmp_path) as run:
-        report = await genome(run, floors={"first": "founder"}, **FEW)
-        found = {e.key: e.payload for e in run.events("candidate")}
-    assert any(payload["violation"] == 0 for payload in found.values())
-    assert found[report.winner_id]["violation"] == 0
 
 
 def test_who_only_lost_may_have_won_what_others_won() -> None:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet.stub import Stub, serve
 from forked import forked
 from loops import evolution
 from loops.evolution import Faulty, Genome, Inputs, clockless, run_evolution
 from marks import long
 
 from rookery.errors import FleetDownError
-from rookery.fleet import FleetConfig, open_fleet
 from rookery.reports import parse_genome_report
 from rookery.runs import Event, NewEvent, Run, RunView
 from rookery.slots import SlottedModel
@@ -132,7 +130,9 @@ def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "sums")])
+@pytest.mark.parametrize(
+    ("salt", "stages"), [("b", "sums"), pytest.param("a", "drawn", marks=long)]
+)
 async def test_faults_and_kills_anywhere_change_nothing(
     inputs: Inputs,
     tiny_model: SlottedModel,
@@ -162,6 +162,7 @@ async def test_faults_and_kills_anywhere_change_nothing(
         assert decided(run) == events
 
 
+@long
 @pytest.mark.parametrize("phase", ["es 5", "surrogate 6"])
 async def test_a_run_killed_inside_a_stage_goes_on_there(
     inputs: Inputs,
@@ -231,32 +232,6 @@ async def test_faults_that_pass_are_remembered(
     with Run.open(tmp_path / "killed") as run:
         assert clockless(await run_on(run)) == clockless(expected)
         assert decided(run) == events
-
-
-async def test_a_server_that_dies_changes_no_decision(
-    inputs: Inputs, tiny_model: SlottedModel, tmp_path: Path
-) -> None:
-    reports = []
-    for is_killed in (False, True):
-        stubs = [Stub(), Stub()]
-        async with serve(*stubs):
-
-            def kill(generation: Any, stubs: Any = stubs, is_killed: bool = is_killed) -> None:
-                if is_killed and generation.generation == 1:
-                    stubs[1].fail_next = 10**6
-
-            config = FleetConfig(urls=tuple(stub.url for stub in stubs))
-            async with open_fleet(config) as fleet:
-                with create(tmp_path, f"killed-{is_killed}") as run:
-                    found = await run_evolution(
-                        run,
-                        inputs=inputs,
-                        model=tiny_model,
-                        fleet=fleet,
-                        observer=FakeObserver(kill),
-                    )
-        reports.append(clockless(found))
-    assert reports[0] == reports[1]
 
 
 async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(

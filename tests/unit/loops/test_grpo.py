@@ -26,10 +26,13 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
 ) -> None:
     steps: list[Step] = []
     with make_run(tmp_path) as run:
-        result = await run_training(
+        report = await run_training(
             run, grpo_inputs, model=plain_model, observer=FakeObserver(steps.append)
         )
-    report = result
+        kept = {path.name for path in (run.path / "checkpoints").iterdir()}
+        weights = {f"adapter_step_{step}" for step in {5, report.chosen_step} - {0}}
+        assert kept == weights | {"trainer_step_5"} and run.blobs.digests() == []
+        gaps = [event.payload for event in run.events("gap")]
     assert [row.name for row in report.rows] == ["trained", "base model"]
     assert report.trained is not None and report.trained.gain is not None
     assert [one.step for one in report.checkpoints] == [0, 2, 4, 5]
@@ -39,12 +42,16 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
     assert metrics["grpo/logprob_gap"] < 1e-5 and metrics["grpo/staleness"] == 0
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert {"time/draw_s", "time/train_s", "time/publish_s", "reward/mean"} <= set(metrics)
+    assert len(gaps) == 5 and all(step["is_fresh"] for step in gaps)
+    tokens = [token for step in gaps for answer in step["answers"] for token in answer]
+    assert tokens and all(text for text, _ in tokens)
+    assert all(abs(gap) < 1e-4 for _, gap in tokens), "of the same weights"
 
 
 @pytest.mark.parametrize(
-    "cut", [{"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}, {"min_p": 0.2, "top_p": 0.95}]
+    ("cut", "staleness"),
+    [({"top_k": 5, "temperature": 0.7}, 0), ({"min_p": 0.2, "top_p": 0.95}, 1)],
 )
-@pytest.mark.parametrize("staleness", [0, 1])
 async def test_tokens_are_normalised_over_what_they_were_drawn_from(
     grpo_inputs: Inputs,
     plain_model: SlottedModel,
@@ -93,33 +100,6 @@ class _Whole:
                 for request in requests
             ]
         )
-
-
-async def test_old_checkpoints_and_rollouts_are_removed(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
-) -> None:
-    with make_run(tmp_path) as run:
-        result = await run_training(run, grpo_inputs, model=plain_model)
-        best = result.chosen_step
-        kept = {path.name for path in (run.path / "checkpoints").iterdir()}
-        weights = {f"adapter_step_{step}" for step in {5, best} - {0}}
-        assert kept == weights | {"trainer_step_5"}
-        assert run.blobs.digests() == []
-    with make_run(tmp_path, "all") as run:
-        await run_training(run, grpo_inputs, model=plain_model, keep_rollouts=True)
-        assert len(run.blobs.digests()) == 5
-
-
-async def test_a_run_that_ended_is_not_trained_again(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
-) -> None:
-    with make_run(tmp_path) as run:
-        before = await run_training(run, grpo_inputs, model=plain_model)
-    with Run.open(tmp_path / "x") as run:
-        num = run.counts()
-        after = await run_training(run, grpo_inputs, model=plain_model)
-        assert run.counts() == num
-    assert after.rows == before.rows
 
 
 async def test_a_kl_term_holds_the_policy_to_its_start(

@@ -73,6 +73,9 @@ async def test_a_run_trains_the_model_itself(
             observer=FakeObserver(steps.append), **changes,
         )  # fmt: skip
         served = [event.payload["model"] for event in run.events("batch")]
+        names = {path.name for path in (run.path / "checkpoints").iterdir()}
+    best = result.chosen_step  # kept without its state
+    assert names == {"trainer_step_5"} | {f"step_{step}" for step in {5, best} - {0}}
     assert [row.name for row in result.rows] == ["trained", "base model"]
     assert result.model == ("tiny" if "share" in changes else str(grpo_inputs.model))
     gaps = [step.metrics["grpo/logprob_gap"] for step in steps]
@@ -117,17 +120,6 @@ async def test_checkpoints_are_folders_that_transformers_loads(
     start = AutoModelForCausalLM.from_pretrained(grpo_inputs.model).state_dict()
     assert all(not torch.equal(moved[name], start[name]) for name in start)
     assert AutoTokenizer.from_pretrained(tmp_path / "x" / "trained")("w7").input_ids == [7]
-
-
-async def test_only_the_newest_states_are_kept(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
-) -> None:
-    """Also where the best checkpoint is an older one, which is kept without its state."""
-    with make_run(tmp_path) as run:
-        result = await run_training(run, grpo_inputs, model=plain_model, **SHARED)
-        names = {path.name for path in (run.path / "checkpoints").iterdir()}
-    best = result.chosen_step
-    assert names == {"trainer_step_5"} | {f"step_{step}" for step in {5, best} - {0}}
 
 
 async def test_chosen_layers_and_layers_computed_again(

@@ -363,7 +363,7 @@ async def test_an_adapter_that_stops_while_it_computes_for_all_answers_the_other
     computes.cancel()
     trainer.may_answer.set()
     await ended(computes)
-    assert await asyncio.wait_for(waits, 2) == ["a"]
+    assert await asyncio.wait_for(waits, 60) == ["a"]
 
 
 async def test_an_adapter_that_stops_while_it_waits_asks_for_nothing() -> None:
@@ -376,5 +376,5 @@ async def test_an_adapter_that_stops_while_it_waits_asks_for_nothing() -> None:
     await joint.leave()
     assert trainer.asked == []
     assert await asyncio.wait_for(joint.call("forward", ["c"]), 2) == ["c"]
-    assert await asyncio.wait_for(waits, 2) == ["b"]
+    assert await asyncio.wait_for(waits, 60) == ["b"]
     assert trainer.asked == [["b", "c"]]

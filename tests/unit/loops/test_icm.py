@@ -103,7 +103,7 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
 
 
 @pytest.mark.parametrize("order_weight", [0.0, 4.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_the_shared_and_the_plain_path_decide_alike(
     problem: MakeProblem, seed: int, order_weight: float
 ) -> None:
@@ -159,7 +159,7 @@ async def test_what_a_chain_asks_for_has_one_affinity(
 
 
 async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
-    for seed in range(4):
+    for seed in range(2):
         oracle = Oracle(10, seed=seed)
         path = write_items(tmp_path / f"{seed}.jsonl", oracle)
         config = make_config(path, num_chains=3, seed=seed)
@@ -424,13 +424,6 @@ async def test_more_than_two_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         result = await label(IcmInputs(config=config, items=items), engine=oracle.labeller, run=run)
     assert result.label_by_id == {row["id"]: row["word"] for row in rows}
     assert result.gold is None and result.rows[0].accuracy is None
-
-
-def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem: MakeProblem) -> None:
-    oracle, _, config = problem(12)
-    labeller = replace(oracle.labeller, context_tokens=20)
-    with pytest.raises(TaskError, match="write batch_size: 5 or less"):
-        open_problem(config, read_items(config.data), labeller=labeller, store=ScoreStore())
 
 
 async def test_texts_become_tokens_beside_the_event_loop(tmp_path: Path) -> None:

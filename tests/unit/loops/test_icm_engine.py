@@ -16,7 +16,6 @@ from rookery.loops.icm import IcmConfig, Labeller, load_encoder, read_items
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
-from rookery.runs import Run
 from rookery.search.labelling import PrefixCache, TreeOrder
 from rookery.slots import SlottedModel
 from rookery.weights import write_adapter
@@ -72,33 +71,6 @@ async def test_reads_are_those_of_transformers_and_tokens_those_planned(
             logprobs = model(tokens).logits[0, -1].log_softmax(-1)
             expected = [float(logprobs[token]) for token in prompts.label_tokens]
             assert read == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_command_labels_reports_and_resumes(
-    config: IcmConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(config.model_dump_json())
-    words = ["icm", "run", str(path), "--search.iterations", "25", "--name", "a"]
-    words += ["--runs-dir", str(tmp_path / "runs")]
-    assert app(words, result_action="return_value", exit_on_error=False) == 0
-    folder = tmp_path / "runs" / "a"
-    assert "<!doctype html>" in (folder / "report.html").read_text()
-    labels = (folder / "labels.jsonl").read_text()
-    assert len(labels.splitlines()) == 8
-    with Run.view(folder) as run:
-        num_scores = run.counts()["score"]
-        assert run.config["search"]["iterations"] == 25
-    out = capsys.readouterr().out
-    assert "verdict" in out and "labels.jsonl" in out
-    for again in (
-        [*words, "--resume"],
-        ["runs", "resume", str(folder)],
-    ):
-        assert app(again, result_action="return_value", exit_on_error=False) == 0
-    with Run.view(folder) as run:
-        assert run.counts()["score"] == num_scores, "a finished run asks for nothing"
-    assert (folder / "labels.jsonl").read_text() == labels
 
 
 def test_the_command_trains_between_batches(config: IcmConfig, tmp_path: Path) -> None:

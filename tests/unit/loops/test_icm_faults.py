@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from forked import forked, run_code
 from loops.oracle import Oracle, make_config, write_items
+from marks import long
 
 from rookery.errors import EngineError
 from rookery.loops.icm import IcmConfig, IcmInputs, label, read_gold, read_items
@@ -142,7 +143,7 @@ async def test_killed_at_every_append(tmp_path: Path, kill_at: Any) -> None:
     assert expected["report"]["num_unanswered"] > 0
     number = 0
     while True:
-        number += 3  # before one append and behind another, in turn
+        number += 7  # before one append and behind another, in turn
         path = tmp_path / f"killed-{number}"
         sampler = Faulty(oracle, faults="both", seed=5)
         kill_at(number)
@@ -156,7 +157,7 @@ async def test_killed_at_every_append(tmp_path: Path, kill_at: Any) -> None:
     assert number > 20
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=long) if n > 3 else n for n in range(8)])
 async def test_random_faults_a_server_that_dies_and_kills(
     tmp_path: Path, kill_at: Any, seed: int
 ) -> None:

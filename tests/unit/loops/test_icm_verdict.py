@@ -302,10 +302,10 @@ async def report_of_a_model(kind: str, num_items: int, seed: int, questions: int
 async def test_a_random_model_is_not_coherent_and_a_concept_is(num_items: int) -> None:
     count, strengths = {}, {}
     for kind in ("random", "symmetric", "concept", "weak"):
-        reports = [await report_of_a_model(kind, num_items, seed) for seed in range(40)]
+        reports = [await report_of_a_model(kind, num_items, seed) for seed in range(20)]
         count[kind] = sum(report.verdict == "coherent" for report in reports)
         strengths[kind] = np.median([r.support.strength for r in reports if r.support])
-    assert count["random"] <= 2 and count["symmetric"] <= 2 and count["concept"] >= 38
+    assert count["random"] <= 1 and count["symmetric"] <= 1 and count["concept"] >= 19
     assert strengths["symmetric"] < 0.4 and strengths["weak"] < 0.55 < 0.65 < strengths["concept"]
 
 

@@ -183,7 +183,8 @@ async def main():
         async def tick(i):
             await run.append("tick", {"i": i, "text": "x" * 300}, key=str(i))
             os.write(1, b"%d\\n" % i)
-        await asyncio.gather(*(tick(i) for i in range(10_000)))
+        for first in range(0, 10**9, 1000):  # until it is killed
+            await asyncio.gather(*(tick(first + i) for i in range(1000)))
 
 asyncio.run(main())
 """
@@ -202,7 +203,6 @@ def test_kill_9_among_many_leaves_a_prefix_with_all_that_was_told(tmp_path: Path
     with Run.open(run.path) as run:
         stored = [event.payload["i"] for event in run.events("tick")]
     assert stored == list(range(len(stored))) and set(told) <= set(stored)
-    assert len(stored) < 10_000, "it was killed too late"
 
 
 def test_a_forked_child_closes_without_waiting(tmp_path: Path) -> None:

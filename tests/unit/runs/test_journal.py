@@ -159,7 +159,8 @@ async def main():
         os.write(1, b"%d\\n" % seq)
         if seq % 500 == 0:
             await journal.cut(through=seq - 100)
-    await asyncio.gather(*(add(i) for i in range(20_000)))
+    while True:  # until it is killed
+        await asyncio.gather(*(add(i) for i in range(2000)))
 
 asyncio.run(main())
 """
@@ -176,7 +177,7 @@ def test_kill_9_loses_nothing_that_was_told(tmp_path: Path) -> None:
         told += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
     journal = Journal.open(path)
     last = journal.last_seq
-    assert max(told) <= last < 20_000, "it was killed too late"
+    assert max(told) <= last
     kept = list(journal.entries(after=last - 100))
     assert [entry.data for entry in kept] == [b"%d" % (e.seq - 1) * 500 for e in kept]
     assert [entry.seq for entry in kept] == list(range(last - 99, last + 1))

@@ -264,12 +264,12 @@ def test_convex_weights_are_on_the_simplex(count: int, seed: int) -> None:
 
 
 def test_founders_are_paired_before_pairs_repeat() -> None:
-    plans = pair_plans(["a", "b", "c"], count=5, seed=1, merge="ties")
+    plans = pair_plans(["a", "b", "c"], count=5, seed=1)
     assert len({plan.parents for plan in plans[:3]}) == 3
     assert plans[3].parents == plans[0].parents
     assert plans[3].weights != plans[0].weights
-    assert plans == pair_plans(["a", "b", "c"], count=5, seed=1, merge="ties")
-    assert {plan.merge for plan in plans} == {"ties"}
+    assert plans == pair_plans(["a", "b", "c"], count=5, seed=1)
+    assert {plan.merge for plan in plans} == {"linear"}
     with pytest.raises(ConfigError, match="two different"):
         pair_plans(["a"], count=1, seed=0)
 

@@ -57,16 +57,6 @@ async def test_a_pass_that_cannot_be_repeated_stops_the_restart(tmp_path: Path) 
         assert await ada.result(await ada.step(model, 2)) == expected, "nothing was lost"
 
 
-async def test_a_result_whose_answer_was_lost_is_there_after_a_restart(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        reply = await ada.train(train_body(model, 1))
-        first = await ada.outputs(reply)
-    async with serve(tmp_path / "run") as served:
-        assert await served.client().outputs(reply) == first
-
-
 class FullDisk:
     """A journal that cannot be written any more."""
 

@@ -101,15 +101,15 @@ async def test_a_large_answer_does_not_hold_up_the_event_loop(tmp_path: Path) ->
 
 
 async def held_up(client: Client, path: str, body: bytes) -> tuple[httpx2.Response, float]:
-    """The answer, and how long the event loop did nothing else."""
+    """The answer, and how long the event loop computed without a pause, whatever else runs."""
     longest_s, is_done = 0.0, False
 
     async def watch() -> None:
         nonlocal longest_s
         while not is_done:
-            before = time.monotonic()
+            before = time.thread_time()
             await asyncio.sleep(0)
-            longest_s = max(longest_s, time.monotonic() - before)
+            longest_s = max(longest_s, time.thread_time() - before)
 
     watching = asyncio.create_task(watch())
     headers = {"content-type": "application/json"}
@@ -126,11 +126,11 @@ class Tokens(BaseModel):
 async def test_many_wrong_items_do_not_hold_up_the_event_loop(tmp_path: Path) -> None:
     """Each would be an error of its own."""
     wrong = ["x"] * 200_000
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(ValidationError) as told:
         Tokens(tokens=wrong)  # type: ignore[arg-type]
     assert len(told.value.errors()) == len(wrong)
-    whole_s = time.monotonic() - started
+    whole_s = time.thread_time() - started
     tokens = [1] * 5000 + wrong
     document = {"prompt": {"chunks": [{"tokens": tokens}]}, "sampling_session_id": "x"}
     async with serve(tmp_path / "run") as served:

@@ -266,7 +266,7 @@ async def test_whoever_sends_the_most_there_may_be_holds_up_nobody_else(tmp_path
         sending = asyncio.create_task(send_always())
         try:
             await until(lambda: statuses[429])
-            for seq in (1, 3, 5):
+            for seq in (1, 3):
                 before = len(trainer.calls)
                 await bob.outputs(await bob.train(train_body(own, seq)))
                 await bob.result(await bob.step(own, seq + 1))

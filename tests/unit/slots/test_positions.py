@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny import VOCAB, write_tiny_model
 from tiny_training import make_trainer, next_tokens, train
 from transformers import AutoModelForCausalLM
@@ -59,7 +60,12 @@ CHANGES = ("Phi-3 longrope", "Llama longrope")
 """Those whose encoding depends on the length of the sequence."""
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[long] if name in ("Phi-3 longrope", "Llama yarn") else [])
+        for name in MODELS
+    ]
+)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     kind, extra = MODELS[request.param]
     return write_tiny_model(tmp_path / request.param, kind, **extra)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,7 +17,7 @@ from rookery.tasks.scorers import (
     PythonConfig,
     RegexConfig,
 )
-from rookery.tasks.splits import SPLITS, SplitName
+from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import (
     GeneratedConfig,
     HfConfig,
@@ -355,29 +354,6 @@ def test_scorers_that_need_no_reference_take_rows_without_one(tmp_path: Path) ->
 
 
 texts = st.lists(st.text("abcdef ", min_size=1).filter(str.strip), min_size=3, max_size=20)
-
-
-@given(texts=texts, data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_one_content_under_two_ids_is_in_one_split(
-    texts: list[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("rows")
-    copies = [f"  {text.upper()} " for text in texts]
-    rows = [{"id": i, "prompt": text, "answer": "x"} for i, text in enumerate([*texts, *copies])]
-    made = load(
-        path, data.draw(st.permutations(rows)), splits={"search": 0.5, "select": 0.5, "report": 0}
-    )
-    by_key: dict[str, set[str]] = {}
-    names: tuple[SplitName, ...] = ("search", "select")
-    for name in names:
-        try:
-            found = made.split(name)
-        except TaskError:
-            continue
-        for task in found:
-            by_key.setdefault(" ".join(str(task.prompt).lower().split()), set()).add(name)
-    assert all(len(held) == 1 for held in by_key.values())
 
 
 def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from tiny import tiny_adapter, write_tiny_model
 from torch.nn import functional
 
@@ -24,7 +25,7 @@ from rookery.types import (
 )
 
 PROMPTS = [tuple(5 + (7 * i + 3 * n) % 80 for i in range(n)) for n in (1, 2, 7, 9, 16, 31, 40)]
-PARAMS = SamplingParams(n=3, max_tokens=20, seed=5, temperature=0.8, ignore_eos=True)
+PARAMS = SamplingParams(n=2, max_tokens=16, seed=5, temperature=0.8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +48,12 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
+@pytest.fixture(
+    params=[
+        pytest.param(shape, id=name, marks=[long] if name in ("head-32", "wide") else [])
+        for name, shape in SHAPES.items()
+    ]
+)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> SlottedModel:
     kind, sizes = request.param
     return load_model(write_tiny_model(tmp_path / "tiny", kind, **sizes), is_exact=True)
@@ -107,12 +113,12 @@ async def test_all_weights(model: SlottedModel, tmp_path: Path) -> None:
         assert score.logprobs == given.logprobs[0]
 
 
-async def test_eight_adapters_in_one_batch(tmp_path: Path) -> None:
+async def test_four_adapters_in_one_batch(tmp_path: Path) -> None:
     """Of ranks 1 to 8, all layers or the upper ones, mixed with the base model."""
     model = load_model(write_tiny_model(tmp_path / "tiny"), is_exact=True)
     adapters = [
         tiny_adapter(f"a{rank}", layers=range(rank % 3, 4), seed=rank, rank=rank)
-        for rank in range(1, 9)
+        for rank in (1, 2, 5, 8)
     ]
     async with open_shared(model) as engine:
         refs = [await engine.load(adapter) for adapter in adapters]

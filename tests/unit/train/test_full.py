@@ -91,13 +91,13 @@ async def test_layers_computed_again_give_the_same_bits(tiny_folder: Path) -> No
 
 @SLOW_BFLOAT16
 async def test_small_steps_of_a_16_bit_model_add_up(tiny_folder: Path) -> None:
-    """50 steps too small for bfloat16 each: the float32 weights keep them, the model follows."""
+    """25 steps too small for bfloat16 each: the float32 weights keep them, the model follows."""
     trainer = make_full(tiny_folder, dtype="bfloat16")
     start = weights_in(trainer)
     name = "model.layers.1.mlp.up_proj.weight"
-    for _ in range(50):
+    for _ in range(25):
         await train(trainer, make_batch())
-        await step(trainer, 2e-5)
+        await step(trainer, 4e-5)
     found = weights_in(trainer)
     assert found[name].dtype == torch.bfloat16
     assert {p.dtype for p in trainer.trainee("policy").parameters} == {torch.float32}

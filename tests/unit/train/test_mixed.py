@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from tiny import write_tiny_model
 from tiny_training import make_batch
 
@@ -128,7 +129,7 @@ async def trained(
     }
 
 
-@pytest.mark.parametrize("pass_tokens", [64, 350, 1024])
+@pytest.mark.parametrize("pass_tokens", [64, 1024, pytest.param(350, marks=long)])
 async def test_bits_do_not_depend_on_the_company(model: SlottedModel, pass_tokens: int) -> None:
     """Ranks 1 to 32, unequal layers, lengths, losses and optimizer values; three steps."""
     together = await trained(model, TENANTS, pass_tokens=pass_tokens)

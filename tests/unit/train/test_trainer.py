@@ -172,42 +172,6 @@ async def test_temperature_and_kept_tokens_change_what_is_normalised(model: Slot
         assert gradient.abs().max() < 1e-6, "the only token left cannot become likelier"
 
 
-async def test_importance_sampling_weighs_by_the_ratio(model: SlottedModel) -> None:
-    batch = make_batch()
-    drawn = (await train(make_trainer(model), batch)).logprobs
-    same = [
-        replace(datum, sampled_logprobs=logprobs, advantages=(2.0,) * len(logprobs))
-        for datum, logprobs in zip(batch, drawn, strict=True)
-    ]
-    trainer = make_trainer(model)
-    output = await train(trainer, same, "importance_sampling")
-    assert output.metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert output.metrics["train/loss"] == pytest.approx(-2.0, abs=1e-5)
-    for mine, theirs in zip(
-        trainer.trainee("policy").gradients or (),
-        await gradients_of(make_trainer(model), batch),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, 2 * theirs, atol=1e-4, rtol=1e-4)
-    half = [replace(d, sampled_logprobs=tuple(x + 0.5 for x in d.sampled_logprobs)) for d in same]
-    output = await train(trainer, half, "importance_sampling")
-    assert output.metrics["train/ratio"] == pytest.approx(0.60653, abs=1e-4)
-
-
-async def test_what_has_no_weight_has_no_part_in_importance_sampling(model: SlottedModel) -> None:
-    """However improbable it was: the ratio there is infinite, and 0 times that is no number."""
-    batch = [next_tokens((5, 6, 7, 8), (0.0, 0.0, 1.0, 1.0), advantages=(1.0, 1.0, 1.0))]
-    losses, gradients = [], []
-    for improbable in (-3.0, -200.0):
-        trainer = make_trainer(model)
-        drawn = [replace(batch[0], sampled_logprobs=(improbable, -3.0, -3.0))]
-        losses.append(await train(trainer, drawn, "importance_sampling"))
-        gradients.append(trainer.trainee("policy").gradients or [])
-    assert losses[0] == losses[1] and losses[0].metrics["train/num_tokens"] == 2
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert any(gradient.any() for gradient in gradients[1])
-
-
 async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> None:
     """A bad datum, an unknown trainee, loss or option, an overflow in the second pass."""
     good = tuple(make_batch((18,)))
@@ -392,36 +356,6 @@ STARTS = {
     "b": tiny_adapter("b", rank=7, targets=ATTENTION, seed=2),
     "c": tiny_adapter("c", rank=4, layers=range(3, 4), seed=3),
 }
-
-
-async def test_trainees_in_one_call_get_the_bits_they_get_alone(model: SlottedModel) -> None:
-    """Ranks, layers, losses, data and optimizer values of their own."""
-    rates = {"a": 1e-2, "b": 3e-3, "c": 5e-2}
-
-    def request(name: str, seed: int) -> TrainRequest:
-        batch = make_batch(seed=seed + ord(name))
-        if name != "b":
-            return TrainRequest(trainee=name, data=tuple(batch))
-        drawn = [replace(d, sampled_logprobs=(-3.0,) * len(d.targets)) for d in batch]
-        data = tuple(replace(d, advantages=(1.0,) * len(d.targets)) for d in drawn)
-        return TrainRequest(trainee=name, data=data, loss="importance_sampling")
-
-    async def run(names: str) -> dict[str, str]:
-        trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=30))
-        for name in names:
-            trainer.add(name, STARTS[name])
-        for seed in range(3):
-            await trainer.forward_backward([request(name, seed) for name in names])
-            steps = [
-                OptimStep(trainee=n, learning_rate=rates[n], max_grad_norm=rates[n]) for n in names
-            ]
-            assert not any(output.error for output in await trainer.optim_step(steps))
-        return {name: trainer.adapter(name).version for name in names}
-
-    alone: dict[str, str] = {}
-    for name in STARTS:
-        alone |= await run(name)
-    assert await run("cab") == alone
 
 
 async def test_trainers_of_one_model_at_once_do_not_touch_each_other(

@@ -12,6 +12,7 @@ from typing import Any
 from ui.made import made_evolve, made_grpo, made_icm, made_report
 
 from rookery.runs import NewEvent, Run
+from rookery.ui.display import Display
 
 __all__ = [
     "HOSTILE",
@@ -111,8 +112,12 @@ def make_grpo(
     report: Mapping[str, Any] | None = None,
 ) -> Path:
     """Steps with metrics; the last one with all its completions."""
-    with Run.create(root, kind="grpo", name=name, config={"steps": steps + 1}) as run:
+    with (
+        Run.create(root, kind="grpo", name=name, config={"steps": steps + 1}) as run,
+        Display(is_quiet=True).bar("train", total=steps + 1, noun="step", run=run) as bar,
+    ):
         for step in range(steps):
+            bar.update(done=step + 1)
             metrics = {"reward/mean": 0.1 * step, "train/entropy": 2.0, "time/draw_s": 0.2}
             examples = [{"task": "add/1", "text": f"five {text}", "reward": 1.0}]
             _append(
@@ -129,6 +134,8 @@ def make_grpo(
         digest = run.blobs.put_bytes(zlib.compress(batch))
         _append(run, [NewEvent(kind="batch", payload={"digest": digest}, key=str(steps - 1))])
         _append(run, [NewEvent(kind="select", payload={"mean": 0.5, "is_best": True}, key="0")])
+        answers = [[[f"seven{text}", 0.01], [" eight", -0.002]], [["nine", None]]]
+        _append(run, [_event("gap", str(steps - 1), task="add/2", is_fresh=True, answers=answers)])
         if report is not None:
             run.write_json("report.json", made_grpo(run=name, **report))
         run.finish("failed", message=f"No server is left. {text}")
@@ -151,6 +158,7 @@ def make_icm(
                     )
                 ],
             )
+            run.log_metrics(number, {"icm/num_violated_0_0": float(number < 2)})
         if report is not None:
             run.write_json("report.json", made_icm(run=name, **report))
         label = {"id": "i1", "label": f"yes{text}", "margin": 0.5, "text": f"It is so. {text}"}

@@ -176,6 +176,7 @@ def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
         ("report.json", '{"rows": [{"is_winner": true, "mean": NaN}]}'),
         ("metrics.jsonl", '{"step": null, "time_s": 1, "genome/best": null}\n'),
         ("metrics.jsonl", '{"step": 1e999, "time_s": 1, "genome/best": 1}\n'),
+        ("progress.json", '{"done": 3, "total": "x"}'),
         ("labels.jsonl", '{"id'),
     ],
 )
@@ -298,7 +299,8 @@ def test_programs_and_completions_are_read(visitor: Visitor) -> None:
     assert program["diff"][-2:] == ["-x = 1 # ", "+x = 2 # "]
     rows = {row["id"]: row for row in visitor.get("runs/programs/view")["lists"]["programs"]}
     assert rows["p3"]["failure"][0] == "timeout" and rows["p2"]["parent"] == "p1"
-    assert visitor.get("runs/train/step/3")["is_whole"]
+    step = visitor.get("runs/train/step/3")
+    assert step["is_whole"] and step["gap"]["answers"][0][0] == ["seven", 0.01]
     assert visitor.get("runs/train/step/0")["groups"][0]["rollouts"][0]["text"] == "five "
     assert visitor.get("runs/labels/labels")["labels"][0]["margin"] == 0.5
 
@@ -415,7 +417,7 @@ def test_a_large_run_is_exported_as_far_as_there_is_room(
 def test_the_newest_completions_are_exported_as_far_as_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.ui.live.export.MOST_BYTES", 3_000)
+    monkeypatch.setattr("rookery.ui.live.export.MOST_BYTES", 4_000)
     answers = read_saved(render_run(make_grpo(tmp_path, text="x" * 1_000)))["answers"]
     steps = [name.rpartition("/")[2] for name in answers if "/step/" in name]
     assert steps == ["3"], "of four"

@@ -2,13 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.progress import Progress as RichProgress
 
+from rookery.compose.genome import RolloutPlan, SearchBar
+from rookery.compose.grpo import Measurements, TrainBar
+from rookery.loops.grpo import GrpoConfig, Step
+from rookery.reports import GenerationRecord
+from rookery.rollout import Progress
+from rookery.ui.display import Bar, Display
 from rookery.ui.time_left import TimeLeft
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_progress.json").read_text())
-"""When work was done and how much was expected then, in real runs of SmolLM2 and of programs."""
+"""What real runs of SmolLM2 and of programs told their bars, with seconds since their start."""
+REPORT_S = 3.0
+"""What a foretelling may always be off by: making the report is not counted."""
 
 
 class Clock:
@@ -20,24 +30,74 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("loop", "parts"),
-    [
-        ("genome", (0.2, 0.4, 0.6, 0.8)),
-        ("icm", (0.2, 0.4, 0.6, 0.8)),
-        ("evolve", (0.4, 0.6, 0.8)),  # a run of ten seconds, of which the start takes two
-    ],
-)
-def test_the_end_is_foretold_within_a_third(loop: str, parts: tuple[float, ...]) -> None:
-    end_s, rows = RECORDED[loop]["end_s"], list(RECORDED[loop]["rows"])
-    clock = Clock()
-    left = TimeLeft(clock)
-    for part in parts:
-        while rows[0][0] <= part * end_s:
-            clock.now, what, units, kind = rows.pop(0)
-            {"did": left.did, "expect": left.expect}[what](units, kind)
+class Split:
+    """A taskset of which only the sizes are asked."""
+
+    def __init__(self, **sizes: int) -> None:
+        self._sizes = sizes
+
+    def split(self, name: str) -> range:
+        return range(self._sizes[name])
+
+
+class Replay:
+    """A recorded run on the bar of its loop."""
+
+    def __init__(self, loop: str, recorded: dict[str, Any], clock: Clock) -> None:
+        self.left = TimeLeft(clock)
+        self.left.expect(recorded.get("total", 0))
+        progress = RichProgress(disable=True)
+        line = progress.add_task("run", total=recorded.get("total"), tokens=0, left=self.left)
+        self._bar = Bar(progress, line, self.left)
+        quiet = Display(is_quiet=True)
+        self._loop: Any = None
+        if loop == "genome":
+            self._loop = SearchBar(self._bar, quiet, RolloutPlan(**recorded["plan"]))
+        elif loop == "grpo":
+            config = GrpoConfig.model_construct(**recorded["config"])
+            self.left.expect(config.steps)
+            taskset: Any = Split(select=recorded["select"], report=recorded["report"])
+            self._loop = TrainBar(self._bar, quiet, Measurements(config, [taskset]))
+
+    def tell(self, what: str, value: Any) -> None:
+        match what:
+            case "phase":
+                self._loop.on_phase(value)
+            case "answers" if self._loop is not None:
+                self._loop.answered(Progress(num_rollouts=value, num_tokens=0))
+            case "answers":
+                self._bar.advance(value)
+            case "done":
+                self._bar.update(done=value)
+            case "reads":
+                self._bar.update(done=value[0], total=value[1])
+            case "step" if isinstance(self._loop, SearchBar):
+                self._loop.on_step(GenerationRecord(generation=0, num_candidates=value))
+            case "step":
+                metrics = {"grpo/num_drawn_tokens": 0.0}
+                step = Step(
+                    step=value, model_step=value, positions=(), metrics=metrics, examples=()
+                )
+                self._loop.on_step(step)
+
+
+@pytest.mark.parametrize("loop", RECORDED)
+def test_the_end_is_foretold_within_a_third_after_the_first_fifth(loop: str) -> None:
+    """Where the first answers come later, as those of one large batch, soon after these."""
+    recorded, clock = RECORDED[loop], Clock()
+    end_s, rows = recorded["end_s"], list(recorded["rows"])
+    replay, wrong, num_told = Replay(loop, recorded, clock), [], 0
+    for part in [n / 40 for n in range(8, 39)]:
+        while rows and rows[0][0] <= part * end_s:
+            clock.now, what, value = rows.pop(0)
+            replay.tell(what, value)
         clock.now = part * end_s
-        assert left.seconds() == pytest.approx((1 - part) * end_s, rel=1 / 3), part
+        foretold, left_s = replay.left.seconds(), (1 - part) * end_s
+        if foretold is not None:
+            num_told += 1
+            if abs(foretold - left_s) > max(left_s / 3, REPORT_S):
+                wrong.append((part, foretold, left_s))
+    assert not wrong and num_told >= (15 if loop == "eval" else 27)
 
 
 def test_nothing_is_foretold_without_work_and_at_the_end() -> None:
@@ -47,7 +107,7 @@ def test_nothing_is_foretold_without_work_and_at_the_end() -> None:
     clock.now = 5
     assert left.seconds() is None
     left.did(1)
-    assert left.seconds() == 5
+    assert left.seconds() is None, "more may come together with the first"
     clock.now = 7
     assert left.seconds() == 3, "it goes on counting between two units"
     clock.now = 60

@@ -10,7 +10,6 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 import aiohttp
-import stamina
 from pydantic import TypeAdapter, ValidationError
 
 from rookery.compat.atropos.engine_side import Drawn, EngineSide
@@ -20,6 +19,7 @@ from rookery.compat.atropos.programs import Programs
 from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compat.atropos.scored_group import ScoredGroup, check_group
 from rookery.errors import TaskError
+from rookery.runtime.retry import Backoff
 from rookery.types import ModelRef
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
 REQUEST_S = 120.0
 RETRY_S = 60.0
 """How long a gateway that does not answer is asked again: it may be started anew."""
+_RETRY = Backoff(first_s=0.1, longest_s=5.0)
 POLL_S = 0.2
 ALIVE_S = 5.0
 """How often a gateway hears of a trainer, whose steps may take long: it refuses a second one."""
@@ -72,9 +73,9 @@ class GatewayClient:
         this one goes on for may have been killed just now."""
         self._registration = registration
         document = registration.model_dump(mode="json")
-        async for attempt in stamina.retry_context(on=_Busy, attempts=None, timeout=RETRY_S):
-            with attempt:
-                answer = await self._ask("POST", "/register", document)
+        answer = await _RETRY.persist(
+            lambda: self._ask("POST", "/register", document), on=_Busy, limit_s=RETRY_S
+        )
         self._number = str(answer.get("uuid", ""))
 
     async def stay_known(self) -> None:
@@ -109,10 +110,9 @@ class GatewayClient:
         return await self._ask("GET", f"/batch?after={after}&trainer={self._number}", None)
 
     async def _ask(self, method: str, path: str, document: Any) -> dict[str, Any]:
-        async for attempt in stamina.retry_context(on=_LOST, attempts=None, timeout=RETRY_S):
-            with attempt:
-                return await self._once(method, path, document)
-        raise AssertionError("the retry loop ends by returning or raising")
+        return await _RETRY.persist(
+            lambda: self._once(method, path, document), on=_LOST, limit_s=RETRY_S
+        )
 
     async def _once(self, method: str, path: str, document: Any) -> dict[str, Any]:
         async with self._session.request(

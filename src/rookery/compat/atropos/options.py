@@ -135,8 +135,8 @@ def translate(
 def _check(options: AtroposOptions) -> None:
     """What a config cannot say: values that it is computed from."""
     if bool(options.model_name) == bool(options.model):
-        given = "both" if options.model else "neither"
-        raise ConfigError(f"Got {given} of --model-name and --model: give the model once.")
+        how_many = "both" if options.model else "neither"
+        raise ConfigError(f"Got {how_many} of --model-name and --model: give the model once.")
     least = {
         "training_steps": 1, "vllm_restart_interval": 1, "batch_size": 1, "warmup_steps": 0,
         "gradient_accumulation_steps": 1, "checkpoint_interval": 0,

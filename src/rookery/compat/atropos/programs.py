@@ -19,15 +19,14 @@ from pathlib import Path
 from rookery.environments.atropos import EnvironmentCommand
 from rookery.errors import ConfigError
 from rookery.runtime.process import ChildProcess
+from rookery.runtime.retry import Backoff
 
 __all__ = ["Programs", "check_commands", "running"]
 
 logger = logging.getLogger(__name__)
 STOP_S = 10.0
 """Seconds between asking a program to end and making it."""
-PAUSE_S = 2.0
-"""Before the first restart; twice as long each time."""
-MAX_DOUBLINGS = 5
+RESTARTS = Backoff(first_s=2.0, longest_s=64.0)
 """Up to a minute: a run would end for want of groups before a longer pause does."""
 SHOWN_LINES = 5
 _BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
@@ -58,8 +57,7 @@ class Programs:
         command = self._commands[place]
         try:
             for attempt in range(command.restarts + 1):
-                if attempt:
-                    await asyncio.sleep(PAUSE_S * 2 ** min(attempt - 1, MAX_DOUBLINGS))
+                await asyncio.sleep(RESTARTS.pause_s(attempt))
                 if await self._is_over(place, command):
                     break
         finally:

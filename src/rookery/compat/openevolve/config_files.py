@@ -119,13 +119,13 @@ def warn_not_built(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     warnings = []
     for key, reason in NOT_BUILT.items():
         *sections, name = key.split(".")
-        given, default = dict(document), dict(defaults)
+        section_values, default = dict(document), dict(defaults)
         for section in sections:
-            given, default = given.get(section) or {}, default[section]
-        if name in given and given[name] != default[name]:
+            section_values, default = section_values.get(section) or {}, default[section]
+        if name in section_values and section_values[name] != default[name]:
             warnings.append(f"{key} changes nothing: {reason}")
         if sections == ["llm"] and name not in _OF_A_MODEL:
-            warnings += _in_models(given, name, reason)
+            warnings += _in_models(section_values, name, reason)
     return warnings
 
 
@@ -180,7 +180,7 @@ class LoadedConfig:
 
 
 def read_config(
-    given: Path | Mapping[str, Any] | None,
+    source: Path | Mapping[str, Any] | None,
     *,
     environment: Mapping[str, str],
     flags: Flags | None = None,
@@ -188,10 +188,10 @@ def read_config(
     """Read, override, expand, validate. Wrong types and unset variables are a ConfigError."""
     flags = flags or Flags()
     path, document = None, {}
-    if isinstance(given, Path):
-        path, document = given, read_document(given)
-    elif given is not None:
-        document = copy.deepcopy(dict(given))
+    if isinstance(source, Path):
+        path, document = source, read_document(source)
+    elif source is not None:
+        document = copy.deepcopy(dict(source))
     _merge(document, flags.values)
     document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
     given_by_flag = _override(document, flags)
@@ -217,11 +217,11 @@ def with_keys(
     config: EvolveConfig, keeper: EvolveConfig | None, *, environment: Mapping[str, str]
 ) -> EvolveConfig:
     """A config that was written without its secret keys, with those of the config it came from."""
-    own = keeper.llm if keeper is not None else None
-    key = own.api_key if own is not None else None
+    keeper_llm = keeper.llm if keeper is not None else None
+    key = keeper_llm.api_key if keeper_llm is not None else None
     if key is None and environment.get("OPENAI_API_KEY"):
         key = SecretStr(environment["OPENAI_API_KEY"])
-    models = (*own.models, *own.evaluator_models) if own is not None else ()
+    models = (*keeper_llm.models, *keeper_llm.evaluator_models) if keeper_llm is not None else ()
     keys = {model.name: model.api_key for model in models}
 
     def keyed(model: ModelConfig) -> ModelConfig:
@@ -238,9 +238,9 @@ def with_keys(
 
 def _merge(document: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key, value in values.items():
-        own = document.get(key)
-        if isinstance(own, dict) and isinstance(value, Mapping):
-            _merge(own, value)
+        current = document.get(key)
+        if isinstance(current, dict) and isinstance(value, Mapping):
+            _merge(current, value)
         else:
             document[key] = copy.deepcopy(value)
 
@@ -259,9 +259,9 @@ def _override(document: dict[str, Any], flags: Flags) -> list[str]:
     if flags.log_level is not None:
         document["log_level"] = flags.log_level
     if flags.target_score is not None:
-        own = document.setdefault("rookery", {})
-        if isinstance(own, dict):  # else the validation says what it is
-            own["target_score"] = flags.target_score
+        rookery = document.setdefault("rookery", {})
+        if isinstance(rookery, dict):  # else the validation says what it is
+            rookery["target_score"] = flags.target_score
     return names
 
 
@@ -347,24 +347,24 @@ def _check_url(url: str, named: str) -> None:
 def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
     """Paths in a config file are relative to it."""
     base = (path.parent if path else Path()).resolve()
-    own = config.rookery
+    rookery = config.rookery
     changes: dict[str, Any] = {
-        "first_programs": tuple(_absolute(base, name) for name in own.first_programs),
-        "adapters": {name: _absolute(base, folder) for name, folder in own.adapters.items()},
+        "first_programs": tuple(_absolute(base, name) for name in rookery.first_programs),
+        "adapters": {name: _absolute(base, folder) for name, folder in rookery.adapters.items()},
     }
-    if own.checkpoint is not None:
-        changes["checkpoint"] = _absolute(base, own.checkpoint)
-    config = config.model_copy(update={"rookery": own.model_copy(update=changes)})
+    if rookery.checkpoint is not None:
+        changes["checkpoint"] = _absolute(base, rookery.checkpoint)
+    config = config.model_copy(update={"rookery": rookery.model_copy(update=changes)})
     folder = config.prompt.template_dir
     if folder is None:
         return config
     # OpenEvolve's are relative to the current folder.
     tried = dict.fromkeys(Path(_absolute(start, str(folder))) for start in (base, Path.cwd()))
-    found = next((each for each in tried if each.is_dir()), None)
-    if found is None:
+    existing = next((each for each in tried if each.is_dir()), None)
+    if existing is None:
         places = " nor ".join(map(str, tried))
         raise ConfigError(f"prompt.template_dir is {folder}, and there is no folder {places}.")
-    prompt = config.prompt.model_copy(update={"template_dir": found})
+    prompt = config.prompt.model_copy(update={"template_dir": existing})
     return config.model_copy(update={"prompt": prompt})
 
 

@@ -14,13 +14,12 @@ request that named it can be waiting there.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Container, Hashable, Sequence, Set
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import ClientConnectorError
 
@@ -32,44 +31,12 @@ from rookery.fleet.http.wire import Fields, encode_body
 from rookery.types import Adapter, ModelRef, Weights
 
 __all__ = [
-    "KeyedLocks",
     "Residency",
     "ServedAdapters",
     "clear_left",
     "list_names",
     "require_adapter",
 ]
-
-# One lock per key, forgotten when nobody holds or awaits it.
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(slots=True)
-class _Entry:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    num_users: int = 0
-
-
-class KeyedLocks(Generic[Key]):
-    """`async with locks.hold(ref):` excludes other blocks of the same key, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Key, _Entry] = {}
-
-    @asynccontextmanager
-    async def hold(self, key: Key) -> AsyncIterator[None]:
-        entry = self._entries.setdefault(key, _Entry())
-        entry.num_users += 1
-        try:
-            async with entry.lock:
-                yield
-        finally:
-            entry.num_users -= 1
-            if not entry.num_users:
-                del self._entries[key]
-
 
 # The adapters that requests can name: how often each was loaded, and what is in flight on it.
 #
@@ -105,7 +72,7 @@ class ServedAdapters:
     def __init__(self) -> None:
         self._served: dict[ModelRef, _Served] = {}
         self._published: dict[str, ModelRef] = {}
-        self._changing = KeyedLocks[ModelRef]()
+        self._changing: WeakValueDictionary[ModelRef, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def refs(self) -> tuple[ModelRef, ...]:
@@ -121,10 +88,10 @@ class ServedAdapters:
         served = self._served.get(ref)
         return served is not None and served.has_head
 
-    def changing(self, ref: ModelRef) -> AbstractAsyncContextManager[None]:
+    def changing(self, ref: ModelRef) -> asyncio.Lock:
         """The block of one load or retirement: a load that comes during a retirement waits for its
         end and begins anew."""
-        return self._changing.hold(ref)
+        return self._changing.setdefault(ref, asyncio.Lock())
 
     def add_load(self, ref: ModelRef) -> bool:
         """Count one more load; False when it is not loaded yet: `add` it."""
@@ -201,7 +168,7 @@ class Residency:
     def __init__(self, client: Client, *, owner: Owner, is_own: bool) -> None:
         self.resident: OrderedDict[ModelRef, None] = OrderedDict()
         """Least recently used first."""
-        self._changing = KeyedLocks[ModelRef]()
+        self._changing: WeakValueDictionary[ModelRef, asyncio.Lock] = WeakValueDictionary()
         self._client = client
         self._owner = owner
         self._is_own = is_own
@@ -210,9 +177,9 @@ class Residency:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._has_left = False
 
-    def changing(self, ref: ModelRef) -> AbstractAsyncContextManager[None]:
+    def changing(self, ref: ModelRef) -> asyncio.Lock:
         """The block of a load or an unload of it: one at a time."""
-        return self._changing.hold(ref)
+        return self._changing.setdefault(ref, asyncio.Lock())
 
     def use(self, ref: ModelRef) -> bool:
         """Whether it is resident; if so, it is the most recently used from now on."""

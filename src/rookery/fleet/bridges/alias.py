@@ -65,15 +65,15 @@ def alias_weights(
 ) -> dict[str, "torch.Tensor"]:
     """A view for each name in `shapes`. FleetError names a weight that has none, and one of the
     server that no view covers: it would stay as it is."""
-    found = {name: _view(name, served, packed, shapes) for name in shapes}
-    covered = {view.untyped_storage().data_ptr() + _begin(view) for view in found.values()}
+    views = {name: _view(name, served, packed, shapes) for name in shapes}
+    covered = {view.untyped_storage().data_ptr() + _begin(view) for view in views.values()}
     for name, tensor in served.items():
         if tensor.untyped_storage().data_ptr() + _begin(tensor) not in covered:
             raise FleetError(
                 f"The server's weight {name} {tuple(tensor.shape)} is none of the model's folder: "
                 "write bridge: copy."
             )
-    return found
+    return views
 
 
 def fused_name(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]] | None:
@@ -160,10 +160,10 @@ class SharedBase:
     def sums(self) -> dict[str, int]:
         """What a server's weights must add up to, by its own names."""
         totals: dict[str, int] = {}
-        for name, own in self.views.items():
+        for name, weight in self.views.items():
             fused = None if name in self.served else fused_name(name, self._packed)
             key = name if fused is None else fused[0]
-            totals[key] = totals.get(key, 0) + bit_sum(own)
+            totals[key] = totals.get(key, 0) + bit_sum(weight)
         return totals
 
 
@@ -269,5 +269,5 @@ class AliasBridge:
             await resume(replica)
 
     async def _explain(self, replica: Replica) -> str:
-        found = await replica.client.call_workers("rookery_sums")
-        return first_wrong(found, await asyncio.to_thread(self._shared.sums))
+        sums = await replica.client.call_workers("rookery_sums")
+        return first_wrong(sums, await asyncio.to_thread(self._shared.sums))

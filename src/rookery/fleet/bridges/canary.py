@@ -94,16 +94,16 @@ class Canary:
         row = read_reading(choice).after
         return [row.get(token, float("inf")) for token in self.ids]
 
-    def gap(self, found: Sequence[float], expected: Sequence[float]) -> float:
+    def gap(self, read: Sequence[float], expected: Sequence[float]) -> float:
         """The largest difference, in nats."""
-        return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        return max(abs(a - b) for a, b in zip(read, expected, strict=True))
 
-    def is_far(self, found: Sequence[float], expected: Sequence[float]) -> bool:
+    def is_far(self, read: Sequence[float], expected: Sequence[float]) -> bool:
         """True if differences exceed rounding error or are NaN. Logits are rounded in proportion
         to their size: tokens less likely than e^-8 may differ by more, in proportion."""
         num_far = sum(
             not abs(a - b) <= self.limit_nats * max(1.0, abs(b) / _PLAIN_NATS)
-            for a, b in zip(found, expected, strict=True)
+            for a, b in zip(read, expected, strict=True)
         )
         return num_far > self.num_spared
 

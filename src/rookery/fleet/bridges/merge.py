@@ -71,7 +71,7 @@ class MergeBridge:
                 self._served[layer].copy_(self._base[layer])
             for layer, lora in factors.items():
                 base = self._base[layer]
-                a, b = (own.to(base.device, torch.float32) for own in (lora.a, lora.b))
+                a, b = (factor.to(base.device, torch.float32) for factor in (lora.a, lora.b))
                 self._served[layer].copy_(torch.addmm(base.float(), b, a, alpha=lora.scale))
             if any(served.is_cuda for served in self._served.values()):
                 torch.cuda.synchronize()

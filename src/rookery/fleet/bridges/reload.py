@@ -186,7 +186,7 @@ def _file_digest(file: Path) -> bytes:
 def _is_float32(model: Model) -> bool:
     import torch
 
-    return all(own.dtype == torch.float32 for own in model.parameters())
+    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def _vocab_size(model: Model) -> int:

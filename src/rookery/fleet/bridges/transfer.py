@@ -216,8 +216,8 @@ def _in_thread(work: Callable[[], Result]) -> "asyncio.Future[Result]":
 def _own_address(url: str) -> str:
     """This machine's address on the way to a server."""
     parts = urlsplit(url)
-    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, target = found[0]
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # sends nothing
         return str(probe.getsockname()[0])

@@ -167,7 +167,7 @@ class BaseUpdate:
             computing.cancel()
             await self.forget_asked()
         outcomes = await asyncio.gather(
-            *(self._judge(r, own, newest) for r, own in zip(replicas, read, strict=True))
+            *(self._judge(r, one, newest) for r, one in zip(replicas, read, strict=True))
         )
         proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
         if proved or None in outcomes:
@@ -274,11 +274,11 @@ def _for_either(give: Give, again: Give) -> Give:
     return choose
 
 
-def first_wrong(found: Sequence[Mapping[str, int]], expected: Mapping[str, int]) -> str:
+def first_wrong(worker_sums: Sequence[Mapping[str, int]], expected: Mapping[str, int]) -> str:
     """The first weight whose sum is wrong, given the sums of every worker: their total, or all of
     them where each has the whole."""
     for name, right in expected.items():
-        sums = [own[name] for own in found if name in own]
-        if sums and sum(sums) != right and any(own != right for own in sums):
+        sums = [worker[name] for worker in worker_sums if name in worker]
+        if sums and sum(sums) != right and any(total != right for total in sums):
             return f"The first weight that differs is {name}."
     return ""

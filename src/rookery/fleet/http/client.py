@@ -17,7 +17,6 @@ retries happen.
 import asyncio
 import errno
 import json
-import logging
 import os
 import resource
 import time
@@ -29,7 +28,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import stamina
 from pydantic import Field
 from yarl import URL
 
@@ -37,6 +35,7 @@ from rookery.config import Config, check_url
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet.vllm_plugin.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.vllm_plugin.token_route import PATH as TOKEN_ROUTE
+from rookery.runtime.retry import Backoff
 
 __all__ = [
     "Client",
@@ -114,8 +113,6 @@ def connection_limit() -> int:
     return max(1, (total - len(os.listdir("/dev/fd"))) // 2)
 
 
-# Else a program without logging prints a bare word at every retry.
-logging.getLogger("stamina").addHandler(logging.NullHandler())
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
 _JSON = "application/json"
@@ -126,7 +123,8 @@ _NO_CREDIT = b"insufficient_quota"
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _FOR_CALLS = 7 / 8
 """Share of the connections for completions: health, adapters and metrics never wait behind them."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
+_FIRST_WAIT_S = 0.1
+_RETRY = Backoff(first_s=_FIRST_WAIT_S, longest_s=10.0)
 
 
 class ServerLost(FleetError):
@@ -343,18 +341,9 @@ class Client:
             if next_wait(first) is False:
                 raise first
             await asyncio.sleep(first.wait_s)
-            async for attempt in stamina.retry_context(
-                on=next_wait,
-                attempts=None,
-                timeout=None,
-                wait_initial=_FIRST_WAIT_S,
-                wait_max=_LONGEST_WAIT_S,
-            ):
-                with attempt:
-                    return await send()
+            return await _RETRY.persist(send, on=next_wait)
         except _Busy as last:
             raise self._too_busy(last) from None
-        raise AssertionError("the retry loop ends by returning or raising")
 
     def _too_busy(self, last: _Busy) -> ServerBusy:
         limit_s = self.config.busy_s
@@ -439,10 +428,10 @@ class Client:
 
     def _url(self, path: str) -> URL:
         """Parsed once: that costs as much as sending."""
-        found = self._known_urls.get(path)
-        if found is None:
-            found = self._known_urls[path] = URL(self.url + path)
-        return found
+        url = self._known_urls.get(path)
+        if url is None:
+            url = self._known_urls[path] = URL(self.url + path)
+        return url
 
     def _chunk(self, data: bytes, where: URL) -> Any:
         """A chunk of a stream. An error in it is one of the server: it had accepted the request."""
@@ -508,8 +497,8 @@ def _message(content: bytes) -> str:
         document = None
     if isinstance(document, dict):
         inner = document.get("error", document)
-        found = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
-        text = found if isinstance(found, str) else text
+        message = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
+        text = message if isinstance(message, str) else text
     # JSON lets half of a surrogate pair through, which cannot be written as UTF-8.
     return " ".join(text.split())[:500].encode(errors="replace").decode()
 

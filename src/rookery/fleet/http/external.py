@@ -340,17 +340,19 @@ class ExternalSampler:
             positions = _positions(choice)
         if not positions:
             raise FleetError(f"{self.config.model} reports no log-probabilities: labels need them.")
-        found = dict(positions[0][2])
+        likeliest = dict(positions[0][2])
         names = [self._codec.decode((label,)) for label in request.labels]
-        missing = [name for name in names if name not in found]
+        missing = [name for name in names if name not in likeliest]
         if missing:
             raise FleetError(
-                f"The labels {missing} are not among the {len(found)} likeliest tokens that "
+                f"The labels {missing} are not among the {len(likeliest)} likeliest tokens that "
                 f"{self.config.model} reports; Rookery does not invent their log-probabilities. "
                 "Use labels that are one likely token each, or a vLLM server."
             )
         return Score(
-            model=request.model, logprobs=(), label_logprobs=tuple(found[name] for name in names)
+            model=request.model,
+            logprobs=(),
+            label_logprobs=tuple(likeliest[name] for name in names),
         )
 
     def _body(
@@ -369,7 +371,9 @@ class ExternalSampler:
         optional = {"stop": list(params.stop), "top_k": params.top_k, "min_p": params.min_p}
         body |= {name: value for name, value in optional.items() if value}
         if params.penalties is not None:
-            body |= {f"{name}_penalty": own for name, own in asdict(params.penalties).items()}
+            body |= {
+                f"{name}_penalty": penalty for name, penalty in asdict(params.penalties).items()
+            }
         if self.config.route == "chat":
             body["messages"] = [{"role": "user", "content": text}]
         else:
@@ -442,14 +446,14 @@ async def open_external(config: ExternalConfig, *, codec: Codec) -> AsyncIterato
 def _require_text_params(request: SampleRequest) -> None:
     """What is said in token ids means nothing to an API of texts."""
     params = request.params
-    given = {
+    token_options = {
         "json_schema": request.json_schema,
         "stop_tokens": params.stop_tokens,
         "ignore_eos": params.ignore_eos,
         "top_logprobs": params.top_logprobs,
         "return_kept": params.return_kept,
     }
-    for name, value in given.items():
+    for name, value in token_options.items():
         if value:
             raise FleetError(
                 f"{name} is {value!r}; an external API reads and writes text, not token ids, and "

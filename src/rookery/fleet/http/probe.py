@@ -212,20 +212,20 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
     )
 
 
-async def read_again(client: Client, found: Capabilities) -> float:
+async def read_again(client: Client, server: Capabilities) -> float:
     """How far the log-probabilities of tokens drawn one by one are from those of the same tokens in
     prompts: the mean, in nats; of several sequences at a time."""
-    room = (found.max_model_len or inf) - len(_READ_PROMPTS[-1]) - 1
+    room = (server.max_model_len or inf) - len(_READ_PROMPTS[-1]) - 1
     num_new = int(max(1, min(_NUM_READ, room)))
     draw = Fields(max_tokens=num_new, temperature=1.0, seed=0, ignore_eos=True)
-    answers = await _ask(client, found, draw, _READ_PROMPTS)
+    answers = await _ask(client, server, draw, _READ_PROMPTS)
     base = ModelRef(name="base", version="")
     try:
         drawn = [read_completion(answer, model=base, num_top=0) for answer in answers]
     except FleetError:  # a log-probability is NaN
         return inf
     texts = [(*prompt, *new.tokens) for prompt, new in zip(_READ_PROMPTS, drawn, strict=True)]
-    answers = await _ask(client, found, Fields(prompt_top=0), texts)
+    answers = await _ask(client, server, Fields(prompt_top=0), texts)
     read = [
         read_reading(answer).prompt[len(prompt) :]
         for prompt, answer in zip(_READ_PROMPTS, answers, strict=True)
@@ -245,9 +245,9 @@ def is_far(apart: float) -> bool:
 
 
 async def _ask(
-    client: Client, found: Capabilities, fields: Fields, prompts: Sequence[TokenIds]
+    client: Client, server: Capabilities, fields: Fields, prompts: Sequence[TokenIds]
 ) -> list[Choice]:
-    answer = await client.complete(encode_body(found.model, fields, prompts))
+    answer = await client.complete(encode_body(server.model, fields, prompts))
     return [choice for [choice] in read_choices(answer, num_prompts=len(prompts), n=1)]
 
 
@@ -258,45 +258,45 @@ async def read_base(client: Client) -> tuple[str, str]:
         return base["id"], str(base.get("root") or base["id"])
 
 
-async def read_fingerprint(client: Client, found: Capabilities) -> Fingerprint:
+async def read_fingerprint(client: Client, server: Capabilities) -> Fingerprint:
     """One request of one token for each text; of less from a server that refuses this."""
     for prompts in (_TEXTS, _READ_PROMPTS):  # it may have no tokenizer, or a shorter context
-        for num_top in (found.max_logprobs, _NUM_TOP):  # it may tell fewer
+        for num_top in (server.max_logprobs, _NUM_TOP):  # it may tell fewer
             with suppress(ServerRefusal):
-                return await _read_rows(client, found, prompts, num_top)
-    return await _read_rows(client, found, [_PROMPT], 1)
+                return await _read_rows(client, server, prompts, num_top)
+    return await _read_rows(client, server, [_PROMPT], 1)
 
 
 async def _read_rows(
-    client: Client, found: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
+    client: Client, server: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
 ) -> Fingerprint:
-    answer = await _ask_likeliest(client, found, prompts, num_top)
+    answer = await _ask_likeliest(client, server, prompts, num_top)
     with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
         rows = [dict(choice["logprobs"]["top_logprobs"][0]) for choice in answer["choices"]]
         system = answer.get("system_fingerprint")
     return Fingerprint(tuple(rows), system if isinstance(system, str) else None)
 
 
-def gap_between(found: Fingerprint, expected: Fingerprint) -> float:
+def gap_between(read: Fingerprint, expected: Fingerprint) -> float:
     """The median difference of the likeliest tokens, in nats; inf when half are not the same."""
     gaps = [
         abs(new.get(token, -inf) - old[token])
-        for new, old in zip(found.rows, expected.rows, strict=False)
+        for new, old in zip(read.rows, expected.rows, strict=False)
         for token in sorted(old, key=lambda token: -old[token])[:_NUM_TOP]
     ]
-    return median(gaps) if len(found.rows) == len(expected.rows) and gaps else inf
+    return median(gaps) if len(read.rows) == len(expected.rows) and gaps else inf
 
 
-def is_other(gap: float, found: Capabilities) -> bool:
+def is_other(gap: float, server: Capabilities) -> bool:
     """True if the gap exceeds rounding error or is NaN."""
-    return not gap <= (_OTHER_FLOAT32_NATS if found.is_float32 else _OTHER_NATS)
+    return not gap <= (_OTHER_FLOAT32_NATS if server.is_float32 else _OTHER_NATS)
 
 
 async def _ask_likeliest(
-    client: Client, found: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
+    client: Client, server: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
 ) -> Any:
     body = {
-        "model": found.model,
+        "model": server.model,
         "prompt": prompts,
         "max_tokens": 1,
         "temperature": 1.0,

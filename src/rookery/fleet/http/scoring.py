@@ -103,8 +103,8 @@ def _rows(
         if num and part.fields.top >= num:
             tops[at] = reading.after
         for inside in _tail(plan.request) if part.fields.prompt_top is not None else ():
-            found = reading.prompt[inside] if inside < len(reading.prompt) else None
-            rows[inside] = dict(found or {})
+            row = reading.prompt[inside] if inside < len(reading.prompt) else None
+            rows[inside] = dict(row or {})
             tops[inside] = rows[inside]
     return rows, tops
 

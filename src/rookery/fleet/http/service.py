@@ -115,8 +115,8 @@ class ServiceServer:
 
     async def adapters(self) -> list[dict[str, str]]:
         """Those of the tenant."""
-        found = await self._client.get("/api/v1/adapters")
-        return [{key: row[key] for key in ("adapter_id", "lora_path")} for row in found]
+        adapters = await self._client.get("/api/v1/adapters")
+        return [{key: row[key] for key in ("adapter_id", "lora_path")} for row in adapters]
 
     def refuse_update(self) -> FleetError:
         return FleetError(

@@ -323,9 +323,9 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
     """The choices per prompt, in order; FleetError when the answer is not complete."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != num_prompts * n:
-        given = len(choices) if isinstance(choices, list) else 0
+        num_choices = len(choices) if isinstance(choices, list) else 0
         raise FleetError(
-            f"A server returned {given} choices for {num_prompts} prompts times {n}: "
+            f"A server returned {num_choices} choices for {num_prompts} prompts times {n}: "
             "is it an OpenAI-compatible completions server?"
         )
     ordered: list[Choice | None] = [None] * len(choices)
@@ -383,16 +383,16 @@ def read_completions(
     """The completions of one request, `params.n` of them; with the versions that drew them, where
     the server tells."""
     num_top = request.params.top_logprobs
-    found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    completions = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
     if has_versions:
-        found = tuple(map(_with_versions, found, choices))
+        completions = tuple(map(_with_versions, completions, choices))
     if request.params.return_kept and request.params.is_cut:
-        found = tuple(
+        completions = tuple(
             replace(completion, kept=read_kept(_tops(choice)))
-            for completion, choice in zip(found, choices, strict=True)
+            for completion, choice in zip(completions, choices, strict=True)
         )
     # Greedy draws are all the same: the server made one.
-    return found * request.params.n if len(found) == 1 else found
+    return completions * request.params.n if len(completions) == 1 else completions
 
 
 def _with_versions(completion: Completion, choice: Choice) -> Completion:
@@ -443,11 +443,11 @@ def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
     """Tokens and their log-probabilities, of either route."""
     if "token_logprobs" in choice:
         return choice["token_ids"], choice["token_logprobs"]
-    found = choice.get("logprobs") or {}
+    logprobs = choice.get("logprobs") or {}
     start = len(_TOKEN)
-    tokens = found.get("tokens") or ()
+    tokens = logprobs.get("tokens") or ()
     ids = [int(t[start:]) if t[:start] == _TOKEN else _token_id(t) for t in tokens]
-    return ids, found.get("token_logprobs") or ()
+    return ids, logprobs.get("token_logprobs") or ()
 
 
 def _tops(choice: Choice) -> list[dict[int, float]]:
@@ -518,6 +518,6 @@ def _check_params(params: SamplingParams) -> None:
         (0 <= params.seed <= _MAX_SEED, "seed", params.seed, f"0 to {_MAX_SEED}"),
         (all(params.stop), "stop", params.stop, "non-empty strings"),
     )
-    for is_fine, name, given, allowed in rules:
+    for is_fine, name, value, allowed in rules:
         if not is_fine:
-            raise FleetError(f"{name} is {given!r}; it must be {allowed}.")
+            raise FleetError(f"{name} is {value!r}; it must be {allowed}.")

@@ -271,8 +271,8 @@ def make_batches(
     share = spread.share(sum(entry.fields.n for entry in entries))
     batches: list[Batch] = []
     for (ref, fields, affinity, stream), positions in groups.items():
-        own = share if affinity is None else spread.affine_share(len(positions) * fields.n)
-        size = max(1, own // fields.n)
+        group_share = share if affinity is None else spread.affine_share(len(positions) * fields.n)
+        size = max(1, group_share // fields.n)
         for first in range(0, len(positions), size):
             piece = tuple(positions[first : first + size])
             prompts = tuple(entries[position].prompt for position in piece)

@@ -1,6 +1,6 @@
 """One server of the pool: its client, what it can do, and which adapters it holds.
 
-replica = Replica(client, settings=settings)
+replica = Replica(client, config=config, staging=staging)
 await replica.connect()                     # probes, attaches the worker extension
 choices = await replica.serve(call, adapter)
 """
@@ -8,7 +8,7 @@ choices = await replica.serve(call, adapter)
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,12 @@ from rookery.fleet.routing.paused import (
 )
 from rookery.fleet.routing.proof import Proof, started
 from rookery.fleet.servers.launch import LocalServer
+from rookery.fleet.servers.settings import FleetConfig
 from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
 
-__all__ = ["Replica", "ReplicaSettings"]
+__all__ = ["Replica"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_WINDOW = 256
@@ -58,31 +59,6 @@ OVERLAP = 2.0
 while its others are done, and the server must have the next ones by then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """What the pool's config says about every server; None leaves it to the server."""
-
-    max_in_flight: int | None
-    max_loras: int | None
-    max_lora_rank: int | None
-    is_on_cpu: bool | None
-    is_folder_shared: bool
-    """Servers on other machines see the staging folder too."""
-    has_resolver: bool
-    """They search it for adapters by name."""
-    is_by_folder: bool = False
-    """Adapters go as PEFT folders, though servers could take them from memory."""
-    dtype: str | None = None
-    """What they were told to compute in."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    max_loras: int | None
-    max_cpu_loras: int | None
-    max_lora_rank: int | None
-
-
 class Replica:
     """One server. Its load counts what is in flight; the pool decides what is sent."""
 
@@ -90,10 +66,12 @@ class Replica:
         self,
         client: Client,
         *,
-        settings: ReplicaSettings,
+        config: FleetConfig,
         staging: Staging,
+        dtype: str | None = None,
         local: LocalServer | None = None,
     ) -> None:
+        """`dtype` is what the server was told to compute in; None leaves it to the server."""
         self.client = client
         self.local = local
         self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
@@ -116,7 +94,8 @@ class Replica:
         """It answers `token_route.py`, which is quicker and takes an adapter along."""
         self._brought: set[ModelRef] = set()
         """Adapters that came along with calls, none of which is answered."""
-        self._settings = settings
+        self._config = config
+        self._dtype = dtype
         self._staging = staging
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
@@ -151,21 +130,21 @@ class Replica:
                 "or newer, or configure it as an external API."
             )
         report = await self._attach(probed)
-        limits = self._limits()
+        max_loras, max_cpu_loras, max_rank = self._limits()
         is_on_cpu = self._is_on_cpu(probed)
         self.capabilities = replace(
             probed,
             has_prompt_logprobs=probed.has_prompt_logprobs
-            and not (is_on_cpu and (probed.max_loras or limits.max_loras)),
+            and not (is_on_cpu and (probed.max_loras or max_loras)),
             max_num_seqs=report.get("max_num_seqs", probed.max_num_seqs),
             max_logprobs=report.get("max_logprobs", probed.max_logprobs),
-            max_loras=report.get("max_loras", probed.max_loras or limits.max_loras),
-            max_cpu_loras=report.get("max_cpu_loras", probed.max_cpu_loras or limits.max_cpu_loras),
-            max_lora_rank=report.get("max_lora_rank", probed.max_lora_rank or limits.max_lora_rank),
+            max_loras=report.get("max_loras", probed.max_loras or max_loras),
+            max_cpu_loras=report.get("max_cpu_loras", probed.max_cpu_loras or max_cpu_loras),
+            max_lora_rank=report.get("max_lora_rank", probed.max_lora_rank or max_rank),
             lora_dtype=report.get("lora_dtype", probed.lora_dtype),
             has_wrong_head=bool(is_on_cpu) and not report.get("output_layer", False),
             is_on_cpu=is_on_cpu,
-            dtype=probed.dtype or self._settings.dtype,
+            dtype=probed.dtype or self._dtype,
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()
@@ -181,7 +160,7 @@ class Replica:
         self.has_token_route = bool(report) and await self.client.has_token_route()
         together = self.capabilities.max_num_seqs
         window = int(OVERLAP * together) if together else DEFAULT_WINDOW
-        self.load.window = self._settings.max_in_flight or window
+        self.load.window = self._config.max_in_flight or window
         self.load.max_loras = 0 if self.route == "none" else self._max_loras()
         if self.local is None:
             self.proof.recognise(await self.proof.running())
@@ -449,14 +428,17 @@ class Replica:
         if self.local is not None:
             # A build for the CPU does not care for the GPUs of its machine.
             return self.local.config.is_on_cpu or bool(probed.is_on_cpu)
-        return self._settings.is_on_cpu if probed.is_on_cpu is None else probed.is_on_cpu
+        if probed.is_on_cpu is not None or self._config.device is None:
+            return probed.is_on_cpu
+        return self._config.device == "cpu"
 
-    def _limits(self) -> "_Limits":
-        """What the config says of adapters, for servers that do not tell."""
+    def _limits(self) -> tuple[int | None, int | None, int | None]:
+        """What the config says of adapters, for servers that do not tell: how many are computed
+        together and kept in memory, and their rank."""
         if self.local is None:
-            return _Limits(self._settings.max_loras, None, self._settings.max_lora_rank)
-        config = self.local.config
-        return _Limits(config.max_loras, config.max_cpu_loras, config.lora_rank)
+            return self._config.max_loras, None, self._config.max_lora_rank
+        launch = self.local.config
+        return launch.max_loras, launch.max_cpu_loras, launch.lora_rank
 
     def _max_loras(self) -> int:
         if self.capabilities.max_loras is None:
@@ -468,15 +450,15 @@ class Replica:
         return self.capabilities.max_loras or 1
 
     def _choose_route(self, has_extension: bool) -> Route:
-        can_see = self._settings.is_folder_shared or is_local(self.url)
+        can_see = self._config.adapter_folder is not None or is_local(self.url)
         if not can_see:
             return "none"
-        is_by_memory = has_extension and not self._settings.is_by_folder
+        is_by_memory = has_extension and not self._config.peft_folders
         if is_by_memory and self.capabilities.has_lora_loading:
             return "extension"
         if self.capabilities.has_lora_loading:
             return "http"
-        return "resolver" if self._settings.has_resolver else "none"
+        return "resolver" if self._config.resolver else "none"
 
     def refuse_adapters(self) -> FleetError:
         """Why this server takes none."""

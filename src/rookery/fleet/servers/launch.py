@@ -47,6 +47,7 @@ from rookery.fleet.servers.settings import (
 from rookery.runtime.file_lock import FileLock
 from rookery.runtime.guard import STOP_S
 from rookery.runtime.process import ChildProcess
+from rookery.runtime.retry import Backoff
 
 __all__ = [
     "HANG_S",
@@ -109,8 +110,8 @@ def is_free(host: str, port: int) -> bool:
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-RESTART_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Before the second restart, then twice as long each time: what killed a server (memory that
+RESTARTS = Backoff(first_s=2.0, longest_s=60.0)
+"""From the second restart on: most servers die only once, and what killed others (memory that
 another program holds, a driver that recovers) takes seconds to minutes to pass."""
 _SERVED_NAME = "--served-model-name"
 HEALTH_LIMIT_S = 20.0
@@ -176,6 +177,7 @@ class LocalServer:
             url=self.url,
             model=self.config.model,
             log=str(self.log),
+            num_restarts=self.num_restarts,
         )
 
     async def start(self) -> None:
@@ -265,7 +267,7 @@ class LocalServer:
                 "starting server %d again, %d of %d: %s",
                 self.index, self.num_restarts, self.config.restarts, failure,
             )  # fmt: skip
-            await asyncio.sleep(_pause_s(self.num_restarts))
+            await asyncio.sleep(RESTARTS.pause_s(self.num_restarts - 1))
             try:
                 await self.start()
                 self._context.write_registry()
@@ -386,13 +388,6 @@ def _prepared(
         for port in context.ports:
             port.release()
         registry.close(keep_logs=not context.is_fine)
-
-
-def _pause_s(num_restarts: int) -> float:
-    """No pause before the first restart: most servers die only once."""
-    if num_restarts == 1:
-        return 0.0
-    return float(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (num_restarts - 2)))
 
 
 async def _wait_all(servers: Sequence[LocalServer], progress: Progress | None) -> None:

@@ -54,6 +54,7 @@ class ServerRecord:
     url: str
     model: str
     log: str
+    num_restarts: int = 0
 
     @property
     def is_alive(self) -> bool:

@@ -16,10 +16,12 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import ConfigError
+from rookery.fleet.http.client import ClientConfig, check_urls
 
 __all__ = [
     "LORA_RANKS",
     "PLUGIN_MODULE",
+    "FleetConfig",
     "LaunchConfig",
     "check_launch",
     "command_line",
@@ -230,6 +232,55 @@ class LaunchConfig(Config):
     def lora_rank(self) -> int:
         """The rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
+
+
+class FleetConfig(Config):
+    """A pool of vLLM servers."""
+
+    type: Literal["fleet"] = "fleet"
+    urls: tuple[str, ...] = ()
+    """Servers that run already."""
+    launch: LaunchConfig | None = None
+    """Servers to start on this machine."""
+    name: str = ""
+    """What the base model is called in results; by default what it was loaded from."""
+    api_key_env: str = "VLLM_API_KEY"
+    """The environment variable that holds the servers' key, if they have one."""
+    adapter_folder: Path | None = None
+    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
+    folder that all of them see. By default in shared memory, which servers on this machine see."""
+    resolver: bool = False
+    """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
+    peft_folders: bool = False
+    """Adapters go to the servers as PEFT folders, though some could take them from memory."""
+    in_place: bool = False
+    """Adapters on a GPU are read there by servers on the same GPU, with no copy in between."""
+    max_loras: int | None = Field(default=None, ge=1)
+    """Adapters in flight per server, for servers that do not tell theirs."""
+    max_lora_rank: int | None = Field(default=None, ge=1)
+    """The highest rank, for servers that do not tell theirs."""
+    device: Literal["gpu", "cpu"] | None = None
+    """What the servers of `urls` compute on, for those that do not tell. Where it is not known, the
+    base model and adapters are not computed together."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Sequences in flight per server; by default as many as it computes together."""
+    batch: int = Field(default=32, ge=1)
+    """Sequences per HTTP call at most."""
+    all_down_timeout_s: float = Field(default=300.0, ge=0)
+    """How long requests wait when no server that takes them is up."""
+    client: ClientConfig = ClientConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "FleetConfig":
+        if not self.urls and self.launch is None:
+            raise ValueError(
+                "a fleet needs servers: write urls: [http://host:8000], or a launch section with a "
+                "model to start some here."
+            )
+        if self.resolver and self.adapter_folder is None:
+            raise ValueError("resolver: true needs adapter_folder, the folder the servers search.")
+        check_urls(self.urls)
+        return self
 
 
 def check_launch(config: LaunchConfig) -> None:

@@ -69,11 +69,11 @@ class SharedWeights:
         written: set[int] = set()
         for name, parameter in weights.items():
             entry = self.manifest["tensors"][name]
-            own = view(self._file.memory, entry)
+            shared = view(self._file.memory, entry)
             if not has_values and entry["offset"] not in written:
-                own.copy_(parameter.data)
+                shared.copy_(parameter.data)
                 written.add(entry["offset"])
-            parameter.data = own
+            parameter.data = shared
 
 
 def _named_weights(model: Any) -> dict[str, torch.Tensor]:

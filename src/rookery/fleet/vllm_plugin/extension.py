@@ -182,10 +182,10 @@ class _Loader:
             raise ValueError(f"buffer format {manifest['format']}, this worker reads {FORMAT}")
         text = manifest["layers"]
         if text not in self._layouts:
-            given = json.loads(text)
-            rank = max(layer[1] for layer in given)
-            self._check(request, [layer[0] for layer in given], rank)
-            named = tuple((self._module_name(name), *sizes) for name, *sizes in given)
+            layers = json.loads(text)
+            rank = max(layer[1] for layer in layers)
+            self._check(request, [layer[0] for layer in layers], rank)
+            named = tuple((self._module_name(name), *sizes) for name, *sizes in layers)
             self._layouts[text] = rank, named
         return self._layouts[text]
 

@@ -53,9 +53,9 @@ class SharedFile:
             self._descriptor = os.memfd_create("rookery-weights", os.MFD_CLOEXEC)
             # Too little memory is an error here, and the end of the process when it is written.
             os.posix_fallocate(self._descriptor, 0, num_bytes)
-        found = os.fstat(self._descriptor).st_size
-        if found != num_bytes:
-            raise ValueError(f"{source} has {found} bytes, and the weights take {num_bytes}")
+        size = os.fstat(self._descriptor).st_size
+        if size != num_bytes:
+            raise ValueError(f"{source} has {size} bytes, and the weights take {num_bytes}")
         self.memory = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def __del__(self) -> None:

@@ -75,16 +75,16 @@ class SlotWriter:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _plan(self, layers: tuple[Any, ...], itemsize: int) -> _Plan:
-        found: list[tuple[int, int, tuple[int, int]]] = []
+        copies: list[tuple[int, int, tuple[int, int]]] = []
         for name, rank, size_in, size_out, offset_a, offset_b in layers:
             place_a, place_b = self._places[name]
-            found.append((offset_a // itemsize, place_a, (rank, size_in)))
-            found.append((offset_b // itemsize, place_b, (size_out, rank)))
-        found.sort()
+            copies.append((offset_a // itemsize, place_a, (rank, size_in)))
+            copies.append((offset_b // itemsize, place_b, (size_out, rank)))
+        copies.sort()
         sizes: list[int] = []
         places: list[tuple[int, int, tuple[int, int] | None]] = []
         end = 0
-        for begin, place, shape in found:
+        for begin, place, shape in copies:
             if begin > end:
                 sizes.append(begin - end)
             is_whole = tuple(self._slots[place][0].shape) == shape
@@ -99,14 +99,14 @@ class SlotWriter:
 def find_parts(inner: Any) -> dict[str, tuple[Any, int]]:
     """Every layer that takes adapters, such as `model.layers.0.self_attn.q_proj`, as the part of
     vLLM's layer that it is."""
-    found: dict[str, tuple[Any, int]] = {}
+    places: dict[str, tuple[Any, int]] = {}
     for name, module in inner.modules.items():
         stacked = getattr(module, "lora_a_stacked", None)
         parent, _, leaf = name.rpartition(".")
         parts = inner.packed_modules_mapping.get(leaf, [leaf])
         if isinstance(stacked, tuple) and len(parts) == len(stacked):
-            found.update({f"{parent}.{part}": (module, i) for i, part in enumerate(parts)})
-    return found
+            places.update({f"{parent}.{part}": (module, i) for i, part in enumerate(parts)})
+    return places
 
 
 def _is_plain(module: Any) -> bool:

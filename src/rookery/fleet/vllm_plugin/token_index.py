@@ -32,8 +32,8 @@ def install_token_index(inner: Any, device: Any) -> bool:
         return False
     try:
         tables = list(inner.punica_wrapper_mapping.values())
-        found = [TokenIndex(table, device) for table in tables]
-        is_equal = all(index.agrees(inner) for index in found)
+        indexes = [TokenIndex(table, device) for table in tables]
+        is_equal = all(index.agrees(inner) for index in indexes)
     except Exception:  # whatever another version has there: its own way stays
         logger.warning("adapters' tables stay on the device", exc_info=True)
         return False
@@ -41,7 +41,7 @@ def install_token_index(inner: Any, device: Any) -> bool:
         # The tables hold a test now: vLLM must not take it for its last batch.
         inner._last_mapping = None
     if is_equal:
-        for table, index in zip(tables, found, strict=True):
+        for table, index in zip(tables, indexes, strict=True):
             table.update_metadata = index.update
     return is_equal
 
@@ -108,8 +108,8 @@ class TokenIndex:
                 tensors = [tensor.clone() for _, _, tensor in _tensors(self._table)]
                 plain = [v for v in vars(self._table).values() if isinstance(v, (bool, int, list))]
                 results.append((tensors, copy.deepcopy(plain)))
-            (stock, stock_plain), (own, own_plain) = results
-            equal = [torch.equal(a, b) for a, b in zip(stock, own, strict=True)]
+            (stock, stock_plain), (ours, own_plain) = results
+            equal = [torch.equal(a, b) for a, b in zip(stock, ours, strict=True)]
             if not all(equal) or stock_plain != own_plain:
                 return False
         return True
@@ -133,6 +133,6 @@ def _tensors(table: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield table, name, value
         elif _holds_tensors(value):
-            for own, part in vars(value).items():
+            for field, part in vars(value).items():
                 if isinstance(part, torch.Tensor):
-                    yield value, own, part
+                    yield value, field, part

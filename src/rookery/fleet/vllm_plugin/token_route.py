@@ -267,13 +267,13 @@ def _choice(
 
 def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
     """Per position the tokens reported, the drawn one first, and their log-probabilities."""
-    found = []
+    tops = []
     for begin, end in zip(flat.start_indices[:num], flat.end_indices[:num], strict=True):
         logprobs = [
             value if value > _FLOOR else _floored(value) for value in flat.logprobs[begin:end]
         ]
-        found.append((flat.token_ids[begin:end], logprobs))
-    return found
+        tops.append((flat.token_ids[begin:end], logprobs))
+    return tops
 
 
 def _floored(value: float) -> Any:

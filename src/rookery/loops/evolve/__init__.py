@@ -1,11 +1,12 @@
 """evolve: programs evolved by a language model.
 
-loop.py          `evolve`: the whole of it
+loop.py          `evolve`: the whole of it, and simpler searches with as much to spend
 scheduler.py     attempts through their stages, many at a time; how a run resumes
 order.py         which attempt is asked and told next; the backlog, budgets and why a run stops
 stages.py        what each stage of an attempt leaves behind
 search_state.py  what the search knows, as a function of what was told
-parts.py         what a search is made of, and who is told meanwhile
+parts.py         what a search is made of: models, evaluator, the programs to start from
+learning.py      the model trained on the run's own answers
 proposer.py      from a plan to a child: prompt, model, answer
 prompts.py       the prompt of an iteration: templates, history, artifacts
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
@@ -14,9 +15,7 @@ program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, t
 evaluation_task.py    what workers run: a warm sandbox around the evaluator
 tuning.py        the numbers of a program, tuned by CMA-ES
 first_program.py the program to start from, checked
-first_programs.py     the programs to start from, scored
 program.py       a program with all that is known of it: files, document, blob
-baselines.py     simpler searches with as much to spend
 outputs.py       what is written for others and when: best/, checkpoints/, the trace; logs/
 report.py        the report, the population without clocks, training data
 config/          the config: its sections, and all of them

@@ -102,7 +102,7 @@ def evaluation_spec(
         other_files=dict(first.other_files),
     )
     return WorkerSpec(
-        task="evaluation",
+        task=open_evaluation,
         settings=settings.model_dump_json().encode(),
         folder=pack_folder(
             evaluator.resolve().parent,

@@ -151,6 +151,7 @@ class Learning:
     async def close(self) -> None:
         """End a training that nobody waits for any more; a later session repeats it."""
         if self._task is not None:
+            self._say(f"the training {self._last} was under way at the end and is left out")
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None

@@ -6,111 +6,98 @@
         generate: ask the model for a child of the parent          # proposer.py
         evaluate: score the child in a sandbox, somewhere          # program_evaluator.py
         commit the child to its island, or record why there is none
-    spend as much on simpler searches                              # baselines.py
+        now and then: train the model on what improved             # learning.py
+    spend as much on simpler searches
     report
 
 Many attempts are in flight at a time: `scheduler.py` says how, and how a run resumes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
-from rookery.loops.evolve.baselines import Start, run_baselines
-from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.first_programs import (
-    leave_out_failed,
-    prepare_first_programs,
-    tell_first_programs,
-)
-from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
 from rookery.loops.evolve.parts import (
-    UNWATCHED,
+    Iteration,
+    Models,
     Providers,
-    Watcher,
+    leave_out_failed,
     list_arms,
     open_learning,
     open_parts,
+    prepare_first_programs,
+    tell_first_programs,
 )
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.report import FinishedSearch, make_report
 from rookery.loops.evolve.scheduler import AttemptScheduler
-from rookery.loops.evolve.search_state import open_state
-from rookery.ports import Embedder, Executor, TextModel
+from rookery.loops.evolve.search_state import SearchState, open_state, search_config
+from rookery.loops.evolve.stages import Evaluated
+from rookery.ports import UNOBSERVED, Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import Run
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.database import BestOfN, ProgramDatabase, Sequential
 from rookery.seeding import stream_seed
 
-__all__ = ["EvolveResult", "evolve"]
+__all__ = ["BASELINES", "EvolveInputs", "evolve"]
+
+JOBS = 2**32
+"""More than a search has attempts: numbers of its jobs begin at a multiple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvolveResult:
-    """What an evolution found."""
+class EvolveInputs:
+    """What an evolution is made of."""
 
-    report: EvolveReport
-    best: ProgramRecord
+    config: EvolveConfig
+    programs: Sequence[FirstProgram | ProgramRecord]
+    """A ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is
+    scored."""
+    executor: Executor
+    """Where programs are scored."""
+    output_format: OutputFormat
+    """Writes `best/`, the checkpoints and the trace."""
+    extended_from: int = 0
+    """How many attempts were decided when the run had finished and more were asked for."""
 
 
 async def evolve(
-    config: EvolveConfig,
+    inputs: EvolveInputs,
     *,
-    programs: Sequence[FirstProgram | ProgramRecord],
-    models: Mapping[str, TextModel],
-    executor: Executor,
+    engine: Models,
     run: Run,
-    output_format: OutputFormat,
-    watcher: Watcher = UNWATCHED,
-    embedder: Embedder | None = None,
-    learner: Learner | None = None,
-    extended_from: int = 0,
-) -> EvolveResult:
-    """Evolve the programs until the iterations are done, or a target, a budget or patience ends it.
-
-    Call it again with the same run to resume. `models` has the arms by the names that `llm.models`
-    gives them, the judges too; a name that is not in the config is an arm of weight 1. A
-    ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
-    `output_format` writes `best/`, the checkpoints and the trace. `embedder` is the config's
-    `database.embedding_model`, `learner` trains for `rookery.learn`. `extended_from` is how many
-    attempts were decided when the run had finished and more were asked for.
-    """
-    programs = leave_out_failed(programs, features=config.database.feature_dimensions)
+    observer: Observer[Iteration] = UNOBSERVED,
+) -> EvolveReport:
+    """Run or resume one evolution in `run`, which is left with the best program and report."""
+    config = inputs.config
+    programs = leave_out_failed(inputs.programs, features=config.database.feature_dimensions)
     if not programs:
         raise ConfigError("An evolution needs a program to start from that has a score.")
     providers = Providers(
-        models=models,
-        executor=executor,
+        engine=engine,
+        executor=inputs.executor,
         run=run,
-        watcher=watcher,
+        observer=observer,
         language=programs[0].language,
-        embedder=embedder,
-        learner=learner,
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
-        return await _evolve(
-            config, programs, providers, output_format=output_format, extended_from=extended_from
-        )
+        return await _evolve(replace(inputs, programs=programs), providers)
 
 
-async def _evolve(
-    config: EvolveConfig,
-    programs: Sequence[FirstProgram | ProgramRecord],
-    providers: Providers,
-    *,
-    output_format: OutputFormat,
-    extended_from: int,
-) -> EvolveResult:
-    run = providers.run
+async def _evolve(inputs: EvolveInputs, providers: Providers) -> EvolveReport:
+    config, programs, run = inputs.config, inputs.programs, providers.run
     seed = await _seed(config, run)
-    arms = list_arms(config, providers.models)
+    arms = list_arms(config, providers.engine.models)
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
-    state.extended_from = extended_from
+    state.extended_from = inputs.extended_from
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
     outputs = Outputs(
@@ -119,7 +106,7 @@ async def _evolve(
         store=parts.store,
         state=state,
         first=programs[0],
-        output_format=output_format,
+        output_format=inputs.output_format,
     )
     await outputs.ensure_best()
     scheduler = AttemptScheduler(
@@ -131,15 +118,12 @@ async def _evolve(
     )
     async with open_outputs(outputs):
         await scheduler.run()
-    start = Start(programs=programs, measured=measured, seed=seed, arms=arms)
-    baselines = await run_baselines(config, providers, evolution=state, start=start)
-    search = FinishedSearch(
-        state=state, stop_reason=scheduler.stop_reason, elapsed_s=scheduler.elapsed_s
-    )
+    start = _Start(programs=programs, measured=measured, seed=seed, arms=arms)
+    baselines = await _run_baselines(config, providers, evolution=state, start=start)
+    search = _finished(scheduler, state)
     report = await run_in_thread(make_report, parts, search, baselines, seed=seed)
     await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-    best = await run_in_thread(parts.store.get, state.best.id)
-    return EvolveResult(report=report, best=best)
+    return report
 
 
 async def _seed(config: EvolveConfig, run: Run) -> int:
@@ -149,3 +133,92 @@ async def _seed(config: EvolveConfig, run: Run) -> int:
     drawn = stream_seed(0, run.name, str(run.created.time_s))
     event = await run.append("seed", {"seed": drawn}, key="seed")
     return int(event.payload["seed"])
+
+
+def _finished(scheduler: AttemptScheduler, state: SearchState, *, name: str = "") -> FinishedSearch:
+    return FinishedSearch(
+        name=name,
+        state=state,
+        stop_reason=scheduler.stop_reason,
+        elapsed_s=scheduler.elapsed_s,
+    )
+
+
+# Simpler searches with as much to spend as the evolution: what it has to beat.
+#
+# best_of_n     every attempt is a child of the first program, and knows of no other
+# sequential    every attempt is a child of the best program so far, one after the other
+# ...+tune      the same, and the numbers of every new best are tuned as the evolution's are
+#
+# They ask the same models and the same evaluator, are attempts of the run in series of their own,
+# and end when they have spent the evolution's tokens; where a model does not count tokens, after
+# the evolution's number of iterations.
+
+
+BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
+WITH_TUNE = "+tune"
+MOST_TIMES = 4
+"""Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so
+many times the evolution's, as those of `sequential` come one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What every search of a run starts from."""
+
+    programs: Sequence[FirstProgram | ProgramRecord]
+    measured: Sequence[Evaluated]
+    seed: int
+    arms: tuple[Arm, ...]
+
+
+async def _run_baselines(
+    config: EvolveConfig, providers: Providers, *, evolution: SearchState, start: _Start
+) -> list[FinishedSearch]:
+    """Those that the config names, at the same time; each resumes where it was."""
+    return await together(
+        _run_baseline(
+            name,
+            _same_spending(name, config, evolution),
+            replace(providers, job_offset=number * JOBS),
+            evolution,
+            start,
+        )
+        for number, name in enumerate(config.rookery.baselines, start=1)
+    )
+
+
+async def _run_baseline(
+    name: str, config: EvolveConfig, providers: Providers, evolution: SearchState, start: _Start
+) -> FinishedSearch:
+    # Of its own: a server that keeps to seeds would repeat the evolution's answers.
+    seed = stream_seed(start.seed, "baseline", name)
+    parts = await open_parts(config, providers, seed=seed)
+    kind = name.removesuffix(WITH_TUNE)
+    database = BASELINES[kind](search_config(config), seed=seed, arms=start.arms)
+    state = open_state(config, database=database, seed=seed, arms=start.arms)
+    if kind == "sequential":
+        state.lag = 1
+    tell_first_programs(start.measured, start.programs, parts=parts, state=state)
+    series = name.replace(WITH_TUNE, "-tune")  # kinds of events have no plus
+    times = 1 if config.rookery.budget.max_tokens is None else MOST_TIMES
+    scheduler = AttemptScheduler(
+        parts, state, num_attempts=times * evolution.num_decided, series=series
+    )
+    await scheduler.run()
+    return _finished(scheduler, state, name=name)
+
+
+def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
+    """One island, the tokens of the evolution where they are known, and as many hours again."""
+    is_known = not evolution.spending.num_unreported and evolution.spending.tokens
+    budget = BudgetConfig(
+        max_tokens=evolution.spending.tokens if is_known else None,
+        max_hours=config.rookery.budget.max_hours,
+    )
+    database = config.database.model_copy(update={"num_islands": 1, "strategy": "openevolve"})
+    tune = config.rookery.tune if name.endswith(WITH_TUNE) else None
+    own = config.rookery.model_copy(update={"budget": budget, "tune": tune, "learn": None})
+    return config.model_copy(
+        update={"database": database, "rookery": own, "early_stopping_patience": None}
+    )

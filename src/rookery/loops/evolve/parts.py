@@ -1,36 +1,41 @@
-"""What the searches of a run are made of: the models, the evaluator, the programs on disk."""
+"""What the searches of a run are made of: the models, the evaluator, the programs to start from."""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
+from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.learning import Learner, Learning
-from rookery.loops.evolve.novelty import Novelty, NoveltyJudge
-from rookery.loops.evolve.program import ProgramStore
-from rookery.loops.evolve.program_evaluator import Judge, Judges, ProgramEvaluator
+from rookery.loops.evolve.novelty import UNCOMPARED, Comparison, Novelty, NoveltyJudge
+from rookery.loops.evolve.program import ProgramRecord, ProgramStore, has_large
+from rookery.loops.evolve.program_evaluator import Judge, Judges, Lease, ProgramEvaluator
 from rookery.loops.evolve.prompts import Prompts
-from rookery.loops.evolve.proposer import Endpoint, Proposer
-from rookery.loops.evolve.search_state import SearchState
-from rookery.ports import Embedder, Executor, TextModel
+from rookery.loops.evolve.proposer import Endpoint, Proposer, make_child
+from rookery.loops.evolve.search_state import ADAPTER_NAME, SearchState
+from rookery.loops.evolve.stages import Evaluated, from_data, to_data
+from rookery.ports import Embedder, Executor, Observer, TextModel
 from rookery.runs import Run
 from rookery.search.es import load_library
 from rookery.search.programs.bandit import Arm
+from rookery.search.programs.program import COMBINED, numeric_metrics, score_of
 
 __all__ = [
-    "UNWATCHED",
+    "FIRST_PROGRAM",
     "Iteration",
+    "Models",
     "Parts",
     "Providers",
-    "Watcher",
+    "first_id",
+    "leave_out_failed",
     "list_arms",
     "open_learning",
     "open_parts",
+    "prepare_first_programs",
+    "tell_first_programs",
 ]
-
-# Who is told while an evolution runs: the terminal, a page, a test.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,40 +64,28 @@ class Iteration:
     evaluation_s: float | None = None
 
 
-class Watcher(Protocol):
-    """Told in the event loop: must return at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What an evolution asks: the engine of this loop."""
 
-    def on_iteration(self, iteration: Iteration) -> None: ...
-
-    def on_waiting(self, sentence: str) -> None:
-        """The run waits for something outside of it, such as a model that is down."""
-        ...
-
-
-class _Unwatched:
-    def on_iteration(self, iteration: Iteration) -> None:
-        pass
-
-    def on_waiting(self, sentence: str) -> None:
-        pass
-
-
-UNWATCHED: Watcher = _Unwatched()
+    models: Mapping[str, TextModel]
+    """By the names that `llm.models` gives them, the judges too; a name that is not in the config
+    is an arm of weight 1."""
+    embedder: Embedder | None = None
+    """The config's `database.embedding_model`."""
+    learner: Learner | None = None
+    """Trains for `rookery.learn`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
     """What the caller of the loop provides."""
 
-    models: Mapping[str, TextModel]
+    engine: Models
     executor: Executor
     run: Run
-    watcher: Watcher
+    observer: Observer[Iteration]
     language: str
-    embedder: Embedder | None = None
-    """Where the config names an embedding model."""
-    learner: Learner | None = None
-    """Where the config has `rookery.learn`."""
     job_offset: int = 0
     """Added to the attempts of jobs: searches at the same time share the executor."""
 
@@ -106,7 +99,7 @@ class Parts:
     store: ProgramStore
     proposer: Proposer
     evaluator: ProgramEvaluator
-    watcher: Watcher
+    observer: Observer[Iteration]
     novelty: Novelty | None = None
     """None: programs are not compared by embedding."""
 
@@ -152,14 +145,15 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             seed=seed,
             job_offset=providers.job_offset,
         ),
-        watcher=providers.watcher,
+        observer=providers.observer,
         novelty=_open_novelty(config, providers, endpoints, store, seed),
     )
 
 
 def _endpoints(config: EvolveConfig, providers: Providers) -> dict[str, Endpoint]:
     return {
-        name: _endpoint(name, model, config, providers) for name, model in providers.models.items()
+        name: _endpoint(name, model, config, providers)
+        for name, model in providers.engine.models.items()
     }
 
 
@@ -173,7 +167,7 @@ def _endpoint(
         model,
         own.model_copy(update={"name": name}),
         down_s=config.rookery.model_down_s,
-        on_waiting=providers.watcher.on_waiting,
+        on_waiting=providers.observer.on_phase,
     )
 
 
@@ -184,8 +178,13 @@ async def open_learning(
     config = parts.config
     if config.rookery.learn is None:
         return None
-    if providers.learner is None:
+    if providers.engine.learner is None:
         raise ConfigError("The config has rookery.learn, and nobody was given who trains.")
+    if taken := [name for name in providers.engine.models if name.startswith(ADAPTER_NAME)]:
+        raise ConfigError(
+            f"A model is named {taken[0]!r}, and rookery.learn gives names that begin with "
+            f"{ADAPTER_NAME}: name it otherwise."
+        )
     base = config.rookery.engine_models[0]
 
     def add_arm(name: str, model: TextModel) -> None:
@@ -194,12 +193,12 @@ async def open_learning(
     return await asyncio.to_thread(
         Learning,
         config.rookery.learn,
-        providers.learner,
+        providers.engine.learner,
         run=parts.run,
         store=parts.store,
         state=state,
         add_arm=add_arm,
-        say=providers.watcher.on_waiting,
+        say=providers.observer.on_phase,
         seed=seed,
     )
 
@@ -214,13 +213,13 @@ def _open_novelty(
     own = config.database
     if not own.is_compared:
         return None
-    if providers.embedder is None:
+    if providers.engine.embedder is None:
         raise ConfigError(
             f"The config names the embedding model {own.embedding_model!r}, and it was not opened."
         )
     if own.novelty_llm is False:
-        return Novelty(providers.embedder, store=store, judge=None)
-    arms = list_arms(config, providers.models)
+        return Novelty(providers.engine.embedder, store=store, judge=None)
+    arms = list_arms(config, providers.engine.models)
     if own.novelty_llm is not None:
         arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == own.novelty_llm)
         if not arms:
@@ -229,7 +228,7 @@ def _open_novelty(
                 "of them, or write false to reject what is similar unasked."
             )
     judge = NoveltyJudge(arms, endpoints=endpoints, seed=seed)
-    return Novelty(providers.embedder, store=store, judge=judge)
+    return Novelty(providers.engine.embedder, store=store, judge=judge)
 
 
 def _open_judges(
@@ -246,3 +245,132 @@ def _open_judges(
     )
     weight = config.evaluator.llm_feedback_weight
     return Judges(judges, prompts=prompts, weight=weight, seed=seed)
+
+
+# The programs that an evolution starts from: scored once, then told.
+#
+# They are an event each, so that a resumed run scores none again. A first program that fails is a
+# mistake of the user: nothing could be compared with it, so no model is asked.
+
+
+FIRST_PROGRAM = "first_program"
+"""The kind of their events; the key is the number."""
+
+
+def first_id(number: int) -> str:
+    """The id of a first program; they count from 1."""
+    return f"first{number}"
+
+
+def leave_out_failed(
+    programs: Sequence[FirstProgram | ProgramRecord], *, features: Collection[str]
+) -> list[FirstProgram | ProgramRecord]:
+    """Without the programs of a checkpoint that have no score, or only OpenEvolve's marks of a
+    failed evaluation: it keeps those as programs of score 0."""
+    return [
+        program
+        for program in programs
+        if isinstance(program, FirstProgram) or not _has_failed(program, features)
+    ]
+
+
+def _has_failed(program: ProgramRecord, features: Collection[str]) -> bool:
+    metrics = numeric_metrics(program.metrics)
+    is_marked = metrics.get("error") == 0.0 and COMBINED not in metrics
+    return is_marked or score_of(metrics, features=features) is None
+
+
+async def prepare_first_programs(
+    programs: Sequence[FirstProgram | ProgramRecord], *, parts: Parts, state: SearchState
+) -> list[Evaluated]:
+    """What was measured of each, by this session or an earlier one."""
+    credits = asyncio.Semaphore(parts.config.workers)
+    return await together(
+        _prepare(number, program, parts, state, credits)
+        for number, program in enumerate(programs, start=1)
+    )
+
+
+def tell_first_programs(
+    measured: Sequence[Evaluated],
+    programs: Sequence[FirstProgram | ProgramRecord],
+    *,
+    parts: Parts,
+    state: SearchState,
+) -> None:
+    """In their order: each on its own island, or on the one that it was on before. Where they run
+    is where all programs do."""
+    if any(evaluated.is_forgeable for evaluated in measured):
+        parts.evaluator.isolate = False
+    num_islands = parts.config.database.num_islands
+    for number, (evaluated, program) in enumerate(zip(measured, programs, strict=True), start=1):
+        parts.store.add(first_id(number), evaluated.program)
+        earlier = program.island if isinstance(program, ProgramRecord) else None
+        island = number - 1 if earlier is None else earlier
+        state.tell_first(first_id(number), evaluated, island=island % num_islands)
+
+
+async def _prepare(
+    number: int,
+    program: FirstProgram | ProgramRecord,
+    parts: Parts,
+    state: SearchState,
+    credits: asyncio.Semaphore,
+) -> Evaluated:
+    known = parts.run.get(FIRST_PROGRAM, str(number))
+    if known is not None:
+        return from_data(Evaluated, known.payload)
+    comparison = await parts.novelty.embed(program.code) if parts.novelty else UNCOMPARED
+    async with credits:
+        if isinstance(program, ProgramRecord):
+            evaluated = await run_in_thread(_take, number, program, comparison, parts)
+        else:
+            evaluated = await _score(number, program, comparison, parts)
+    evaluated = comparison.note_in(evaluated)
+    problem = evaluated.failure.message if evaluated.failure else None
+    problem = problem or state.database.problem_with(evaluated.metrics)
+    if problem is not None:
+        kind = f" ({evaluated.failure.kind})" if evaluated.failure else ""
+        which = f"The first program {number}" if number > 1 else "The first program"
+        raise ConfigError(
+            f"{which} gets no score{kind}: {problem.rstrip('.')}. An evolution starts from a "
+            "program that the evaluator can score: mend the program or the evaluator."
+        )
+    event = await parts.run.append(FIRST_PROGRAM, to_data(evaluated), key=str(number))
+    return from_data(Evaluated, event.payload)
+
+
+async def _score(
+    number: int, program: FirstProgram, comparison: Comparison, parts: Parts
+) -> Evaluated:
+    record = ProgramRecord(
+        id=first_id(number),
+        code=program.code,
+        language=program.language,
+        island=(number - 1) % parts.config.database.num_islands,
+        changes_description=parts.config.prompt.initial_changes_description,
+    )
+    child = await run_in_thread(make_child, record)
+    # Attempts count from 1: the jobs of first programs are numbered below.
+    lease = Lease(1 - number, _note_nothing)
+    child = comparison.note_on(child)
+    return await parts.evaluator.evaluate(child, lease=lease, best_score=None)
+
+
+async def _note_nothing(_: Lease) -> None:
+    """A first program that was not scored yet is scored again when the run resumes."""
+
+
+def _take(number: int, program: ProgramRecord, comparison: Comparison, parts: Parts) -> Evaluated:
+    """A program with the metrics that it was found with."""
+    record = replace(program, id=first_id(number), parent_id=None, iteration=0, prompts={})
+    child = comparison.note_on(make_child(replace(record, embedding=None)))
+    return Evaluated(
+        program=parts.store.put(child.program),
+        metrics=numeric_metrics(record.metrics),
+        code=child.summary,
+        code_hash=child.code_hash,
+        has_large_artifacts=has_large(
+            record.artifacts, max_bytes=parts.config.database.artifact_size_threshold
+        ),
+    )

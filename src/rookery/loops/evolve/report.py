@@ -10,12 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from rookery.loops.evolve.answers import code_diff
-from rookery.loops.evolve.baselines import Baseline
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import FORGEABLE
-from rookery.loops.evolve.first_programs import FIRST_PROGRAM, first_id
 from rookery.loops.evolve.order import price
-from rookery.loops.evolve.parts import Parts
+from rookery.loops.evolve.parts import FIRST_PROGRAM, Parts, first_id
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.search_state import SearchState, Spending, program_id, search_config
 from rookery.loops.evolve.stages import Evaluated, Stages, from_data, read_stages
@@ -40,15 +38,17 @@ __all__ = ["FinishedSearch", "export_population", "export_training_data", "make_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSearch:
-    """An evolution at its end."""
+    """An evolution or a baseline at its end."""
 
+    name: str = ""
+    """Of the baseline."""
     state: SearchState
     stop_reason: str
     elapsed_s: float
 
 
 def make_report(
-    parts: Parts, search: FinishedSearch, baselines: Sequence[Baseline], *, seed: int
+    parts: Parts, search: FinishedSearch, baselines: Sequence[FinishedSearch], *, seed: int
 ) -> EvolveReport:
     """All that the page and the terminal show."""
     config, state = parts.config, search.state
@@ -241,7 +241,7 @@ def _tokens(spending: Spending) -> TokensRecord:
     return TokensRecord(prompt=spending.prompt_tokens, completion=spending.completion_tokens)
 
 
-def _baseline(baseline: Baseline) -> BaselineRecord:
+def _baseline(baseline: FinishedSearch) -> BaselineRecord:
     state = baseline.state
     return BaselineRecord(
         name=baseline.name,

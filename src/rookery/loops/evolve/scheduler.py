@@ -13,7 +13,7 @@
 |          | server and a judge; only where they are asked    | counted, the child goes on        |
 | evaluate | one of PER_WORKER credits a worker, the executor | `Job.limit_s`, twice lost: poison |
 | tell     | its turn (deterministic)                         | attempts before it end            |
-| announce | the disk: then watchers and files hear of it     | more than QUEUE: tells wait       |
+| announce | the disk: then observer and files hear of it     | more than QUEUE: tells wait       |
 
 Every stage is an event of the run before the next one begins. Tells are applied and submitted to
 the event log in one step, so that the order of events is the order in which the state changed:
@@ -377,13 +377,13 @@ class AttemptScheduler:
         await self._told.put(told)
 
     async def _announce(self) -> None:
-        """Tell watchers and files of every decision once it is durable, in their order. The next
-        attempts do not wait for it: what is planned after a decision is durable after it."""
+        """Tell the observer and files of every decision once it is durable, in their order. The
+        next attempts do not wait for it: what is planned after a decision is durable after it."""
         while (told := await self._told.get()) is not None:
             if told.stored is not None:
                 await asyncio.wrap_future(told.stored)
             if told.iteration is not None:
-                self._parts.watcher.on_iteration(told.iteration)
+                self._parts.observer.on_step(told.iteration)
             if self._outputs is not None and told.due is not None:
                 await self._outputs.write(told.due)
             if told.is_last_recorded:

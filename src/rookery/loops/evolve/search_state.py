@@ -35,6 +35,7 @@ from rookery.search.programs.sampling import Plan
 from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
+    "ADAPTER_NAME",
     "Ancestor",
     "Answered",
     "FailureCount",
@@ -50,6 +51,8 @@ __all__ = [
 
 
 SMALLEST_ARCHIVE = 10
+ADAPTER_NAME = "learned-"
+"""How the names of models begin that a run trains."""
 NEVER = 10**9
 """Children between migrations: more than any run has."""
 
@@ -166,7 +169,7 @@ class Learned:
     @property
     def name(self) -> str:
         """Of the arm, and of the folder in the run."""
-        return f"learned-{self.number}"
+        return f"{ADAPTER_NAME}{self.number}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -106,8 +106,8 @@ class GenomeConfig(Config):
         """The config with the paths in it taken from the folder of its file."""
         init = self.init
         if isinstance(init, FileInit):
-            path = (folder / init.path.expanduser()).resolve()
-            init = init.model_copy(update={"path": path})
+            paths = tuple((folder / path.expanduser()).resolve() for path in init.paths)
+            init = init.model_copy(update={"path": paths if len(paths) > 1 else paths[0]})
         tasksets = tuple(from_folder(taskset, folder) for taskset in self.tasksets)
         return self.model_copy(
             update={

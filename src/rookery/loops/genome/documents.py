@@ -6,7 +6,9 @@ from pathlib import Path
 from statistics import fmean
 
 from rookery.loops.comparison import (
+    describe_taskset,
     warn_of_batches,
+    warn_of_failed_tasks,
     warn_of_precision,
     warn_of_small_samples,
 )
@@ -14,17 +16,10 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
 from rookery.loops.genome.parts import RunParts
 from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.reports import (
-    CandidateRecord,
-    GenomeReport,
-    LineageRecord,
-    ReportRow,
-    TasksetRecord,
-)
+from rookery.reports import CandidateRecord, GenomeReport, LineageRecord, ReportRow
 from rookery.runs import Run
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
 from rookery.search.fitness import first_front
-from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter
 
@@ -57,7 +52,7 @@ def write_report(parts: RunParts, summary: RunSummary) -> GenomeReport:
         run=run.name,
         model=parts.engine.base.version,
         seed=parts.config.seed,
-        tasksets=tuple(_describe_taskset(taskset) for taskset in parts.tasksets),
+        tasksets=tuple(map(describe_taskset, parts.tasksets)),
         rows=tuple(summary.rows),
         generations=tuple(parts.log.generations),
         lineage=_draw_lineage(parts, summary.searched, winner),
@@ -82,17 +77,6 @@ def _save_all(run: Run, folder: str, builder: AdapterBuilder, names: Iterable[st
             write_adapter(builder.adapter(name), path / name)
 
     run.write_folder(folder, write)
-
-
-def _describe_taskset(taskset: Taskset) -> TasksetRecord:
-    return TasksetRecord(
-        name=taskset.name,
-        weight=taskset.weight,
-        num_search=len(taskset.split("search")),
-        num_select=len(taskset.split("select")),
-        num_report=len(taskset.split("report")),
-        num_questions=len(set(map(question_of, taskset.split("report")))),
-    )
 
 
 def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[CandidateRecord, ...]:
@@ -208,13 +192,8 @@ def _warn_of_winner(parts: RunParts, summary: RunSummary) -> list[str]:
 
 
 def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
-    measured, choice, warnings = parts.search.measured, summary.choice, []
-    for row in summary.rows:
-        if row.num_failed:
-            warnings.append(
-                f"The {row.name} failed on {row.num_failed} of the report tasks and has no "
-                "mean: what is missing is not averaged away."
-            )
+    measured, choice = parts.search.measured, summary.choice
+    warnings = warn_of_failed_tasks(summary.rows)
     losers = [name for name in choice.errors if name != choice.ranked[0]]
     if losers:
         warnings.append(

@@ -125,7 +125,6 @@ class FinalReport:
         tasks: Sequence[Task],
         *,
         floor_holders: Mapping[str, str],
-        phase: str = "select",
     ) -> Choice:
         """Rank the candidates by their merits on the select split; ties fall to the search split.
 
@@ -138,7 +137,7 @@ class FinalReport:
             return Choice(ranked=tuple(by_search))
         names = list(dict.fromkeys([*by_search, *floor_holders.values()]))
         makers = {name: self._builder.maker(name) for name in names}
-        groups = await self._rollout(makers, tasks, phase=phase)
+        groups = await self._rollout(makers, tasks, phase="select")
         evidence = {name: self._evidence(name, groups[name], tasks) for name in names}
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():

@@ -33,12 +33,17 @@ class FileInit(Config):
     """Start from adapters that exist."""
 
     type: Literal["file"] = "file"
-    path: Path
-    """A folder of PEFT folders, in any names; relative to the config file."""
+    path: Path | Annotated[tuple[Path, ...], Field(min_length=1)]
+    """A folder of PEFT folders in any names, a PEFT folder, the `adapters` of a sweep's run, or a
+    list of these; relative to the config file."""
     use: Literal["adapters", "pairs", "both"] = "adapters"
     """Begin with the adapters themselves, with random pair merges of them, or with both."""
     num_pairs: int = Field(default=8, ge=1)
     """How many pair merges, where `use` asks for them."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
 class _Fresh(Config):
@@ -74,18 +79,32 @@ InitConfig = Annotated[FileInit | ZeroInit | RandomInit, Field(discriminator="ty
 
 
 def read_founders(config: FileInit) -> dict[str, Adapter]:
-    """Every PEFT folder below `path`, by folder name, in the order of the names. Hidden ones are
-    left by writers that were killed."""
-    root = config.path.expanduser()
+    """Every PEFT folder at or below the paths, by folder name, in the order of the names. Hidden
+    ones are left by writers that were killed."""
+    folders = sorted(folder for path in config.paths for folder in _peft_folders(path.expanduser()))
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):  # runs call theirs alike: by the run, then
+        names = [f"{folder.parent.name}.{folder.name}" for folder in folders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise AdapterError(f"init.path has two adapters called {twice}: give each once.")
+    return {
+        name: read_adapter(folder, name=name) for name, folder in zip(names, folders, strict=True)
+    }
+
+
+def _peft_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise AdapterError(f"There is no folder {root}: init.path holds one PEFT folder each.")
-    folders = sorted(f.parent for f in root.glob("[!.]*/adapter_config.json"))
+    if (root / "adapter_config.json").is_file():
+        return [root]
+    below = ("[!.]*", "[!.]*/trained")  # adapters, or runs as those of a sweep
+    folders = [path.parent for each in below for path in root.glob(f"{each}/adapter_config.json")]
     if not folders:
         raise AdapterError(
             f"{root} holds no adapters: each is a folder with adapter_config.json and "
             "adapter_model.safetensors."
         )
-    return {folder.name: read_adapter(folder, name=folder.name) for folder in folders}
+    return folders
 
 
 def make_founders(

@@ -22,6 +22,7 @@ __all__ = [
     "check_splits",
     "make_data",
     "mean_gap",
+    "token_gaps",
 ]
 
 # What can be refused is refused here, before a run is made.
@@ -110,12 +111,18 @@ def _with_own_values(rollout: DrawnRollout, datum: Datum) -> Datum:
 
 def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> float:
     """The mean of |log p now - log p when drawn| over all tokens that were drawn."""
-    gaps = [
-        abs(now - then)
-        for datum, own in zip(data, logprobs, strict=True)
-        for now, then in zip(own, datum.sampled_logprobs, strict=True)
-    ]
+    gaps = [abs(gap) for row in token_gaps(data, logprobs) for gap in row]
     return fsum(gaps) / len(gaps)
+
+
+def token_gaps(
+    data: Sequence[Datum], logprobs: Sequence[Sequence[float]]
+) -> tuple[tuple[float, ...], ...]:
+    """log p now - log p when drawn, by row and drawn token."""
+    return tuple(
+        tuple(now - then for now, then in zip(own, datum.sampled_logprobs, strict=True))
+        for datum, own in zip(data, logprobs, strict=True)
+    )
 
 
 def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:

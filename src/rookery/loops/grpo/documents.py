@@ -1,14 +1,21 @@
 """What a grpo run leaves behind: the trained policy, the report and its warnings."""
 
+import asyncio
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pstdev
+from typing import Any
 
-from rookery.loops.comparison import warn_of_batches, warn_of_small_samples
-from rookery.loops.grpo.batch import Batch, DrawnGroup
+from rookery.loops.comparison import (
+    describe_taskset,
+    warn_of_batches,
+    warn_of_failed_tasks,
+    warn_of_small_samples,
+)
+from rookery.loops.grpo.batch import Batch, DrawnGroup, DrawnRollout
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.group_source import BATCH
@@ -19,14 +26,12 @@ from rookery.reports import (
     GrpoReport,
     ReportRow,
     SweepRecord,
-    TasksetRecord,
     TrainStepRecord,
     describe_task,
 )
 from rookery.runs import SET_ASIDE, NewEvent, Run
-from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
-from rookery.types import Task
+from rookery.types import Task, TokenIds, TokenSequence
 
 __all__ = [
     "Example",
@@ -39,7 +44,9 @@ __all__ = [
 # What a run remembers of each training step, and tells the observer.
 
 
-STEP = "step"
+STEP, GAP = "step", "gap"
+SHOWN_TOKENS = 256
+"""Of a completion whose gaps are kept: a few kilobytes a step."""
 SHOWN_CHARACTERS = 600
 """Of a completion in a report: enough to see what it does."""
 
@@ -71,13 +78,19 @@ class Step:
 class StepLog:
     """Records steps in the run: an event and a line of metrics each."""
 
-    def __init__(self, run: Run, *, observer: Observer[Step]) -> None:
+    def __init__(
+        self, run: Run, *, observer: Observer[Step], decode: Callable[[TokenIds], str] | None = None
+    ) -> None:
         self._run = run
         self.observer = observer
+        self._decode = decode or _numbers
 
-    async def record(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Note a step that was taken. A resumed run takes steps since the last checkpoint again,
-        on the same groups: what was noted first stays."""
+    async def record(
+        self, batch: Batch, metrics: Mapping[str, float], *, gaps: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """Note a step that was taken, with the gaps of its examples token by token; `gaps` are by
+        row of the step. A resumed run takes steps since the last checkpoint again, on the same
+        groups: what was noted first stays."""
         step = Step(
             step=batch.step,
             model_step=batch.model_step,
@@ -85,8 +98,13 @@ class StepLog:
             metrics={**_batch_metrics(batch), **metrics},
             examples=_examples(batch.groups[0]) if batch.groups else (),
         )
-        new = NewEvent(kind=STEP, key=str(step.step), payload=asdict(step), first_wins=True)
-        await self._run.append_many([new])
+        payloads = {STEP: asdict(step)}
+        if gaps:
+            payloads[GAP] = await asyncio.to_thread(_gap_payload, batch, gaps, self._decode)
+        key = str(step.step)
+        await self._run.append_many(
+            [NewEvent(kind=k, key=key, payload=p, first_wins=True) for k, p in payloads.items()]
+        )
         self._run.log_metrics(step.step, step.metrics)
         self.observer.on_step(step)
 
@@ -114,11 +132,49 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _examples(group: DrawnGroup) -> tuple[Example, ...]:
-    ordered = sorted(group.rollouts, key=lambda rollout: rollout.reward)
     return tuple(
         Example(task=group.task, text=rollout.text[:SHOWN_CHARACTERS], reward=rollout.reward)
-        for rollout in (ordered[-1], ordered[0])
+        for rollout in _best_and_worst(group)
     )
+
+
+def _best_and_worst(group: DrawnGroup) -> tuple[DrawnRollout, DrawnRollout]:
+    ordered = sorted(group.rollouts, key=lambda rollout: rollout.reward)
+    return ordered[-1], ordered[0]
+
+
+def _gap_payload(
+    batch: Batch, gaps: Sequence[Sequence[float]], decode: Callable[[TokenIds], str]
+) -> dict[str, Any]:
+    """The examples of a step in pieces of a token each, with the gap of each in nats."""
+    group, rows = batch.groups[0], iter(gaps)
+    own = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
+    return {
+        "task": group.task,
+        "is_fresh": batch.model_step == batch.step,
+        "answers": [
+            [piece for both in zip(shown.sequences, own[id(shown)], strict=True)
+             for piece in _pieces(*both, decode)][:SHOWN_TOKENS]
+            for shown in _best_and_worst(group)
+        ],
+    }  # fmt: skip
+
+
+def _pieces(
+    sequence: TokenSequence, gaps: Sequence[float], decode: Callable[[TokenIds], str]
+) -> list[tuple[str, float | None]]:
+    """`[(" four", 1.2e-06), ...]`: a token that ends a character brings all of it."""
+    drawn = tuple(sequence.tokens[place] for place in sequence.drawn[:SHOWN_TOKENS])
+    texts = [decode(drawn[:end]) for end in range(len(drawn) + 1)]
+    ends = [len(text.rstrip("\ufffd")) for text in texts]
+    pieces = [text[start:end] for start, text, end in zip(ends, texts[1:], ends[1:], strict=False)]
+    shown = [float(f"{gap:.2g}") if math.isfinite(gap) else None for gap in gaps]
+    return list(zip(pieces, shown, strict=False))
+
+
+def _numbers(tokens: TokenIds) -> str:
+    """The tokens themselves, where nobody knows their text."""
+    return "".join(f" {token}" for token in tokens)
 
 
 FEW_GROUPS = 0.5
@@ -155,7 +211,10 @@ def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = N
         advantages=summary.config.advantage_name,
         staleness=summary.config.staleness or 0,
         game="" if summary.config.game is None else summary.config.game.function,
-        tasksets=tuple(_describe_taskset(taskset) for taskset in summary.tasksets),
+        tasksets=tuple(
+            describe_taskset(each).model_copy(update={"temperature": each.sampling.temperature})
+            for each in summary.tasksets
+        ),
         rows=tuple(summary.rows),
         chosen_step=best,
         checkpoints=tuple(
@@ -188,18 +247,6 @@ def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRe
 def _copy(source: Path, folder: Path) -> None:
     """All files, but those that are hidden: a model's folder may be a checkout."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
-
-
-def _describe_taskset(taskset: Taskset) -> TasksetRecord:
-    return TasksetRecord(
-        name=taskset.name,
-        weight=taskset.weight,
-        num_search=len(taskset.split("search")),
-        num_select=len(taskset.split("select")),
-        num_report=len(taskset.split("report")),
-        num_questions=len(set(map(question_of, taskset.split("report")))),
-        temperature=taskset.sampling.temperature,
-    )
 
 
 def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
@@ -270,12 +317,7 @@ def _warn_of_result(summary: RunSummary) -> list[str]:
 
 
 def _warn_of_failures(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
-    warnings = [
-        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: "
-        "what is missing is not averaged away."
-        for row in summary.rows
-        if row.num_failed
-    ]
+    warnings = warn_of_failed_tasks(summary.rows)
     unmeasured = [step for step, mean in summary.selection.means.items() if mean is None]
     if unmeasured and summary.tasksets:
         warnings.append(

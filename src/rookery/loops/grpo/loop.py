@@ -32,7 +32,7 @@ from its newest checkpoint, trains the same batches again, and comes to the same
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +51,7 @@ from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport, ReportRow
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
+from rookery.types import TokenIds
 
 __all__ = ["GrpoInputs", "Parts", "Source", "assemble", "train", "train_policy"]
 
@@ -83,6 +84,8 @@ class GrpoInputs:
     drawer: GroupDrawer | Source
     """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
+    decode: Callable[[TokenIds], str] | None = None
+    """The text of tokens, to show answers token by token."""
 
 
 async def train_policy(
@@ -147,7 +150,7 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
         selection=Selection(
             inputs.evaluator, tasksets=tasksets, weights=weights, run=run, samples=config.samples
         ),
-        log=StepLog(run, observer=observer),
+        log=StepLog(run, observer=observer, decode=inputs.decode),
     )
 
 
@@ -183,7 +186,8 @@ async def train(parts: Parts) -> None:
             with seconds.spent_on("publish"):
                 policy = await parts.trainer.publish(step + 1)
                 source.use(policy)
-        await parts.log.record(batch, {**trained, **seconds.take()})
+        metrics = {**trained, **seconds.take()}
+        await parts.log.record(batch, metrics, gaps=parts.trainer.gaps)
         if config.is_checkpoint(step + 1):
             await _save(parts, policy)
         if step + 1 < config.steps:

@@ -18,7 +18,7 @@ from rookery.errors import TrainError
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.config import GrpoConfig
-from rookery.loops.grpo.data import make_data, mean_gap
+from rookery.loops.grpo.data import make_data, mean_gap, token_gaps
 from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
 from rookery.ports import Sampler, Trainer
 from rookery.train.schedule import learning_rate_at
@@ -50,6 +50,8 @@ class PolicyTrainer:
         self._reference = weights.reference
         self._engine = engine
         self._config = config
+        self.gaps: tuple[tuple[float, ...], ...] = ()
+        """Of the last gradients, by row and drawn token: the trainer's log p less the engine's."""
 
     async def publish(self, step: int) -> Policy:
         """Give the engine the weights as they are after so many steps."""
@@ -70,6 +72,7 @@ class PolicyTrainer:
 
         A batch without groups has none.
         """
+        self.gaps = ()
         if not rows.data:
             return {}
         data = await self._completed(rows.data)
@@ -81,6 +84,7 @@ class PolicyTrainer:
         )
         [output] = _checked(await self._trainer.forward_backward([request]))
         drift = mean_gap(data, output.logprobs)
+        self.gaps = token_gaps(data, output.logprobs)
         gap = drift if rows.is_fresh else rows.gap
         self._check_gap(rows.step, gap)
         gaps = {"grpo/logprob_drift": drift}

@@ -8,6 +8,7 @@ objective.py     constraints over fields of the items, and U = alpha * P - I
 label_scorer.py  label log-probabilities: each context once, by content, durable
 chain.py         one search: the paper's annealing; batches of items, and decisions as events
 baselines.py     what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
+progress.py      how far a run is, for its observer
 support.py       how far labels support one another, beside those of random models
 verdict.py       what the labels are worth
 report.py        the result beside its baselines

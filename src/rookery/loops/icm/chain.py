@@ -102,6 +102,8 @@ class Step:
     utility: float
     best_utility: float
     num_frustrated: int
+    num_violated: int = 0
+    """Pairs of labels that break a constraint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +274,7 @@ class Chain:
             utility=state.utility,
             best_utility=state.best_utility,
             num_frustrated=len(after.frustrated),
+            num_violated=after.num_violated,
         )
         self._steps.append(step)
         if self._on_step is not None:

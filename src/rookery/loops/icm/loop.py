@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
@@ -26,18 +25,17 @@ from rookery.loops.icm.exports import check_exports, write_exports
 from rookery.loops.icm.items import Item, batch_items
 from rookery.loops.icm.label_scorer import LabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.objective import build_constraints
+from rookery.loops.icm.progress import ChainStep, Progress
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
-from rookery.loops.icm.support import NUM_CONTEXTS
-from rookery.ports import UNOBSERVED, Adapters, Observer, Sampler
+from rookery.ports import UNOBSERVED, Observer, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.search.labelling import UNLABELLED, IdOrder, Labels, TreeOrder
+from rookery.search.labelling import UNLABELLED, IdOrder, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 
 __all__ = [
-    "ChainStep",
     "IcmInputs",
     "Labeller",
     "check_batches",
@@ -57,98 +55,12 @@ class Labeller:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    is_remote: bool = False
+    """Whether servers compute, for the time left."""
     notes: tuple[str, ...] = ()
     """What a reader of the report must know of the model."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
     """Trains an adapter on the data and makes it servable; needed when the config iterates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainStep:
-    """A decision of one chain, for the observer."""
-
-    batch: int
-    chain: int
-    num_items: int
-    num_tokens: int
-    """Prompt tokens computed so far, by all chains."""
-    step: Step
-
-
-BASELINE_READS = 5
-"""Of an item, by what the search is compared with: behind no labels, behind random ones, and to
-assess three ways to label."""
-REPORT_READS = (1 + NUM_CONTEXTS) / 6
-"""The same for the report, whose reads come in one block: six take as long as one of a search."""
-
-
-class _Progress:
-    """Foretells the reads of all rounds. A search is as far as its items are labelled or its
-    iterations used up. The inverted one is as long as one from random labels, and every round as
-    long as the one before."""
-
-    def __init__(self, run: Run, config: IcmConfig, observer: Observer[ChainStep]) -> None:
-        self.store = ScoreStore(run, on_read=self._tell)
-        self._config, self._observer = config, observer
-        self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
-        self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
-        self._num_items: dict[int, int] = {}
-        """By batch of the round."""
-        self._parts: dict[tuple[int, int], float] = {}
-        """How far each search of the round is, 0 to 1, by batch and chain."""
-        self._num_before = self._num_rounds_left = 0
-        self._search_reads = 0.0
-        """Of one search from random labels in every batch of the round."""
-
-    def begin(self, batches: Sequence[Batch], *, num_rounds_left: int) -> None:
-        """A round begins; so many follow."""
-        self._num_before, self._num_rounds_left = self.store.num_reads, num_rounds_left
-        self._num_items = {batch.index: len(batch.items) for batch in batches}
-        self._parts = {}
-
-    def step(self, batch: Batch, chain: int, step: Step) -> None:
-        search, num_items = self._config.search, len(batch.items)
-        start = min(search.num_start, num_items - 1)
-        num_labelled = sum(label != UNLABELLED for label in step.labels)
-        part = max((num_labelled - start) / (num_items - start), step.iteration / search.iterations)
-        known = self._parts.get((batch.index, chain), 0.0)
-        self._parts[batch.index, chain] = max(known, min(part, 0.95))
-        self._observer.on_step(
-            ChainStep(
-                batch=batch.index,
-                chain=chain,
-                num_items=num_items,
-                num_tokens=sum(self.store.computed.values()),
-                step=step,
-            )
-        )
-
-    def end(self, batch: Batch, chain: int) -> None:
-        self._parts[batch.index, chain] = 1.0
-
-    def _tell(self) -> None:
-        part = self._part(range(self._num_random))
-        if not part:
-            return
-        num_reads, num_items = self.store.num_reads, sum(self._num_items.values())
-        inverted = self._part(self._inverted)
-        if part < 1:
-            self._search_reads = (num_reads - self._num_before) / part / self._num_random
-        left = (1 - part) * self._num_random * self._search_reads
-        left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
-        whole_round = num_reads - self._num_before + left
-        left += self._num_rounds_left * whole_round + REPORT_READS * num_items
-        self._observer.on_progress(num_reads, num_reads + left)
-
-    def _part(self, chains: range) -> float:
-        """How far these chains are, every batch by its items; 1 where there is none."""
-        total = sum(self._num_items.values()) * len(chains)
-        done = sum(
-            num_items * self._parts.get((batch, chain), 0.0)
-            for batch, num_items in self._num_items.items()
-            for chain in chains
-        )
-        return done / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +83,7 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    progress = _Progress(run, config, observer)
+    progress = Progress(run, config, observer, is_remote=engine.is_remote)
     store = progress.store
     batches: list[Batch] = []
     rounds = _rounds(config, inputs.items)
@@ -202,11 +114,6 @@ async def label(
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labeller) -> None:
     """Refuse, before anything is asked, prompts, constraints and exports that cannot be."""
-    if config.iterate is not None and not isinstance(labeller.sampler, Adapters):
-        raise ConfigError(
-            "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
-            "or fleet, or leave iterate out."
-        )
     check_exports(items, labels=config.data.labels, config=config.exports)
     for batch in batch_items(items, size=config.batch_size):
         open_problem(config, batch, labeller=labeller, store=ScoreStore())
@@ -277,7 +184,10 @@ def _open_batch(
 async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> ModelRef:
     """A model trained on every label so far that is sure enough to be exported."""
     if labeller.tune is None:
-        raise ConfigError("iterate needs an engine that adapters can be loaded into.")
+        raise ConfigError(
+            "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
+            "or fleet, or leave iterate out."
+        )
     data = await run_in_thread(_training_data, config, batches, labeller)
     model = await labeller.tune(data)
     logger.info("trained %s on %d labels", model.served_name, len(data))
@@ -300,7 +210,7 @@ def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labell
 
 
 async def _search(
-    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: _Progress
+    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: Progress
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
@@ -316,7 +226,7 @@ async def _search(
         problem = replace(batch.problem, scorer=batch.scorer.of_chain((batch.index, chain)))
         async with room:
             begins_known = chain == last and last > 0
-            start = await _bootstrap(config, problem, batch) if begins_known else None
+            start = await _baselines(config, batch, problem).start() if begins_known else None
             result = await Chain(
                 problem,
                 config=config.search,
@@ -326,17 +236,15 @@ async def _search(
             ).run(start)
         await decisions.flush()
         progress.end(batch, chain)
-        if start is not None:
-            result = replace(result, origin=BOOTSTRAP)
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
-        return result
+        return result if start is None else replace(result, origin=BOOTSTRAP)
 
     async def compare(batch: Batch) -> None:
         async with room:
-            batch.results += await _better_baselines(config, batch)
+            baselines = _baselines(config, batch, batch.problem)
+            batch.results += await baselines.better_than(batch.results)
             if config.baselines.inverted:
-                await _search_inverted(config, batch, run, partial(progress.step, batch, last + 1))
-                progress.end(batch, last + 1)
+                await _search_inverted(config, batch, baselines, run, progress)
 
     chains = range(config.num_chains)
     results = await together(search(batch, chain) for batch in batches for chain in chains)
@@ -346,53 +254,25 @@ async def _search(
     await together(map(compare, batches))
 
 
-async def _bootstrap(config: IcmConfig, problem: Problem, batch: Batch) -> Labels | None:
-    """Bootstrap's labels as a start; None where a search cannot begin with them."""
-    labels = await Baselines(problem, config=config.baselines, seed=batch.seed).bootstrap()
-    [found] = await problem.assess([labels])
-    return None if found is None or found.num_violated else labels
-
-
-async def _better_baselines(config: IcmConfig, batch: Batch) -> list[ChainResult]:
-    """The best consistent labels that need no search, if they are better than every chain's."""
-    problem = batch.problem
-    baselines = Baselines(problem, config=config.baselines, seed=batch.seed)
-    better: list[ChainResult] = []
-    for name, labels in (await baselines.unsearched()).items():
-        [found] = await problem.assess([labels])
-        if found is None or found.num_violated:
-            continue
-        result = ChainResult(
-            labels=labels,
-            assessment=found,
-            start=labels,
-            num_iterations=0,
-            num_accepted=0,
-            is_settled=UNLABELLED not in labels and not found.frustrated,
-            labelled_at=(UNLABELLED,) * problem.num_items,
-            steps=(),
-            origin=name,
-        )
-        if result.rank > max(known.rank for known in [*batch.results, *better]):
-            better = [result]
-    return better
+def _baselines(config: IcmConfig, batch: Batch, problem: Problem) -> Baselines:
+    return Baselines(problem, config=config.baselines, seed=batch.seed)
 
 
 async def _search_inverted(
-    config: IcmConfig, batch: Batch, run: Run, on_step: Callable[[Step], None]
+    config: IcmConfig, batch: Batch, baselines: Baselines, run: Run, progress: Progress
 ) -> None:
     """The search from the opposite of the best labels; it counts where it finds better ones."""
-    baselines = Baselines(batch.problem, config=config.baselines, seed=batch.seed)
     decisions = DecisionLog(run, batch, chain=len(batch.results))
 
     def stepped(step: Step) -> None:
         decisions.add(step)
-        on_step(step)
+        progress.step(batch, config.num_chains, step)
 
     batch.inverted = await baselines.inverted(batch.best, config=config.search, on_step=stepped)
     await decisions.flush()
     if batch.inverted is not None and batch.inverted.rank > batch.best.rank:
         batch.results.append(batch.inverted)
+    progress.end(batch, config.num_chains)
 
 
 def _metrics(step: Step, *, where: str) -> dict[str, float]:
@@ -402,6 +282,7 @@ def _metrics(step: Step, *, where: str) -> dict[str, float]:
         "best_utility": step.best_utility,
         "temperature": step.temperature,
         "num_frustrated": float(step.num_frustrated),
+        "num_violated": float(step.num_violated),
         "num_labelled": float(sum(label != UNLABELLED for label in step.labels)),
     }
     return {f"icm/{name}_{where}": value for name, value in values.items()}

@@ -168,7 +168,8 @@ async def make_report(
     rows = await label_all_ways(batches, config.baselines, truth)
     questions = _questions(batches)
     ours = _joined([batch.best.labels for batch in batches])
-    whole = _joined_gold(truth, batches)
+    items = [item for batch in batches for item in batch.items]
+    whole = {place: gold[item.id] for place, item in enumerate(items) if item.id in gold}
     gold_row = agree(ours, whole, clusters=questions)
     golden = None if not gold else await _gold_summary(batches, truth, gold_row)
     transfers = await _transfers(batches)
@@ -183,12 +184,12 @@ async def make_report(
         data=config.data.path.name,
         seed=config.seed,
         labels=labels,
-        num_items=sum(len(batch.items) for batch in batches),
+        num_items=len(items),
         num_labelled=len(ours),
         num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
-        support=None if support is None else _describe_support(support),
+        support=support and SupportRecord.model_validate(support, from_attributes=True),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
@@ -277,15 +278,6 @@ async def _support(batches: Sequence[Batch]) -> Support | None:
     found = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
     known = [own for own in found if own is not None]
     return join_supports(known) if len(known) == len(batches) else None
-
-
-def _describe_support(support: Support) -> SupportRecord:
-    return SupportRecord(
-        strength=support.strength,
-        gain=support.gain,
-        random_gain=support.random_gain,
-        p=support.p,
-    )
 
 
 def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
@@ -432,14 +424,6 @@ def _joined(labels: Sequence[Labels]) -> dict[int, int]:
     """Place among all items -> label, of those that have one."""
     flat = [label for own in labels for label in own]
     return {place: label for place, label in enumerate(flat) if label != UNLABELLED}
-
-
-def _joined_gold(truth: Sequence[Mapping[int, int]], batches: Sequence[Batch]) -> dict[int, int]:
-    found, first = {}, 0
-    for known, batch in zip(truth, batches, strict=True):
-        found.update({first + place: label for place, label in known.items()})
-        first += len(batch.items)
-    return found
 
 
 def _questions(batches: Sequence[Batch]) -> list[str]:

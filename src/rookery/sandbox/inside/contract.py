@@ -87,8 +87,8 @@ def _cascade(functions: dict[str, Any], program: str, thresholds: list[float], e
             return
         stage = f"stage{number}"
         emit({"begin": stage})
-        found, more = _call(function, program)
-        metrics = found if number == 1 else _numeric(metrics) | _numeric(found)
+        stage_metrics, more = _call(function, program)
+        metrics = stage_metrics if number == 1 else _numeric(metrics) | _numeric(stage_metrics)
         artifacts |= more
         _emit_measured(stage, metrics, artifacts, emit)
         if number > len(thresholds) or not _passes(metrics, thresholds[number - 1]):

@@ -103,8 +103,8 @@ class _Process:
                 "the evaluator has called."
             )
         send(channel, encode(request, self.refer))
-        while (found := self._next_request(channel)) is not None:
-            kind, *parts = found
+        while (answer := self._next_request(channel)) is not None:
+            kind, *parts = answer
             if kind == "returned":
                 return parts[0]
             if kind == "raised":
@@ -117,8 +117,8 @@ class _Process:
         self._threads[channel.fileno()] = (channel, threading.get_ident())
         self._serving.channel = channel
         with contextlib.suppress(_Ended, OSError), channel:
-            while (found := self._next_request(channel)) is not None:
-                self._answer(channel, found[0], found[1:])
+            while (request := self._next_request(channel)) is not None:
+                self._answer(channel, request[0], request[1:])
 
     def accept(self, control: socket.socket, main: "queue.SimpleQueue[socket.socket]") -> None:
         """Take new sockets, and end the calls of those that were closed."""
@@ -221,8 +221,8 @@ def rebuild_error(names: list[str], message: str, text: str, number: int | None)
 
 
 def _builtin_error(name: str) -> type[BaseException] | None:
-    found = _KeyError if name == "KeyError" else vars(builtins).get(name)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+    kind = _KeyError if name == "KeyError" else vars(builtins).get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
 class _KeyError(KeyError):
@@ -271,11 +271,11 @@ def _load(
 def _run(code: bytes, names: dict[str, Any], place: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Execute code in a namespace: its value, and the names that it has set."""
     _move(place)
-    found = dict(names)
-    value = eval(marshal.loads(code), found)
+    namespace = dict(names)
+    value = eval(marshal.loads(code), namespace)
     new = {
         name: each
-        for name, each in found.items()
+        for name, each in namespace.items()
         if name != "__builtins__" and (name not in names or names[name] is not each)
     }
     return value, new

@@ -139,11 +139,11 @@ class ProgramProxy:
         try:
             self._send(channel, kind, *parts)
             while True:
-                answer, *found = decode(receive(channel), self._resolve)
+                answer, *content = decode(receive(channel), self._resolve)
                 if answer == "value" or answer == "error":
                     is_whole = True
                     break
-                self._serve(channel, answer, found)
+                self._serve(channel, answer, content)
         except (EOFError, ConnectionError):
             os._exit(PROGRAM_ENDED)
         finally:
@@ -151,9 +151,9 @@ class ProgramProxy:
                 del self._local.channel
                 channel.shutdown(socket.SHUT_RDWR)
         if answer == "error":
-            names, message, text, number = found
+            names, message, text, number = content
             raise self._errors.get(number) or rebuild_error(names, message, text, None)
-        return found
+        return content
 
     def call(self, number: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         sys.stdout.flush()
@@ -191,10 +191,10 @@ class ProgramProxy:
         self._exports[id(value)] = value
         return id(value)
 
-    def _serve(self, channel: socket.socket, kind: str, found: list[Any]) -> None:
+    def _serve(self, channel: socket.socket, kind: str, message: list[Any]) -> None:
         """Call one of our functions for the program: those that it was given, and no others."""
         try:
-            number, *parts = found
+            number, *parts = message
             value = self._exports[number]
             if kind == "call":
                 value = value(*parts[0], **parts[1])
@@ -209,13 +209,13 @@ class ProgramProxy:
 
     def _public(self, value: Any, name: str) -> Any:
         """A method or plain attribute of an evaluator's object."""
-        found = getattr(value, name) if not name.startswith("_") else None
-        is_method = isinstance(found, MethodType) and found.__self__ is value
-        if found is None or not (self.is_evaluators(type(value).__module__) or is_method):
+        attribute = getattr(value, name) if not name.startswith("_") else None
+        is_method = isinstance(attribute, MethodType) and attribute.__self__ is value
+        if attribute is None or not (self.is_evaluators(type(value).__module__) or is_method):
             raise AttributeError(name)
-        if not is_method and isinstance(found, ModuleType | FunctionType | type):
+        if not is_method and isinstance(attribute, ModuleType | FunctionType | type):
             raise AttributeError(name)
-        return found
+        return attribute
 
     def _place(self) -> dict[str, Any]:
         return {"cwd": os.getcwd(), "path": list(sys.path), "environ": dict(os.environ)}
@@ -287,8 +287,8 @@ class ProgramProxy:
             is_between = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MP)
             if is_between and sys.modules.keys().isdisjoint(_SPAWNING):
                 return
-            found = getattr(builtins, name, None) if module == "builtins" else None
-            is_error = isinstance(found, type) and issubclass(found, BaseException)
+            builtin = getattr(builtins, name, None) if module == "builtins" else None
+            is_error = isinstance(builtin, type) and issubclass(builtin, BaseException)
             if not (is_error or name in _PICKLED.get(module, ())):
                 self.refuse(f"Unpickling {module}.{name}")
 

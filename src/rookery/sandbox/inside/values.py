@@ -41,10 +41,10 @@ def decode(data: bytes, resolve: Callable[[int, str, str], Any]) -> Any:
     arrays = memoryview(data)[end:]
 
     def restore(marked: dict[str, Any]) -> Any:
-        [(mark, found)] = marked.items()
+        [(mark, data)] = marked.items()
         if mark == "r":
-            return resolve(*found)
-        return _array(found, arrays) if mark == "n" else _RESTORE[mark](found)
+            return resolve(*data)
+        return _array(data, arrays) if mark == "n" else _RESTORE[mark](data)
 
     return json.loads(data[8:end], object_hook=restore)
 
@@ -127,10 +127,10 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _array(found: list[Any], arrays: memoryview) -> Any:
+def _array(header: list[Any], arrays: memoryview) -> Any:
     import numpy
 
-    dtype, shape, start, end = found
+    dtype, shape, start, end = header
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"An array of {dtype!r}.")
     return numpy.frombuffer(arrays[start:end], dtype=dtype).reshape(shape).copy()
@@ -146,19 +146,19 @@ class _Record(dict[Any, Any]):
             raise AttributeError(name) from None
 
 
-def _pairs(found: list[Any]) -> dict[Any, Any]:
-    return dict(zip(found[::2], found[1::2], strict=True))
+def _pairs(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 _RESTORE: dict[str, Callable[[Any], Any]] = {
     "t": tuple,
-    "g": lambda found: found[()],
+    "g": lambda data: data[()],
     "d": _pairs,
-    "D": lambda found: _Record(_pairs(found)),
-    "T": lambda found: namedtuple(found[0], found[1])(*found[2]),
+    "D": lambda data: _Record(_pairs(data)),
+    "T": lambda data: namedtuple(data[0], data[1])(*data[2]),
     "s": set,
     "f": frozenset,
     "b": base64.b64decode,
-    "B": lambda found: bytearray(base64.b64decode(found)),
-    "c": lambda found: complex(*found),
+    "B": lambda data: bytearray(base64.b64decode(data)),
+    "c": lambda data: complex(*data),
 }

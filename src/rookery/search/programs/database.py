@@ -14,7 +14,7 @@ For results that do not depend on the number of workers, order asks and tells by
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from pydantic import Field
@@ -44,10 +44,12 @@ from rookery.seeding import stream
 
 __all__ = [
     "Ask",
+    "BestOfN",
     "DatabaseConfig",
     "DatabaseState",
     "ProgramDatabase",
     "References",
+    "Sequential",
     "Tell",
     "Window",
 ]
@@ -346,3 +348,46 @@ class ProgramDatabase:
         }
         features = tuple(values[name] for name in self._config.feature_dimensions)
         return Member(record=record, serial=self._num_told, score=score, features=features)
+
+
+# Simpler searches, to compare with.
+
+
+class BestOfN(ProgramDatabase):
+    """Independent children of the best first program, which a better child may have replaced among
+    the members."""
+
+    first: Member | None = None
+
+    def tell(self, record: ProgramRecord) -> Member:
+        member = super().tell(record)
+        if record.attempt == 0 and (self.first is None or member.rank < self.first.rank):
+            self.first = member
+        return member
+
+    def ask(self, attempt: int) -> Plan:
+        plan, first = super().ask(attempt), self.first
+        assert first is not None
+        return replace(
+            plan,
+            parent=first.id,
+            parent_score=first.score,
+            generation=1,
+            inspirations=(),
+            top=(),
+        )
+
+
+class Sequential(ProgramDatabase):
+    """A line of programs: each a child of the best before it."""
+
+    def ask(self, attempt: int) -> Plan:
+        plan, best = super().ask(attempt), self.best
+        assert best is not None
+        return replace(
+            plan,
+            parent=best.id,
+            parent_score=best.score,
+            generation=best.record.generation + 1,
+            inspirations=(),
+        )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import stamina
 from pydantic import Field
 
 from rookery.concurrency import task_group
 from rookery.config import Config
 from rookery.errors import ServiceError
+from rookery.runtime.retry import Backoff
 
 __all__ = ["Answer", "Connection", "ServiceClientConfig", "ServiceRefusal", "open_connection"]
 
@@ -30,7 +30,7 @@ HEARTBEAT_S = 10.0
 POLL_S = 60.0
 """How long the service may be silent; it answers a poll within 45 s. Weights take as long as they
 take."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_RETRY = Backoff(first_s=0.1, longest_s=5.0)
 _AGAIN = frozenset({408, 429})
 
 
@@ -104,21 +104,16 @@ class Connection:
         """One request, sent again while the service is away."""
         url = path if path.startswith("http") else f"{self._config.url.rstrip('/')}/api/v1/{path}"
         try:
-            async for attempt in stamina.retry_context(
+            return await _RETRY.persist(
+                lambda: self._send(method, url, body, accept),
                 on=_Away,
-                attempts=None,
-                timeout=self._config.away_s,
-                wait_initial=_FIRST_WAIT_S,
-                wait_max=_LONGEST_WAIT_S,
-            ):
-                with attempt:
-                    return await self._send(method, url, body, accept)
+                limit_s=self._config.away_s,
+            )
         except _Away as away:
             raise ServiceError(
                 f"The service at {self._config.url} did not take a request for "
                 f"{self._config.away_s:g} s: {away}. Is it running?"
             ) from away
-        raise AssertionError("the retry loop ends by returning or raising")
 
     async def delete(self, path: str) -> None:
         """Delete something; nothing when it is gone, as after an answer that was lost."""

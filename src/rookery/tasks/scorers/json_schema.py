@@ -93,10 +93,10 @@ def _documents(text: str) -> Iterator[dict[str, Json] | list[Json]]:
         if count == MAX_STARTS:
             return
         try:
-            found, _ = decoder.raw_decode(text, start.start())
+            document, _ = decoder.raw_decode(text, start.start())
         except (ValueError, RecursionError):
             continue
-        yield found
+        yield document
 
 
 def _refuse_constant(name: str) -> Json:

@@ -118,18 +118,18 @@ class JudgeScorer:
         return Task(id=task.id, prompt=text, reference=None)
 
     def _read_score(self, task: Task, reply: Completion) -> float:
-        found = list(re.finditer(self._config.pattern, reply.text))
+        matches = list(re.finditer(self._config.pattern, reply.text))
         is_cut = reply.finish_reason == "length"
         low, high = self._config.low, self._config.high
         who = f"Task {task.id}: the judge {self._config.model}"
         # "Score: 1" at the very end of a cut reply may be the first half of "Score: 10".
-        if not found or (is_cut and found[-1].end() == len(reply.text)):
+        if not matches or (is_cut and matches[-1].end() == len(reply.text)):
             cut = " before it was cut: raise scorer.max_tokens" if is_cut else ""
             raise TaskError(f"{who} gave no score in {_tail(reply.text)}{cut}.")
         try:
-            score = float(found[-1][1])
+            score = float(matches[-1][1])
         except (TypeError, ValueError):
-            raise TaskError(f"{who} gave {found[-1][1]!r}, which is not a number.") from None
+            raise TaskError(f"{who} gave {matches[-1][1]!r}, which is not a number.") from None
         if not low <= score <= high:
             raise TaskError(f"{who} gave {score:g}, which is not between {low:g} and {high:g}.")
         return (score - low) / (high - low)

@@ -29,8 +29,8 @@ def compare(references: list[str], answer: str) -> dict[str, str | bool]:
     for text, gold in zip(references, golds, strict=True):
         if not gold or all(isinstance(part, str) for part in gold):
             return {"error": f"the reference {text!r} is no formula that math-verify can read."}
-    given = parse(answer, parsing_timeout=None)
-    return {"equal": any(verify(gold, given, timeout_seconds=None) for gold in golds)}
+    parsed = parse(answer, parsing_timeout=None)
+    return {"equal": any(verify(gold, parsed, timeout_seconds=None) for gold in golds)}
 
 
 def _delimited(reference: str) -> str:

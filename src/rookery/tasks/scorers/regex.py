@@ -60,8 +60,8 @@ class RegexScorer:
         self._pattern = re.compile(config.pattern)
 
     def read(self, completion: Completion) -> str | None:
-        found = [match.group(self._config.group or 0) for match in self._matches(completion)]
-        return found[-1].strip() if found and found[-1] is not None else None
+        captured = [match.group(self._config.group or 0) for match in self._matches(completion)]
+        return captured[-1].strip() if captured and captured[-1] is not None else None
 
     def _matches(self, completion: Completion) -> Iterator[re.Match[str]]:
         return self._pattern.finditer(completion.text)

@@ -108,9 +108,11 @@ class LossGraph:
     def __init__(self, document: object, *, names: Sequence[str]) -> None:
         with boundary(TrainError, "The graph of the loss cannot be read"):
             self._nodes = _read_nodes(document)
-        given = [node["target"] for node in self._nodes if node["op"] == "placeholder"]
-        if given != list(names):
-            raise TrainError(f"The graph of the loss takes {given}, and its inputs are {[*names]}.")
+        placeholders = [node["target"] for node in self._nodes if node["op"] == "placeholder"]
+        if placeholders != list(names):
+            raise TrainError(
+                f"The graph of the loss takes {placeholders}, and its inputs are {[*names]}."
+            )
         self._num_values: dict[tuple[tuple[int, ...], ...], int] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -322,7 +324,7 @@ class Custom(Config):
 
     @cached_property
     def _run(self) -> LossGraph:
-        return LossGraph(self.graph, names=[own.name for own in self.inputs])
+        return LossGraph(self.graph, names=[entry.name for entry in self.inputs])
 
     @model_validator(mode="after")
     def _check_graph(self) -> "Custom":
@@ -342,12 +344,12 @@ class Custom(Config):
             part.requires_grad_(logprobs.requires_grad)
             for part in torch.split(logprobs.detach(), sizes)
         ]
-        given = [self._inputs(part, targets, place) for place, part in enumerate(parts)]
-        self._run.check_pass(given, num_positions=sum(targets.num_rows))
+        tensors = [self._inputs(part, targets, place) for place, part in enumerate(parts)]
+        self._run.check_pass(tensors, num_positions=sum(targets.num_rows))
         losses: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
-        for part, inputs in zip(parts, given, strict=True):
+        for part, inputs in zip(parts, tensors, strict=True):
             loss, metrics = self._run(*inputs)
             if loss.requires_grad:
                 gradients += torch.autograd.grad(loss, [part])
@@ -370,19 +372,19 @@ class Custom(Config):
         )
         return self._logprobs(logprobs, targets.num_rows[place]), *rest
 
-    def _logprobs(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
-        return own if self.inputs[0].rank == 1 else own.view(num_rows, -1)
+    def _logprobs(self, logprobs: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return logprobs if self.inputs[0].rank == 1 else logprobs.view(num_rows, -1)
 
     def _tensor(
-        self, own: LossInput, inputs: Mapping[str, Json], *, device: torch.device
+        self, entry: LossInput, inputs: Mapping[str, Json], *, device: torch.device
     ) -> torch.Tensor:
-        if own.name not in inputs:
-            raise TrainError(f"A datum has no input {own.name!r}, which the loss reads.")
-        tensor = torch.tensor(inputs[own.name], device=device)
-        if tensor.ndim != own.rank:
+        if entry.name not in inputs:
+            raise TrainError(f"A datum has no input {entry.name!r}, which the loss reads.")
+        tensor = torch.tensor(inputs[entry.name], device=device)
+        if tensor.ndim != entry.rank:
             raise TrainError(
-                f"The input {own.name!r} of a datum has {tensor.ndim} dimensions; the loss reads "
-                f"{own.rank}."
+                f"The input {entry.name!r} of a datum has {tensor.ndim} dimensions; the loss reads "
+                f"{entry.rank}."
             )
         return tensor
 

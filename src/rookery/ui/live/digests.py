@@ -251,6 +251,7 @@ DIGESTS: dict[str, type[Digest]] = {
     "icm": IcmDigest,
     "evolve": EvolveDigest,
     "eval": AnswersDigest,
+    "pipeline": AnswersDigest,
 }
 
 

@@ -6,7 +6,6 @@ folder.changes(since=0)          # {"version": 7, "pending": 0, "runs": [...], "
 """
 
 import hashlib
-import json
 import math
 import os
 import threading
@@ -18,10 +17,13 @@ from typing import Any
 from rookery.errors import RookeryError, RunError
 from rookery.runs import Run, RunView, find_runs, is_locked
 from rookery.ui.live.curves import spark
+from rookery.ui.time_left import PROGRESS
 
 __all__ = ["MALFORMED", "RunsFolder", "describe_run", "malformed"]
 
-WATCHED = ("events.db", "events.db-wal", "metrics.jsonl", "report.json", "config.json")
+WATCHED = (
+    "events.db", "events.db-wal", "metrics.jsonl", "report.json", "config.json", PROGRESS,
+)  # fmt: skip
 MAIN_METRICS = {
     "genome": ("genome/best",),
     "grpo": ("reward/mean",),
@@ -29,11 +31,8 @@ MAIN_METRICS = {
     "evolve": ("evolve/best_score",),
 }
 ANY_METRIC = ("reward/", "train/loss", "loss/", "")
-TAIL_BYTES = 1 << 15
 LOOK_AGAIN_S = 0.3
 """Several pages that ask at once share one look at the files."""
-RATE_STEPS = 20
-"""The time left comes from this many of the newest steps."""
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading a file raises that is JSON, but not as a run writes it."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
@@ -169,7 +168,7 @@ def _describe(run: RunView) -> dict[str, Any]:
         "last_event_s": newest.time_s,
         "worked_s": run.worked_s,
         "num_events": newest.seq,
-        "progress": _progress(run, config) if status != "done" else None,
+        "progress": _progress(run) if status != "done" else None,
         "result": result,
         "spark": numbers,
         "spark_of": spark_of,
@@ -198,48 +197,17 @@ def _model(config: Mapping[str, Any]) -> str:
     return str(config.get("model") or "")
 
 
-def _progress(run: RunView, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How far it is, from its steps, and the time left at the pace of the newest ones."""
-    total, noun = _total(run.kind, config)
-    rows = _tail(run.path / "metrics.jsonl")
-    if not total or not rows:
+def _progress(run: RunView) -> dict[str, Any] | None:
+    """How far it is, as its own process told it last."""
+    if not (run.path / PROGRESS).is_file():
         return None
-    done = int(rows[-1]["step"]) + (run.kind != "evolve")  # its steps count what is decided
-    recent = rows[-RATE_STEPS:]
-    steps = int(recent[-1]["step"]) - int(recent[0]["step"])
-    spent_s = float(recent[-1]["time_s"]) - float(recent[0]["time_s"])
-    left_s = spent_s / steps * max(0, total - done) if steps > 0 else None
-    return {"done": min(done, total), "total": total, "noun": noun, "left_s": left_s}
-
-
-def _total(kind: str, config: Mapping[str, Any]) -> tuple[int, str]:
-    if kind == "grpo":
-        return int(config.get("steps") or 0), "step"
-    if kind == "genome":
-        stages = [stage for stage in config.get("stages") or [] if isinstance(stage, Mapping)]
-        planned = sum(int(stage.get("generations") or 1) for stage in stages)
-        return planned + bool(planned), "generation"  # the founders are the first
-    if kind == "evolve":
-        settings = config.get("settings")
-        source = settings if isinstance(settings, Mapping) else config
-        return int(source.get("max_iterations") or 0), "program"
-    return 0, ""
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The newest lines of the metrics."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue  # the first may be cut
-    return [row for row in rows if isinstance(row, dict) and {"step", "time_s"} <= row.keys()]
+    told = run.read_json(PROGRESS)
+    done, total, left_s = (told.get(key) for key in ("done", "total", "left_s"))
+    if not total:
+        return None
+    if left_s is not None:
+        left_s = max(left_s - max(0.0, time.time() - told["time_s"]), left_s / 2)
+    return {"done": min(done, total), "total": total, "noun": told["noun"], "left_s": left_s}
 
 
 def _result(run: RunView) -> dict[str, Any] | None:
@@ -264,10 +232,12 @@ def _result(run: RunView) -> dict[str, Any] | None:
         case "evolve":
             best = report.get("best")
             return {"label": "best score", "mean": best.get("score")} if best else None
-        case "eval":
+        case "eval" | "pipeline":
             models = report.get("models", [])
             best = max(models, key=lambda m: m.get("mean") or -math.inf, default=None)
             return _estimate(best, f"mean reward, {best.get('name', '')}") if best else None
+        case "sft":
+            return {"label": "loss of the last step", "mean": report.get("last_loss")}
     return None
 
 

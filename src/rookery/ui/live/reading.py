@@ -19,6 +19,7 @@ from typing import Any
 from rookery.errors import RunError
 from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
+from rookery.runs.references import find_sources
 from rookery.ui import wording
 from rookery.ui.grpo import SETTING_COLUMNS, setting_rows
 from rookery.ui.live.curves import Curves
@@ -37,6 +38,8 @@ ELSEWHERE: dict[str, set[str]] = {
     "icm": {"items"},
     "evolve": set(),
     "eval": set(),
+    "pipeline": set(),
+    "sft": set(),
 }
 """Parts of each loop's report that the page has from events, curves and labels."""
 
@@ -110,9 +113,18 @@ class OpenRun:
         return {
             "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
             "config": self._view.config,
+            "made_from": self._made_from(),
             "counts": self._view.counts(),
             "pulse": self.pulse(),
         }
+
+    def _made_from(self) -> list[dict[str, str]]:
+        """Other runs that its config takes something from; an id where they are beside it."""
+        return [
+            {"run": source.run.name, "part": source.part}
+            | ({"id": source.run.name} if source.run.parent == self.path.parent else {})
+            for source in find_sources(self._view.config)
+        ]
 
     def document(self) -> dict[str, Any]:
         """report.json; empty before there is one."""
@@ -201,14 +213,20 @@ class OpenRun:
             try:
                 data = self._view.blobs.read_bytes(str(batch.payload.get("digest")))
                 groups = json.loads(zlib.decompress(data)).get("groups", [])
-                return {"step": number, "is_whole": True, "groups": [_group(g) for g in groups]}
+                shown = [_group(group) for group in groups]
+                return {"step": number, "is_whole": True, "groups": shown, "gap": self._gap(number)}
             except (RunError, ValueError, zlib.error, AttributeError, TypeError):
                 pass  # removed with its checkpoint, or of another form
         event = self._view.get("step", str(number))
         if event is None:
             raise RunError(f"The run {self.name!r} has no step {number}.")
         groups = _examples(event.payload.get("examples", []))
-        return {"step": number, "is_whole": False, "groups": groups}
+        return {"step": number, "is_whole": False, "groups": groups, "gap": self._gap(number)}
+
+    def _gap(self, number: int) -> dict[str, Any] | None:
+        """Examples token by token, where the run has them."""
+        event = self._view.get("gap", str(number))
+        return event.payload if event is not None else None
 
     def labels(self) -> dict[str, Any]:
         """What labels.jsonl holds; empty before a labelling is done."""

@@ -194,12 +194,12 @@ def _blend_deltas(
     is_on_gpu = _is_on_gpu(population)
     for patches in _patches(population, crosses):
         blended = each(partial(_blend_patch, method), patches, num_threads=1 if is_on_gpu else None)
-        found = [
+        dense = [
             one
             for patch, matrices in zip(patches, blended, strict=True)
             for one in _unpacked(population, patch, matrices)
         ]
-        for group in _of_one_shape(found) if is_on_gpu else [[one] for one in found]:
+        for group in _of_one_shape(dense) if is_on_gpu else [[one] for one in dense]:
             _cut(group, children)
 
 
@@ -213,7 +213,7 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
     Layers of one size come together: the threads of a smaller one would wait for the others.
     """
     patches: list[_Patch] = []
-    for layer in sorted(population.layout.layers, key=lambda own: own.num_out * own.num_in):
+    for layer in sorted(population.layout.layers, key=lambda shape: shape.num_out * shape.num_in):
         size = layer.num_out * layer.num_in
         num_together = max(1, _PATCH_NUMBERS // size)
         for first in range(0, len(crosses), num_together):
@@ -243,9 +243,9 @@ def _unpacked(population: Stack, patch: _Patch, matrices: torch.Tensor) -> Itera
         yield _Dense(layer, patch.first + i, matrix, start)
 
 
-def _of_one_shape(found: Sequence[_Dense]) -> list[list[_Dense]]:
+def _of_one_shape(matrices: Sequence[_Dense]) -> list[list[_Dense]]:
     groups: dict[tuple[torch.Size, torch.Size | None], list[_Dense]] = defaultdict(list)
-    for one in found:
+    for one in matrices:
         groups[one.matrix.shape, None if one.start is None else one.start.shape].append(one)
     return list(groups.values())
 
@@ -342,10 +342,10 @@ def block_names(parents: Sequence[Adapter]) -> tuple[str, ...]:
 def adapted_blocks(parents: Sequence[Adapter]) -> tuple[bool, ...]:
     """Of every block whether each of them changes it, in the order of the weights of a merge."""
     blocks = [
-        {block_of(layer) for layer, own in parent.factors.items() if own.a.any() and own.b.any()}
+        {block_of(layer) for layer, lora in parent.factors.items() if lora.a.any() and lora.b.any()}
         for parent in parents
     ]
-    return tuple(name in own for name in block_names(parents) for own in blocks)
+    return tuple(name in adapted for name in block_names(parents) for adapted in blocks)
 
 
 def merge_by_block(
@@ -364,8 +364,11 @@ def merge_by_block(
         )
     factors: dict[str, LoraFactors] = {}
     for place, name in enumerate(names):
-        own = weights[place * count : (place + 1) * count]
-        parts = [(_part(parent, name), weight) for parent, weight in zip(parents, own, strict=True)]
+        block_weights = weights[place * count : (place + 1) * count]
+        parts = [
+            (_part(parent, name), weight)
+            for parent, weight in zip(parents, block_weights, strict=True)
+        ]
         parts = [(part, weight) for part, weight in parts if part.factors]
         child = merge(
             [part for part, _ in parts],
@@ -381,7 +384,8 @@ def merge_by_block(
 def _part(parent: Adapter, block: str) -> Adapter:
     """What the adapter changes of one block."""
     return replace(
-        parent, factors={k: own for k, own in parent.factors.items() if block_of(k) == block}
+        parent,
+        factors={k: lora for k, lora in parent.factors.items() if block_of(k) == block},
     )
 
 

@@ -104,11 +104,11 @@ class Tensors:
     """An Engine of tensors."""
 
     def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
-        found = row.new_full((len(bounds),), torch.inf)
+        limits = row.new_full((len(bounds),), torch.inf)
         for i, ((begin, end), k) in enumerate(zip(bounds.tolist(), counts.tolist(), strict=True)):
             if k:
-                found[i] = _kth_magnitude(row[begin:end], k)
-        return found
+                limits[i] = _kth_magnitude(row[begin:end], k)
+        return limits
 
     def blend(self, blend: Blend[torch.Tensor]) -> None:
         tables = _tables(blend)
@@ -135,7 +135,7 @@ def as_tensors(blend: Blend[Floats]) -> Blend[torch.Tensor]:
     return Blend(
         rows=[torch.from_numpy(row) for row in blend.rows],
         bounds=blend.bounds,
-        entries=Trim([torch.from_numpy(own) for own in entries.limits])
+        entries=Trim([torch.from_numpy(limits) for limits in entries.limits])
         if isinstance(entries, Trim)
         else entries,
         weights=blend.weights,
@@ -238,7 +238,7 @@ class Compiled:
         self._blend.restype = None
 
     def limits(self, row: Floats, *, bounds: Integers, counts: Integers) -> Floats:
-        found = np.empty(len(bounds), np.float32)
+        limits = np.empty(len(bounds), np.float32)
         longest = int((bounds[:, 1] - bounds[:, 0]).max(initial=0))
         scratch = np.empty(2 * (longest + _GROUP), np.uint16)
         self._limits(
@@ -248,9 +248,9 @@ class Compiled:
             len(bounds),
             longest,
             _address(scratch),
-            _address(found),
+            _address(limits),
         )
-        return found
+        return limits
 
     def blend(self, blend: Blend[Floats]) -> None:
         if len(blend.rows) > _MOST_PARENTS:
@@ -258,7 +258,7 @@ class Compiled:
             return
         entries = blend.entries
         rows, limits, tables = _addresses(blend.rows), None, None
-        given = _Blend(
+        struct = _Blend(
             num_parents=len(blend.rows),
             num_stretches=len(blend.bounds),
             bounds=_address(blend.bounds),
@@ -268,11 +268,11 @@ class Compiled:
         )
         if isinstance(entries, Trim):
             limits = np.stack(list(entries.limits))
-            given.limits = _address(limits)
+            struct.limits = _address(limits)
         else:
             tables = _addresses(entries.tables)
-            given.tables, given.starts = ctypes.addressof(tables), _address(entries.starts)
-        self._blend(ctypes.byref(given))
+            struct.tables, struct.starts = ctypes.addressof(tables), _address(entries.starts)
+        self._blend(ctypes.byref(struct))
 
 
 def _address(array: Floats | Integers | np.ndarray) -> int:

@@ -85,12 +85,12 @@ def factor_rows(population: Stack) -> Rows:
 
 @lru_cache(maxsize=64)
 def _pieces(layout: Layout, ranks_P: tuple[tuple[int, ...], ...]) -> tuple[Piece, ...]:
-    found = []
+    stretches = []
     for index, place in enumerate(places(layout)):
         width = (place.stop - place.start) // layout.rank
         sizes = tuple(ranks[index // 2] * width for ranks in ranks_P)
-        found.append(Piece(place.start, place.stop, sizes))
-    return tuple(found)
+        stretches.append(Piece(place.start, place.stop, sizes))
+    return tuple(stretches)
 
 
 def delta_rows(population: Stack, *, layer: str, parents: list[int]) -> Rows:

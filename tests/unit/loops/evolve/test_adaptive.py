@@ -86,7 +86,7 @@ async def test_a_failed_program_is_mended_with_its_error(tmp_path: Path) -> None
         rookery={"in_flight": 1, "workers": 1},
     )
     executor = ToyExecutor(toy_with_bugs)
-    report = (await evolve_toy(tmp_path, config, model=toy_model(model), executor=executor)).report
+    report = await evolve_toy(tmp_path, config, model=toy_model(model), executor=executor)
     assert report.best is not None and (report.best.score or 0) > 0.05
     assert model.repairs
     for prompt in model.repairs:
@@ -109,7 +109,7 @@ async def test_a_failed_program_is_mended_with_its_error(tmp_path: Path) -> None
 
 async def test_checkpoints_hold_programs_with_a_score_alone(tmp_path: Path) -> None:
     config = toy_config(max_iterations=20, database={})
-    report = (await evolve_toy(tmp_path, config, executor=ToyExecutor(toy_with_bugs))).report
+    report = await evolve_toy(tmp_path, config, executor=ToyExecutor(toy_with_bugs))
     checkpoint = read_checkpoint(tmp_path / "toy" / "checkpoints" / "checkpoint_20")
     assert len(checkpoint.programs) == report.num_programs
     assert all(program.metrics for program in checkpoint.programs)
@@ -119,7 +119,7 @@ async def test_openevolves_strategy_keeps_no_failed_programs(tmp_path: Path) -> 
     config = toy_config(max_iterations=10)
     model = BuggyModel()
     executor = ToyExecutor(toy_with_bugs)
-    report = (await evolve_toy(tmp_path, config, model=toy_model(model), executor=executor)).report
+    report = await evolve_toy(tmp_path, config, model=toy_model(model), executor=executor)
     assert (report.strategy, report.operators) == ("openevolve", ())
     assert not model.repairs and not model.warned
     assert report.failed_share == 1.0

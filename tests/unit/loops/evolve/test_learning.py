@@ -8,7 +8,7 @@ import pytest
 from loops.evolve.test_loop_resume import read_export
 from loops.evolve.toy import ToyExecutor, evolve_toy, parent_of, toy_config, toy_model
 
-from rookery.errors import TrainError
+from rookery.errors import ConfigError, TrainError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.learning import Lesson, Trained, choose_answers
 from rookery.loops.evolve.search_state import Answered
@@ -105,7 +105,7 @@ async def learn(
 ) -> tuple[LearnedRow, ...]:
     model, executor = toy_model(climb(base)), ToyExecutor(endless)
     result = await evolve_toy(folder, settings, model=model, executor=executor, learner=learner)
-    return result.report.learned
+    return result.learned
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,21 @@ async def test_a_training_that_cannot_be_done_is_said_and_the_run_goes_on(tmp_pa
     assert [model.name for model in row.models] == ["toy"]
 
 
+async def test_a_model_that_has_the_name_of_a_trained_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"named 'learned-3'.*name it otherwise"):
+        await evolve_toy(
+            tmp_path, config(), models={"learned-3": toy_model()}, learner=ToyLearner(climb(0.5))
+        )
+
+
 async def test_what_is_trained_on_counts_for_the_budget(tmp_path: Path) -> None:
     settings = config(
         rookery={"budget": {"max_tokens": 100_000}, "baselines": ["best_of_n"]}, max_iterations=60
     )
     model, learner = toy_model(climb(0.25)), ToyLearner(climb(0.5))
-    result = await evolve_toy(
+    report = await evolve_toy(
         tmp_path, settings, model=model, executor=ToyExecutor(endless), learner=learner
     )
-    report = result.report
     spent = (report.tokens.prompt or 0) + (report.tokens.completion or 0)
     [baseline] = report.baselines
     used = (baseline.tokens.prompt or 0) + (baseline.tokens.completion or 0)

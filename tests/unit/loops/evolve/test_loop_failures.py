@@ -27,6 +27,7 @@ from rookery.errors import (
 )
 from rookery.loops.evolve import proposer
 from rookery.loops.evolve.parts import Iteration
+from rookery.ports import Observer
 from rookery.sandbox import Failure, Outcome
 from rookery.sandbox.outcome import FailureKind
 from rookery.types import Job, JobCancelled, JobFailed, JobOutcome, TextReply, TextRequest
@@ -55,11 +56,11 @@ async def test_a_failed_evaluation_is_a_failure_of_its_kind(tmp_path: Path, kind
         model=toy_model(propose_new),
         executor=ToyExecutor(failing(kind)),
     )
-    [failure] = result.report.failures
+    [failure] = result.failures
     assert (failure.kind, failure.count) == (kind, 3)
     assert "It went wrong." in failure.first_message
-    assert result.report.num_programs == 1
-    assert any("No iteration gave a program" in warning for warning in result.report.warnings)
+    assert result.num_programs == 1
+    assert any("No iteration gave a program" in warning for warning in result.warnings)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,10 @@ async def test_an_answer_without_a_new_program_is_a_failure(
     result = await evolve_toy(
         tmp_path, config, model=toy_model(lambda request: answer), executor=executor
     )
-    kinds = {failure.kind: failure.count for failure in result.report.failures}
+    kinds = {failure.kind: failure.count for failure in result.failures}
     assert kinds.get(kind, 0) >= (2 if kind == "repeated" else 3)
-    assert all(failure.first_message for failure in result.report.failures)
-    assert len(executor.jobs) <= 2 + result.report.num_committed + kinds.get("repeated", 0)
+    assert all(failure.first_message for failure in result.failures)
+    assert len(executor.jobs) <= 2 + result.num_committed + kinds.get("repeated", 0)
 
 
 async def test_metrics_without_a_score_are_a_failure(tmp_path: Path) -> None:
@@ -92,13 +93,13 @@ async def test_metrics_without_a_score_are_a_failure(tmp_path: Path) -> None:
         return Outcome(metrics=metrics, artifacts={}, seconds=0.1, output_tail="")
 
     result = await evolve_toy(tmp_path, toy_config(max_iterations=2), executor=ToyExecutor(outcome))
-    assert [failure.kind for failure in result.report.failures] == ["no_score"]
+    assert [failure.kind for failure in result.failures] == ["no_score"]
 
 
 async def test_a_program_that_ends_two_workers_is_poison(tmp_path: Path) -> None:
     executor = ToyExecutor(is_lost=lambda job: job.attempt == 2)
     result = await evolve_toy(tmp_path, toy_config(max_iterations=4), executor=executor)
-    [poison] = [failure for failure in result.report.failures if failure.kind == "poison"]
+    [poison] = [failure for failure in result.failures if failure.kind == "poison"]
     assert (poison.count, poison.first_iteration) == (1, 2)
     assert "It was told to be lost." in poison.first_message
     assert len([job for job in executor.jobs if job.attempt == 2]) == 2
@@ -125,7 +126,7 @@ async def test_lost_workers_count_over_sessions(tmp_path: Path) -> None:
     again = ToyExecutor(is_lost=lambda job: job.attempt == 1)
     result = await evolve_toy(tmp_path, config, executor=again)
     assert len(again.jobs) == 1
-    assert [failure.kind for failure in result.report.failures] == ["poison"]
+    assert [failure.kind for failure in result.failures] == ["poison"]
 
 
 async def test_an_evaluator_that_raises_is_tried_again_without_cascade(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ async def test_an_evaluator_that_raises_is_tried_again_without_cascade(tmp_path:
         tmp_path, toy_config(max_iterations=1, evaluator=own), executor=executor
     )
     assert len(executor.jobs) == 4
-    assert result.report.num_committed == 1
+    assert result.num_committed == 1
 
 
 async def test_a_task_that_raises_twice_is_a_failure(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ async def test_a_task_that_raises_twice_is_a_failure(tmp_path: Path) -> None:
             return JobFailed(error="The sandbox broke.", seconds=0.0, worker="toy")
 
     result = await evolve_toy(tmp_path, toy_config(max_iterations=1), executor=Raising())
-    [failure] = result.report.failures
+    [failure] = result.failures
     assert (failure.kind, failure.first_message) == ("evaluation", "The sandbox broke.")
 
 
@@ -173,7 +174,7 @@ async def test_an_executor_that_closes_ends_the_run_to_be_resumed(tmp_path: Path
             executor=Closing(),
         )
     result = await evolve_toy(tmp_path, toy_config(max_iterations=5))
-    assert result.report.num_iterations == 5
+    assert result.num_iterations == 5
 
 
 async def test_a_first_program_that_fails_is_refused_before_any_model_call(tmp_path: Path) -> None:
@@ -207,18 +208,18 @@ class FlakyModel:
         return await self._model.reply(request)
 
 
-class Seen:
-    """A watcher that keeps what it is told."""
+class Seen(Observer[Iteration]):
+    """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
         self.iterations: list[Iteration] = []
         self.sentences: list[str] = []
 
-    def on_iteration(self, iteration: Iteration) -> None:
-        self.iterations.append(iteration)
+    def on_step(self, step: Iteration) -> None:
+        self.iterations.append(step)
 
-    def on_waiting(self, sentence: str) -> None:
-        self.sentences.append(sentence)
+    def on_phase(self, name: str) -> None:
+        self.sentences.append(name)
 
 
 async def test_a_model_that_fails_is_asked_again_then_the_attempt_fails(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ async def test_a_model_that_fails_is_asked_again_then_the_attempt_fails(tmp_path
     config = toy_config(max_iterations=2, rookery={"in_flight": 1})
     result = await evolve_toy(tmp_path, config, model=model)
     assert model.num_calls == 4
-    [failure] = result.report.failures
+    [failure] = result.failures
     assert (failure.kind, failure.count, failure.first_message) == ("model", 1, "Too long.")
 
 
@@ -236,9 +237,9 @@ async def test_a_model_that_is_down_is_waited_for(
     monkeypatch.setattr(proposer, "FIRST_WAIT_S", 0.01)
     model = FlakyModel(*[EngineDownError("No server answers.")] * 6)
     seen = Seen()
-    result = await evolve_toy(tmp_path, toy_config(), model=model, watcher=seen)
-    assert result.report.num_iterations == 20
-    assert not [failure for failure in result.report.failures if failure.kind == "model"]
+    result = await evolve_toy(tmp_path, toy_config(), model=model, observer=seen)
+    assert result.num_iterations == 20
+    assert not [failure for failure in result.failures if failure.kind == "model"]
     assert model.num_calls == 26
     assert seen.sentences and "No server answers." in seen.sentences[0]
     assert len(seen.iterations) == 20
@@ -254,7 +255,7 @@ async def test_a_model_that_stays_down_ends_the_run_which_resumes(
         await evolve_toy(tmp_path, config, model=model)
     assert all(states == ["planned"] for states in decided_states(tmp_path).values())
     result = await evolve_toy(tmp_path, config)
-    assert result.report.num_iterations == 20
+    assert result.num_iterations == 20
 
 
 async def test_settings_that_a_model_refuses_end_the_run_at_once_which_resumes(
@@ -262,11 +263,11 @@ async def test_settings_that_a_model_refuses_end_the_run_at_once_which_resumes(
 ) -> None:
     seen, model = Seen(), FlakyModel(FleetSettingsError("It wants a key."))
     with pytest.raises(ConfigError, match="It wants a key"):
-        await evolve_toy(tmp_path, toy_config(), model=model, watcher=seen)
+        await evolve_toy(tmp_path, toy_config(), model=model, observer=seen)
     assert not seen.sentences, "it is not waited for"
     assert all(states == ["planned"] for states in decided_states(tmp_path).values())
     result = await evolve_toy(tmp_path, toy_config())
-    assert result.report.num_iterations == 20
+    assert result.num_iterations == 20
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -301,7 +302,7 @@ async def test_every_attempt_is_decided_once_under_random_faults(tmp_path: Path,
 
 async def test_what_was_tried_is_told(tmp_path: Path) -> None:
     seen = Seen()
-    await evolve_toy(tmp_path, toy_config(), watcher=seen)
+    await evolve_toy(tmp_path, toy_config(), observer=seen)
     assert [one.num_decided for one in seen.iterations] == list(range(1, 21))
     assert {one.number for one in seen.iterations} == set(range(1, 21))
     for one in seen.iterations:

@@ -13,25 +13,23 @@ from loops.evolve.toy import (
     decided_states,
     evolve_toy,
     number_in,
-    open_toy_run,
     propose,
     propose_new,
     toy_config,
     toy_model,
 )
 
-from rookery.compat import openevolve
 from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineDownError
 from rookery.loops.evolve import scheduler
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.order import BacklogLimit
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.scheduler import PER_WORKER
 from rookery.ports import TextModel
+from rookery.reports import EvolveReport
 from rookery.sandbox import Outcome
 from rookery.testing import FakeTextModel
 from rookery.types import Job, JobOutcome, TextReply, TextRequest, TokenUsage
@@ -80,7 +78,7 @@ async def test_a_budget_ends_the_run_before_it_spends_more(
 ) -> None:
     model = CountingModel()
     config = toy_config(max_iterations=1000, rookery={"budget": budget})
-    report = (await evolve_toy(tmp_path, config, model=model)).report
+    report = await evolve_toy(tmp_path, config, model=model)
     assert 14 <= model.num_calls <= 20
     assert "allows no further iteration" in report.stop_reason
     assert report.tokens.prompt == 60 * model.num_calls
@@ -92,9 +90,7 @@ async def test_a_budget_ends_the_run_before_it_spends_more(
 async def test_a_small_budget_is_kept_with_many_calls_in_flight(tmp_path: Path, mode: str) -> None:
     model = CountingModel()
     own = {"budget": {"max_tokens": 350}, "in_flight": 16, "mode": mode}
-    report = (
-        await evolve_toy(tmp_path, toy_config(max_iterations=50, rookery=own), model=model)
-    ).report
+    report = await evolve_toy(tmp_path, toy_config(max_iterations=50, rookery=own), model=model)
     assert (model.num_calls, report.num_iterations) == (3, 3)
     assert "allows no further iteration" in report.stop_reason
 
@@ -109,11 +105,11 @@ async def test_hours_do_not_wait_for_a_model_that_is_down(
     own = {"budget": {"max_hours": 1.0 / 3600}, "mode": mode}
     config = toy_config(max_iterations=30, rookery=own)
     async with asyncio.timeout(30):
-        report = (await evolve_toy(tmp_path, config, model=model)).report
+        report = await evolve_toy(tmp_path, config, model=model)
     assert 0 < report.num_iterations <= 10 and "hours" in report.stop_reason
     model.num_replies = 1000
     longer = toy_config(max_iterations=30, rookery={"mode": mode})
-    assert (await evolve_toy(tmp_path, longer, model=model)).report.num_iterations == 30
+    assert (await evolve_toy(tmp_path, longer, model=model)).num_iterations == 30
     assert decided_states(tmp_path).keys() == set(range(1, 31))
 
 
@@ -121,10 +117,10 @@ async def test_hours_do_not_wait_for_a_model_that_is_down(
 async def test_hours_end_the_run(tmp_path: Path, mode: str) -> None:
     own = {"budget": {"max_hours": 0.5 / 3600}, "mode": mode}
     config = toy_config(max_iterations=100_000, rookery=own)
-    report = (await evolve_toy(tmp_path, config)).report
+    report = await evolve_toy(tmp_path, config)
     assert 0 < report.num_iterations < 100_000
     assert "hours" in report.stop_reason
-    again = (await evolve_toy(tmp_path, config)).report
+    again = await evolve_toy(tmp_path, config)
     assert again.num_iterations >= report.num_iterations, "what was found is told, then it ends"
     assert again.num_iterations < 100_000
     assert again.best is not None and report.best is not None
@@ -133,7 +129,7 @@ async def test_hours_end_the_run(tmp_path: Path, mode: str) -> None:
 
 async def test_a_budget_of_tokens_needs_a_model_that_counts_them(tmp_path: Path) -> None:
     config = toy_config(rookery={"budget": {"max_tokens": 10**9}, "in_flight": 1})
-    report = (await evolve_toy(tmp_path, config, model=CountingModel(is_reported=False))).report
+    report = await evolve_toy(tmp_path, config, model=CountingModel(is_reported=False))
     assert "does not report its tokens" in report.stop_reason
     assert report.num_iterations < 20
     assert report.tokens.prompt is None
@@ -146,7 +142,7 @@ def test_a_budget_of_money_needs_prices() -> None:
 
 async def test_a_target_ends_the_run(tmp_path: Path) -> None:
     config = toy_config(max_iterations=1000, rookery={"target_score": 0.05})
-    report = (await evolve_toy(tmp_path, config)).report
+    report = await evolve_toy(tmp_path, config)
     assert "reached the target" in report.stop_reason
     assert report.num_iterations < 1000
     assert report.best is not None and (report.best.score or 0) >= 0.05
@@ -161,8 +157,8 @@ async def test_patience_ends_the_run(tmp_path: Path) -> None:
     result = await evolve_toy(
         tmp_path, config, model=toy_model(propose_new), executor=ToyExecutor(outcome)
     )
-    assert "did not improve" in result.report.stop_reason
-    assert 5 <= result.report.num_iterations < 20
+    assert "did not improve" in result.stop_reason
+    assert 5 <= result.num_iterations < 20
 
 
 class NoisyEvaluator:
@@ -190,7 +186,8 @@ async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
     noisy = list(evaluator.times)[1]
     assert evaluator.times[noisy] == 4
     assert [times for code, times in evaluator.times.items() if code != noisy] == [1, 1, 1]
-    assert result.report.num_demoted == 0
+    assert result.num_demoted == 0
+    assert result.best is not None
     assert result.best.metrics["combined_score"] == pytest.approx((0.9 + 3 * 0.11) / 4)
     config = toy_config(max_iterations=1, rookery={"confirm": 4, "in_flight": 1, "workers": 1})
     result = await evolve_toy(
@@ -199,7 +196,8 @@ async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
         model=toy_model(propose_new),
         executor=ToyExecutor(NoisyEvaluator()),
     )
-    assert result.report.num_demoted == 1
+    assert result.num_demoted == 1
+    assert result.best is not None
     assert result.best.id == "first1"
 
 
@@ -261,16 +259,14 @@ async def evolve_with(
     *,
     programs: list[FirstProgram | ProgramRecord],
     models: Mapping[str, TextModel],
-) -> EvolveResult:
-    with open_toy_run(folder, config) as run:
-        return await evolve(
-            config,
-            programs=programs,
-            models=models,
-            executor=ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-        )
+) -> EvolveReport:
+    return await evolve_toy(
+        folder,
+        config,
+        programs=programs,
+        models=models,
+        executor=ToyExecutor(),
+    )
 
 
 async def test_several_first_programs_each_have_an_island(tmp_path: Path) -> None:
@@ -279,8 +275,8 @@ async def test_several_first_programs_each_have_an_island(tmp_path: Path) -> Non
     result = await evolve_with(
         tmp_path, config, programs=[FIRST, second], models={"toy": toy_model()}
     )
-    assert result.report.first is not None and result.report.first.id == "first2"
-    cells = {cell.program: cell.island for cell in result.report.cells}
+    assert result.first is not None and result.first.id == "first2"
+    cells = {cell.program: cell.island for cell in result.cells}
     assert cells.get("first1", 0) == 0 and cells.get("first2", 1) == 1
 
 
@@ -295,16 +291,16 @@ async def test_a_checkpoint_is_a_first_population(tmp_path: Path) -> None:
         programs=[failed, *checkpoint.programs],
         models={"toy": toy_model()},
     )
-    assert result.report.first is not None and before.report.best is not None
-    assert result.report.first.score == before.report.best.score
+    assert result.first is not None and before.best is not None
+    assert result.first.score == before.best.score
     new = read_checkpoint(tmp_path / "new" / "toy" / "checkpoints" / "checkpoint_20")
     assert failed.code not in [program.code for program in new.programs if not program.parent_id]
-    assert result.report.num_iterations == 20
+    assert result.num_iterations == 20
 
 
 async def test_objectives_give_a_front(tmp_path: Path) -> None:
     config = toy_config(rookery={"pareto": ("combined_score", "x")})
-    report = (await evolve_toy(tmp_path, config)).report
+    report = await evolve_toy(tmp_path, config)
     assert report.objectives == ("combined_score", "x")
     assert report.front
     assert all({"combined_score", "x"} <= set(row.metrics) for row in report.front)
@@ -317,7 +313,7 @@ async def test_all_models_of_the_ensemble_are_asked_by_their_weights(tmp_path: P
         "temperature": 0.25,
     }
     config = toy_config(max_iterations=40, llm=llm)
-    report = (await evolve_with(tmp_path, config, programs=[FIRST], models=models)).report
+    report = await evolve_with(tmp_path, config, programs=[FIRST], models=models)
     num_plays = {arm.name: arm.num_plays for arm in report.models}
     assert num_plays["a"] > num_plays["b"] > num_plays["c"] == 0
     assert sum(num_plays.values()) == 40
@@ -333,7 +329,7 @@ async def test_a_model_that_was_not_opened_is_refused(tmp_path: Path) -> None:
 async def test_baselines_spend_as_much(tmp_path: Path) -> None:
     model = CountingModel()
     config = toy_config(rookery={"baselines": ("best_of_n", "sequential")})
-    report = (await evolve_toy(tmp_path, config, model=model)).report
+    report = await evolve_toy(tmp_path, config, model=model)
     assert [row.name for row in report.baselines] == ["best_of_n", "sequential"]
     for row in report.baselines:
         assert row.num_iterations == 20
@@ -341,7 +337,7 @@ async def test_baselines_spend_as_much(tmp_path: Path) -> None:
         assert row.tokens.prompt == report.tokens.prompt
     assert model.num_calls == 60
     again = CountingModel()
-    repeated = (await evolve_toy(tmp_path, config, model=again)).report
+    repeated = await evolve_toy(tmp_path, config, model=again)
     assert again.num_calls == 0
     assert repeated.baselines == report.baselines
     assert not report.stop_reason
@@ -359,7 +355,7 @@ async def test_a_baseline_has_as_many_hours(tmp_path: Path) -> None:
             return answer
 
     own = {"baselines": ("sequential",), "budget": {"max_hours": 3 / 3600}}
-    report = (await evolve_toy(tmp_path, toy_config(rookery=own), model=Alone())).report
+    report = await evolve_toy(tmp_path, toy_config(rookery=own), model=Alone())
     [row] = report.baselines
     assert row.num_iterations < 20 and "hours" in row.note
 
@@ -368,7 +364,7 @@ async def test_a_baseline_with_shorter_prompts_tries_more_for_as_many_tokens(
     tmp_path: Path,
 ) -> None:
     config = toy_config(rookery={"baselines": ("best_of_n", "sequential"), "in_flight": 1})
-    report = (await evolve_toy(tmp_path, config, model=toy_model(propose_new))).report
+    report = await evolve_toy(tmp_path, config, model=toy_model(propose_new))
     assert report.tokens.prompt is not None and report.tokens.completion is not None
     spent = report.tokens.prompt + report.tokens.completion
     for row in report.baselines:
@@ -381,7 +377,7 @@ async def test_a_baseline_with_shorter_prompts_tries_more_for_as_many_tokens(
 async def test_baselines_without_counted_tokens_try_as_often(tmp_path: Path) -> None:
     config = toy_config(rookery={"baselines": ("best_of_n", "sequential")})
     model = CountingModel(is_reported=False)
-    report = (await evolve_toy(tmp_path, config, model=model)).report
+    report = await evolve_toy(tmp_path, config, model=model)
     assert [row.num_iterations for row in report.baselines] == [20, 20]
     assert not any(row.note for row in report.baselines)
 
@@ -397,7 +393,7 @@ async def test_best_of_n_asks_for_children_of_the_first_program_alone(
     model = toy_model()
     own = {"baselines": ("best_of_n",)}
     config = toy_config(max_iterations=10, database=database, rookery=own)
-    report = (await evolve_toy(tmp_path, config, model=model)).report
+    report = await evolve_toy(tmp_path, config, model=model)
     assert report.baselines[0].num_iterations >= 10
     for request in model.requests[10:]:
         user = request.messages[-1].content
@@ -414,9 +410,9 @@ async def test_judges_change_the_score(tmp_path: Path) -> None:
     )
     result = await evolve_with(tmp_path, config, programs=[FIRST], models=models)
     assert len(judge.requests) == 4
-    assert result.report.first is not None
-    assert result.report.first.metrics["combined_score"] == pytest.approx(0.7 * 0.01 + 0.3)
-    assert result.report.first.metrics["llm_clarity"] == pytest.approx(0.1)
+    assert result.first is not None
+    assert result.first.metrics["combined_score"] == pytest.approx(0.7 * 0.01 + 0.3)
+    assert result.first.metrics["llm_clarity"] == pytest.approx(0.1)
 
 
 async def test_a_judge_that_says_nothing_is_a_failure(tmp_path: Path) -> None:
@@ -428,7 +424,7 @@ async def test_a_judge_that_says_nothing_is_a_failure(tmp_path: Path) -> None:
         evaluator={"use_llm_feedback": True},
         llm={"models": [{"name": "toy"}], "evaluator_models": [{"name": "judge"}]},
     )
-    report = (await evolve_with(tmp_path, config, programs=[FIRST], models=models)).report
+    report = await evolve_with(tmp_path, config, programs=[FIRST], models=models)
     assert [(failure.kind, failure.count) for failure in report.failures] == [("judge", 2)]
 
 
@@ -441,13 +437,21 @@ async def test_artifacts_are_kept_up_to_their_limit(tmp_path: Path) -> None:
             output_tail="",
         )
 
-    config = toy_config(max_iterations=1, evaluator={"max_artifact_storage": 100})
+    config = toy_config(
+        max_iterations=1, checkpoint_interval=1, evaluator={"max_artifact_storage": 100}
+    )
     result = await evolve_toy(tmp_path, config, executor=ToyExecutor(outcome))
-    assert result.best.artifacts["small"] == "fine"
-    assert "large (500 bytes)" in str(result.best.artifacts["left_out"])
+    assert result.best is not None
+    [program] = [
+        one
+        for one in read_checkpoint(tmp_path / "toy" / "checkpoints" / "checkpoint_1").programs
+        if one.id == result.best.id
+    ]
+    assert program.artifacts["small"] == "fine"
+    assert "large (500 bytes)" in str(program.artifacts["left_out"])
 
 
 async def test_a_run_without_a_sandbox_says_so(tmp_path: Path) -> None:
     config = toy_config(max_iterations=1, rookery={"sandbox": {"backend": "none"}})
-    report = (await evolve_toy(tmp_path, config)).report
+    report = await evolve_toy(tmp_path, config)
     assert any("without a sandbox" in warning for warning in report.warnings)

@@ -4,9 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loops.evolve.toy import FIRST, open_toy_run, propose_new, toy_config, toy_model
+from loops.evolve.toy import FIRST, evolve_toy, propose_new, toy_config, toy_model
 
-from rookery.compat import openevolve
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
@@ -16,7 +15,7 @@ from rookery.loops.evolve.evaluation_task import (
     open_evaluation,
 )
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
-from rookery.loops.evolve.loop import EvolveResult, evolve
+from rookery.reports import EvolveReport
 from rookery.sandbox import decode_outcome
 from rookery.testing import FakeTextModel
 from rookery.types import TextRequest
@@ -78,18 +77,12 @@ async def evolve_local(
     *,
     first: FirstProgram = FIRST,
     num_workers: int = 2,
-) -> EvolveResult:
+) -> EvolveReport:
     spec = await asyncio.to_thread(evaluation_spec, config, evaluator=evaluator, first=first)
     async with open_local(spec, num_workers=num_workers) as executor:
-        with open_toy_run(folder, config) as run:
-            return await evolve(
-                config,
-                programs=[first],
-                models={"toy": model},
-                executor=executor,
-                run=run,
-                output_format=openevolve,
-            )
+        return await evolve_toy(
+            folder, config, programs=[first], models={"toy": model}, executor=executor
+        )
 
 
 async def test_real_workers_score_programs_and_report_their_failures(
@@ -102,12 +95,13 @@ async def test_real_workers_score_programs_and_report_their_failures(
 
     config = unsafe_config(max_iterations=7)
     result = await evolve_local(tmp_path, config, evaluator, FakeTextModel(reply, name="toy"))
-    kinds = {failure.kind: failure.count for failure in result.report.failures}
+    kinds = {failure.kind: failure.count for failure in result.failures}
     assert kinds == {"not_finite": 1, "not_a_dict": 1, "timeout": 1, "error": 2, "crash": 1}
+    assert result.best is not None
     assert result.best.code.strip() == "x = 50"
     assert result.best.metrics == {"combined_score": 0.5}
-    assert result.report.num_committed == 1
-    assert any("without a sandbox" in warning for warning in result.report.warnings)
+    assert result.num_committed == 1
+    assert any("without a sandbox" in warning for warning in result.warnings)
 
 
 async def test_an_evaluator_that_cannot_be_imported_ends_before_any_model_call(
@@ -155,6 +149,7 @@ async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_pat
     model = FakeTextModel(lambda _: "main.py\n```python\nx = 3\n```", name="toy")
     evaluator = task / "evaluator.py"
     result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best is not None
     assert result.best.metrics == {"combined_score": 6.0}
     assert "factor" not in model.requests[0].messages[-1].content
     best = tmp_path / "toy" / "best" / "best_program"
@@ -186,8 +181,8 @@ async def test_random_scores_are_the_same_for_any_number_of_workers(
         result = await evolve_local(
             folder, config, evaluator, model, first=first, num_workers=num_workers
         )
-        assert not result.report.is_forgeable
-        curves.append([(point.iteration, point.best) for point in result.report.curve])
+        assert not result.is_forgeable
+        curves.append([(point.iteration, point.best) for point in result.curve])
     assert curves[0] == curves[1] and len({score for _, score in curves[0]}) > 1
 
 
@@ -208,6 +203,7 @@ async def test_an_evaluator_that_needs_one_process_gets_it_and_the_report_says_s
             await evolve_local(tmp_path, config, evaluator, model, first=first)
         return
     result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best is not None
     assert result.best.metrics == {"combined_score": 0.5}
-    assert result.report.is_forgeable
-    assert any("forge its score" in warning for warning in result.report.warnings)
+    assert result.is_forgeable
+    assert any("forge its score" in warning for warning in result.warnings)

@@ -117,7 +117,7 @@ async def test_a_finished_run_gives_the_same_report_again(tmp_path: Path, strate
     again = await evolve_toy(tmp_path, config, model=model, executor=executor)
     assert not model.requests and not executor.jobs
     same = {"seconds": None}
-    assert again.report.model_copy(update=same) == first.report.model_copy(update=same)
+    assert again.model_copy(update=same) == first.model_copy(update=same)
 
 
 async def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ async def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     model = toy_model()
     result = await evolve_toy(tmp_path, longer, model=model)
     assert len(model.requests) == 15
-    assert result.report.num_iterations == 35
+    assert result.num_iterations == 35
     await evolve_toy(tmp_path / "whole", longer)
     assert read_export(tmp_path) == read_export(tmp_path / "whole")
 
@@ -139,8 +139,8 @@ async def test_a_lost_evaluation_does_not_ask_the_model_again(tmp_path: Path) ->
     executor = ToyExecutor(is_lost=lambda job: job.epoch % 2 == 0)
     result = await evolve_toy(tmp_path, toy_config(), model=model, executor=executor)
     assert len(model.requests) == 20
-    assert result.report.num_workers_lost > 0
-    assert not [failure for failure in result.report.failures if failure.kind == "poison"]
+    assert result.num_workers_lost > 0
+    assert not [failure for failure in result.failures if failure.kind == "poison"]
 
 
 async def test_an_answer_is_paid_once_when_the_evaluation_was_cut(tmp_path: Path) -> None:

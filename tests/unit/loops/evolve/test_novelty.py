@@ -6,25 +6,23 @@ from typing import Any
 
 import pytest
 from loops.evolve.toy import (
-    FIRST,
     ToyExecutor,
+    evolve_toy,
     number_in,
-    open_toy_run,
     propose,
     propose_new,
     toy_config,
     toy_model,
 )
 
-from rookery.compat import openevolve
 from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineError
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.novelty import read_verdict
 from rookery.loops.evolve.program import pack_vector, unpack_vector
 from rookery.loops.evolve.report import export_population
 from rookery.ports import Embedder, Executor, TextModel
+from rookery.reports import EvolveReport
 from rookery.runs import Run
 from rookery.testing import FakeEmbedder, FakeTextModel
 from rookery.types import TextRequest
@@ -62,21 +60,18 @@ async def run_toy(
     model: TextModel | None = None,
     embedder: Embedder | None = None,
     executor: Executor | None = None,
-) -> EvolveResult:
-    with open_toy_run(folder, config) as run:
-        return await evolve(
-            config,
-            programs=[FIRST],
-            models={"toy": model or toy_model(propose_new)},
-            executor=executor or ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-            embedder=embedder or FakeEmbedder(direction),
-        )
+) -> EvolveReport:
+    return await evolve_toy(
+        folder,
+        config,
+        models={"toy": model or toy_model(propose_new)},
+        executor=executor or ToyExecutor(),
+        embedder=embedder or FakeEmbedder(direction),
+    )
 
 
-def failures(result: EvolveResult) -> dict[str, int]:
-    return {failure.kind: failure.count for failure in result.report.failures}
+def failures(result: EvolveReport) -> dict[str, int]:
+    return {failure.kind: failure.count for failure in result.failures}
 
 
 def exported(folder: Path) -> str:
@@ -88,11 +83,11 @@ async def test_without_a_judge_each_direction_is_there_once(tmp_path: Path) -> N
     executor = ToyExecutor()
     result = await run_toy(tmp_path, embedding_config(novelty_llm=False), executor=executor)
     found = failures(result)
-    assert result.report.num_committed <= NUM_DIRECTIONS - 1
-    assert result.report.num_committed + sum(found.values()) == 30
+    assert result.num_committed <= NUM_DIRECTIONS - 1
+    assert result.num_committed + sum(found.values()) == 30
     assert found["similar"] >= 15
     assert len(executor.jobs) < 31 - found["similar"] / 2, "most are not evaluated"
-    [similar] = [row for row in result.report.failures if row.kind == "similar"]
+    [similar] = [row for row in result.failures if row.kind == "similar"]
     assert "(cosine 1.0000)" in similar.first_message
 
 
@@ -107,7 +102,7 @@ async def test_a_judge_has_the_last_word(tmp_path: Path, verdict: str, is_kept: 
     assert len(asked) >= 15
     assert all("x = " in request.messages[-1].content for request in asked)
     assert failures(result).get("similar", 0) == (0 if is_kept else len(asked))
-    assert result.report.tokens.prompt == sum(
+    assert result.tokens.prompt == sum(
         len(message.content.split()) for request in model.requests for message in request.messages
     )
 
@@ -117,16 +112,13 @@ async def test_one_model_of_the_ensemble_may_be_the_judge(tmp_path: Path) -> Non
     config = embedding_config(novelty_llm="judge")
     llm = {"models": [{"name": "toy"}, {"name": "judge", "weight": 0.0}]}
     config = EvolveConfig.model_validate({**config.model_dump(), "llm": llm})
-    with open_toy_run(tmp_path, config) as run:
-        await evolve(
-            config,
-            programs=[FIRST],
-            models={"toy": toy_model(propose_new), "judge": judge},
-            executor=ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-            embedder=FakeEmbedder(direction),
-        )
+    await evolve_toy(
+        tmp_path,
+        config,
+        models={"toy": toy_model(propose_new), "judge": judge},
+        executor=ToyExecutor(),
+        embedder=FakeEmbedder(direction),
+    )
     assert judge.requests and all(is_judging(request) for request in judge.requests)
 
 
@@ -134,18 +126,8 @@ async def test_a_judge_or_an_embedder_that_is_not_there_is_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"novelty_llm is 'nobody'.*write false"):
         await run_toy(tmp_path / "a", embedding_config(novelty_llm="nobody"))
     config = embedding_config()
-    with (
-        open_toy_run(tmp_path / "b", config) as run,
-        pytest.raises(ConfigError, match="embedding model 'meaning', and it was not opened"),
-    ):
-        await evolve(
-            config,
-            programs=[FIRST],
-            models={"toy": toy_model()},
-            executor=ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-        )
+    with pytest.raises(ConfigError, match="embedding model 'meaning', and it was not opened"):
+        await evolve_toy(tmp_path / "b", config)
 
 
 def every_third(embed: Callable[[str], list[float]]) -> Callable[[str], list[float] | None]:
@@ -166,8 +148,8 @@ async def test_what_the_embedding_server_does_wrong_is_counted(
 ) -> None:
     config = embedding_config(novelty_llm=False)
     result = await run_toy(tmp_path, config, embedder=FakeEmbedder(embed))
-    assert result.report.num_iterations == 30
-    [warning] = [text for text in result.report.warnings if "by embedding" in text]
+    assert result.num_iterations == 30
+    [warning] = [text for text in result.warnings if "by embedding" in text]
     assert said in warning
 
 
@@ -177,7 +159,7 @@ async def test_a_judge_that_does_not_judge_rejects_nothing(
 ) -> None:
     result = await run_toy(tmp_path, embedding_config(), model=judging(lambda request: verdict))
     assert "similar" not in failures(result)
-    [warning] = [text for text in result.report.warnings if "by embedding" in text]
+    [warning] = [text for text in result.warnings if "by embedding" in text]
     assert "judge of novelty" in warning
 
 

@@ -6,21 +6,18 @@ from typing import Any
 
 import pytest
 from loops.evolve.toy import (
-    FIRST,
     ToyExecutor,
     evolve_toy,
     number_in,
-    open_toy_run,
     propose,
     propose_new,
     toy_config,
     toy_model,
 )
 
-from rookery.compat import openevolve
-from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.report import export_training_data
 from rookery.ports import TextModel
+from rookery.reports import EvolveReport
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
 from rookery.testing import FakeTextModel
@@ -66,17 +63,14 @@ async def test_a_run_that_improved_nothing_teaches_nothing(tmp_path: Path) -> No
 
 async def evolve_with(
     folder: Path, models: dict[str, TextModel], *, num_iterations: int
-) -> EvolveResult:
+) -> EvolveReport:
     config = toy_config(max_iterations=num_iterations, rookery={"bandit": True})
-    with open_toy_run(folder, config) as run:
-        return await evolve(
-            config,
-            programs=[FIRST],
-            models=models,
-            executor=ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-        )
+    return await evolve_toy(
+        folder,
+        config,
+        models=models,
+        executor=ToyExecutor(),
+    )
 
 
 async def test_models_join_and_leave_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -85,11 +79,11 @@ async def test_models_join_and_leave_a_run_that_goes_on(tmp_path: Path) -> None:
 
     await evolve_with(tmp_path, models("base"), num_iterations=20)
     result = await evolve_with(tmp_path, models("base", "tuned"), num_iterations=50)
-    plays = {arm.name: arm.num_plays for arm in result.report.models}
+    plays = {arm.name: arm.num_plays for arm in result.models}
     # How often depends on the order in which answers come.
     assert plays["base"] + plays["tuned"] == 50 and plays["tuned"] >= 1
     result = await evolve_with(tmp_path, models("other"), num_iterations=60)
-    after = {arm.name: (arm.weight, arm.num_plays) for arm in result.report.models}
+    after = {arm.name: (arm.weight, arm.num_plays) for arm in result.models}
     assert after == {
         "other": (1.0, 10),
         "base": (0.0, plays["base"]),
@@ -106,4 +100,4 @@ async def test_an_attempt_of_a_model_that_left_is_put_to_another(tmp_path: Path)
         await evolve_with(tmp_path, {"gone": Broken()}, num_iterations=6)
     other = FakeTextModel(propose_new, name="other")
     result = await evolve_with(tmp_path, {"other": other}, num_iterations=6)
-    assert result.report.num_iterations == 6 and len(other.requests) == 6
+    assert result.num_iterations == 6 and len(other.requests) == 6

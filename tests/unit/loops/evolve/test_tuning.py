@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 from loops.evolve.test_loop_resume import read_export
-from loops.evolve.toy import ToyExecutor, decided_states, evolve_toy, open_toy_run, toy_model
+from loops.evolve.toy import ToyExecutor, decided_states, evolve_toy, toy_model
 
-from rookery.compat import openevolve
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.report import export_training_data
 from rookery.loops.evolve.tuning import NumberSearch, lift_constants, write_constants
 from rookery.reports import EvolveReport
@@ -111,19 +109,17 @@ def tune_config(**own: Any) -> EvolveConfig:
     return EvolveConfig.model_validate(document)
 
 
-async def run_toy(folder: Path, config: EvolveConfig, executor: ToyExecutor) -> EvolveResult:
+async def run_toy(folder: Path, config: EvolveConfig, executor: ToyExecutor) -> EvolveReport:
     def same(_: object) -> str:
         return f"```python\n{PROGRAM.replace('1.0', '1.1', 1)}```"
 
-    with open_toy_run(folder, config) as run:
-        return await evolve(
-            config,
-            programs=[FirstProgram(code=PROGRAM, language="python", suffix=".py")],
-            models={"toy": toy_model(same)},
-            executor=executor,
-            run=run,
-            output_format=openevolve,
-        )
+    return await evolve_toy(
+        folder,
+        config,
+        programs=[FirstProgram(code=PROGRAM, language="python", suffix=".py")],
+        models={"toy": toy_model(same)},
+        executor=executor,
+    )
 
 
 def check_counted(report: EvolveReport, executor: ToyExecutor) -> None:
@@ -141,7 +137,7 @@ def code_fails(job: Job) -> bool:
 
 async def test_every_new_best_is_tuned_once_as_a_child_of_its_own(tmp_path: Path) -> None:
     executor = ToyExecutor(outcome_of)
-    report = (await run_toy(tmp_path, tune_config(), executor)).report
+    report = await run_toy(tmp_path, tune_config(), executor)
     check_counted(report, executor)
     assert report.best is not None and (report.best.score or 0) > 0.8
     assert report.num_iterations == 8
@@ -177,7 +173,7 @@ async def test_numbers_that_are_best_already_are_a_failed_attempt(tmp_path: Path
     def flat(_: str) -> Outcome:
         return Outcome(metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail="")
 
-    report = (await run_toy(tmp_path, tune_config(), ToyExecutor(flat))).report
+    report = await run_toy(tmp_path, tune_config(), ToyExecutor(flat))
     failures = {failure.kind: failure for failure in report.failures}
     assert "None of 40 programs with other numbers is better" in failures["not_tuned"].first_message
     assert (failures["not_tuned"].count, report.num_tuning_evaluations) == (1, 40)
@@ -185,7 +181,7 @@ async def test_numbers_that_are_best_already_are_a_failed_attempt(tmp_path: Path
 
 async def test_baselines_are_tuned_where_they_say_so(tmp_path: Path) -> None:
     config = tune_config(baselines=["sequential", "sequential+tune"])
-    report = (await run_toy(tmp_path, config, ToyExecutor(outcome_of))).report
+    report = await run_toy(tmp_path, config, ToyExecutor(outcome_of))
     plain, tuned = report.baselines
     assert (plain.name, plain.num_tuning_evaluations) == ("sequential", 0)
     assert tuned.name == "sequential+tune" and tuned.num_tuning_evaluations >= 40
@@ -196,12 +192,12 @@ async def test_baselines_are_tuned_where_they_say_so(tmp_path: Path) -> None:
 
 async def test_nothing_is_tuned_by_default(tmp_path: Path) -> None:
     config = EvolveConfig.model_validate({"max_iterations": 5, "diff_based_evolution": False})
-    assert (await evolve_toy(tmp_path, config)).report.num_tuning_evaluations == 0
+    assert (await evolve_toy(tmp_path, config)).num_tuning_evaluations == 0
 
 
 async def test_fast_programs_are_scored_more_often_where_seconds_allow(tmp_path: Path) -> None:
     own = {"tune": {"evaluations": 4, "seconds": 0.3}}
-    report = (await run_toy(tmp_path, tune_config(**own), ToyExecutor(outcome_of))).report
+    report = await run_toy(tmp_path, tune_config(**own), ToyExecutor(outcome_of))
     assert report.num_tuning_evaluations > 4
     with pytest.raises(ValueError, match="what a clock ends is not repeatable"):
         tune_config(mode="deterministic", **own)

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.learning import Learner
-from rookery.loops.evolve.loop import EvolveResult, evolve
-from rookery.loops.evolve.parts import UNWATCHED, Watcher
-from rookery.ports import Executor, TextModel
+from rookery.loops.evolve.loop import EvolveInputs, evolve
+from rookery.loops.evolve.parts import Iteration, Models
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.ports import UNOBSERVED, Embedder, Executor, Observer, TextModel
+from rookery.reports import EvolveReport
 from rookery.runs import Run
 from rookery.sandbox import Failure, Outcome, encode_outcome
 from rookery.testing import FakeTextModel
@@ -136,23 +138,25 @@ async def evolve_toy(
     folder: Path,
     config: EvolveConfig,
     *,
+    programs: Sequence[FirstProgram | ProgramRecord] = (FIRST,),
     model: TextModel | None = None,
+    models: Mapping[str, TextModel] | None = None,
     executor: Executor | None = None,
-    watcher: Watcher = UNWATCHED,
+    observer: Observer[Iteration] = UNOBSERVED,
+    embedder: Embedder | None = None,
     learner: Learner | None = None,
-) -> EvolveResult:
-    """One session in the run `toy` of a folder."""
+) -> EvolveReport:
+    """One session in the run `toy` of a folder. `model` is the only one of `models`."""
+    inputs = EvolveInputs(
+        config=config,
+        programs=programs,
+        executor=executor or ToyExecutor(),
+        output_format=openevolve,
+    )
+    models = models or {"toy": model or toy_model()}
+    engine = Models(models=models, embedder=embedder, learner=learner)
     with open_toy_run(folder, config) as run:
-        return await evolve(
-            config,
-            programs=[FIRST],
-            models={"toy": model or toy_model()},
-            executor=executor or ToyExecutor(),
-            run=run,
-            output_format=openevolve,
-            watcher=watcher,
-            learner=learner,
-        )
+        return await evolve(inputs, engine=engine, run=run, observer=observer)
 
 
 def decided_states(folder: Path) -> dict[int, list[str]]:

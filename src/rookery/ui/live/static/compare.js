@@ -67,9 +67,10 @@ function overlays(runs, charts) {
 }
 
 export async function showCompare(source, main) {
-  const ids = (place().query.get("runs") ?? "").split(",").filter(Boolean);
+  const given = place().query.getAll("runs");
+  const ids = given.length === 1 ? given[0].split(",") : given; // links of older versions join names
   const charts = [];
-  const back = h("p", { class: "brand" }, h("a", { href: address(["runs"], { sel: ids.join(",") }) }, "Rookery"), h("span", null, "compare runs"));
+  const back = h("p", { class: "brand" }, h("a", { href: address(["runs"], { sel: ids }) }, "Rookery"), h("span", null, "compare runs"));
   main.replaceChildren(h("header", { class: "masthead" }, back, h("h1", null, `${ids.length} runs side by side`)));
   document.title = `${ids.length} runs · Rookery`;
   const load = async (id) => {

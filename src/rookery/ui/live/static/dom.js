@@ -62,7 +62,8 @@ function decode(part) {
 }
 
 export function address(parts, query) {
-  const kept = Object.entries(query ?? {}).filter(([, v]) => v !== "" && v !== null && v !== undefined);
+  const pairs = Object.entries(query ?? {}).flatMap(([k, v]) => [v].flat().map((one) => [k, one]));
+  const kept = pairs.filter(([, v]) => v !== "" && v !== null && v !== undefined);
   const tail = kept.length ? `?${new URLSearchParams(kept)}` : "";
   return `#/${parts.map(encodeURIComponent).join("/")}${tail}`;
 }
@@ -70,7 +71,8 @@ export function address(parts, query) {
 // Changes some values of the address in place: the view stays, the link to it changes.
 export function note(values) {
   const { parts, query } = place();
-  const next = { ...Object.fromEntries(query), ...values };
+  const known = Object.fromEntries([...query.keys()].map((name) => [name, query.getAll(name)]));
+  const next = { ...known, ...values };
   history.replaceState(null, "", address(parts, next));
 }
 

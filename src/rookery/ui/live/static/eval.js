@@ -1,10 +1,10 @@
 // An evaluation: every task with its answers, right and wrong.
 
-import { choice, emptyNote, errorNote, h, lead, note, place, section } from "./dom.js";
+import { choice, emptyNote, errorNote, h, lead, note, place, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
-import { count, isNumber, number } from "./words.js";
+import { count, duration, isNumber, number } from "./words.js";
 
 export class EvalView {
   constructor({ source, path, view, report }) {
@@ -45,7 +45,15 @@ export class EvalView {
     const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
     const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
     const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: rows.length > 1 && row === best }));
-    this.models.replaceChildren(section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
+    this.models.replaceChildren(this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
+  }
+
+  // Of a pipeline: each step is a run beside it.
+  steps({ steps }) {
+    if (!steps?.length) return "";
+    const link = ({ name, run }) => (this.source.isLive ? h("a", { class: "name", href: runLink(run) }, name) : h("span", { class: "name" }, name));
+    const line = (step) => ({ cells: [link(step), step.loop, step.made_from.join(", "), step.result, duration(step.seconds)] });
+    return section("Steps", lead("Each is a run of its own. No step has seen the tasks below."), table(["Step", "Loop", "Made from", ["Result"], ["Took"]], steps.map(line)));
   }
 
   makeTable() {

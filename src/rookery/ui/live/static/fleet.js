@@ -46,18 +46,18 @@ function drawServers({ servers }) {
   if (!servers.length) return [h("div", { class: "empty" }, h("p", null, "No server runs on this machine for you."), h("p", null, "Start some, and they appear here: ", h("code", null, "rookery fleet up MODEL"), ". Show others with ", h("code", null, "rookery ui --fleet URL"), "."))];
   const running = servers.filter((one) => one.is_up);
   const sum = (key) => running.reduce((total, one) => total + (one[key] ?? 0), 0);
-  const row = (one) => [h("span", { class: "name" }, one.url), upMark(one.is_up), [one.model, one.version && h("span", { class: "note" }, ` vLLM ${one.version}`)], amount(one.num_running), amount(one.num_waiting), share(one.cache_usage), share(one.hit_rate), amount(one.adapters.length), String(one.pid ?? "–")];
+  const row = (one) => [h("span", { class: "name" }, one.url), upMark(one.is_up), [one.model, one.version && h("span", { class: "note" }, ` vLLM ${one.version}`)], amount(one.num_running), amount(one.num_waiting), share(one.cache_usage), share(one.hit_rate), amount(one.adapters.length), amount(one.num_restarts), String(one.pid ?? "–")];
   const named = servers.filter((one) => one.adapters.length);
   return [
     facts([["Up", `${running.length} of ${servers.length}`], ["Running", count(sum("num_running"))], ["Waiting", count(sum("num_waiting"))], ["Adapters", count(new Set(servers.flatMap((one) => one.adapters)).size)]]),
-    section("Servers", table(["Server", "Status", "Model", ["Running"], ["Waiting"], "KV cache in use", "Prefix cache hits", ["Adapters"], ["Process"]], servers.map(row))),
+    section("Servers", table(["Server", "Status", "Model", ["Running"], ["Waiting"], "KV cache in use", "Prefix cache hits", ["Adapters"], ["Restarts"], ["Process"]], servers.map(row))),
     ...servers.filter((one) => one.error).map((one) => errorNote(new Error(`${one.url}: ${one.error}`))),
     named.length ? section("Adapters", table(["Server", "Loaded"], named.map((one) => [one.url, one.adapters.join(", ")]))) : "",
   ];
 }
 
 export async function showFleet(source, main) {
-  const view = new Watched(source, main, { here: "fleet", title: "Fleet", said: "Servers with their load, caches and adapters, read every two seconds.", path: "fleet", draw: drawServers });
+  const view = new Watched(source, main, { here: "fleet", title: "Fleet", said: "Servers with their load, caches, adapters and restarts, read every two seconds.", path: "fleet", draw: drawServers });
   view.start();
   return view;
 }

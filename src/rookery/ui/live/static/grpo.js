@@ -46,10 +46,11 @@ export class GrpoView {
     this.slider = h("input", { type: "range", min: 0, max: 0, "aria-label": "Step", oninput: (e) => this.open(this.steps[Number(e.target.value)]) });
     this.stepName = h("output");
     this.order = choice("Order", [["", "in the order of tasks"], ["best", "highest mean reward first"], ["spread", "widest rewards first"]], "", () => this.drawStep());
+    this.colour = choice("Colour", [["", "coloured by advantage"], ["gap", "coloured by gap"]], place().query.get("colour") ?? "", (colour) => { note({ colour }); this.drawStep(); });
     this.element = h("div", null,
       this.results,
       section("The training", lead("The mean reward of the answers that were drawn in each step with its spread, and of the checkpoints on the select tasks. Drag to move, Ctrl and wheel to zoom, double-click for all."), this.reward, this.panels, this.constants, this.selects, this.costs),
-      section("Completions of a step", h("div", { class: "bar" }, this.slider, this.stepName, this.order), this.answers));
+      section("Completions of a step", h("div", { class: "bar" }, this.slider, this.stepName, this.order, this.colour), this.answers));
     this.wanted = place().query.get("step");
     this.update(view, report);
   }
@@ -153,7 +154,11 @@ export class GrpoView {
   // Each group with its rewards; the colour is the advantage: reward over the mean of its group.
   drawStep() {
     if (!this.found) return;
-    const { groups, is_whole: isWhole } = this.found;
+    const { groups, is_whole: isWhole, gap } = this.found;
+    if (this.colour.value) {
+      this.answers.replaceChildren(...(gap ? gapNodes(gap) : [emptyNote("No gap is kept of this step: it comes with steps that are trained from now on, in the run of each adapter.")]));
+      return;
+    }
     const rewards = (group) => group.rollouts.map((r) => r.reward).filter(isNumber);
     const mean = (group) => rewards(group).reduce((a, b) => a + b, 0) / (rewards(group).length || 1);
     const spread = (group) => Math.max(...rewards(group)) - Math.min(...rewards(group));
@@ -180,6 +185,22 @@ function groupNode(group, [prompt, reference] = []) {
   };
   const told = [prompt && ["Task", prompt], reference && ["Reference", reference]].filter(Boolean);
   return h("article", { class: "group" }, h("h3", null, group.task, h("span", { class: "note" }, ` mean reward ${number(mean, 2)}`)), told.length ? facts(told) : "", group.rollouts.map(row));
+}
+
+// The best and the worst answer of the first group, token by token: the deeper, the further engine and
+// trainer are apart.
+function gapNodes({ task, is_fresh: isFresh, answers }) {
+  const sizes = answers.flat().map(([, gap]) => Math.abs(gap ?? 0));
+  const most = Math.max(1e-12, ...sizes);
+  const token = ([text, gap]) => {
+    const node = h("span", { class: `token ${gap < 0 ? "down" : "up"}`, title: isNumber(gap) ? `${gap < 0 ? "" : "+"}${number(gap, 4)} nats` : "not a number" }, text);
+    node.style.setProperty("--share", `${Math.round((100 * (isNumber(gap) ? Math.abs(gap) : most)) / most)}%`);
+    return node;
+  };
+  const mean = sizes.reduce((a, b) => a + b, 0) / (sizes.length || 1);
+  const said = isFresh ? "" : " They were drawn with older weights: the gap is also how far the policy has moved since.";
+  const row = (tokens, k) => [h("h4", null, k ? "Worst answer" : "Best answer"), h("pre", { class: "answer tokens" }, tokens.map(token))];
+  return [lead(`Log-probability in the trainer less that in the engine, of every token that was drawn: ${number(mean, 4)} nats on average, ${number(most, 4)} at most. Green is likelier in the trainer, orange in the engine.${said}`), h("article", { class: "group" }, h("h3", null, task), answers.map(row))];
 }
 
 // A game turn by turn: what was said, and what the model answered.

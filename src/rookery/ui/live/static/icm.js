@@ -3,7 +3,7 @@
 import { barChart, lineChart } from "./charts.js";
 import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
 import { costsLine } from "./report.js";
-import { listed } from "./source.js";
+import { listed, Metrics } from "./source.js";
 import { LongTable } from "./table.js";
 import { count, isNumber, number, score } from "./words.js";
 
@@ -32,12 +32,14 @@ function marginBars(rows) {
 
 export class IcmView {
   constructor({ source, path, view, report }) {
-    Object.assign(this, { source, path, labels: [] });
+    Object.assign(this, { source, path, labels: [], metrics: new Metrics(source, path, 500) });
     const made = (label, height) => lineChart({ label, series: [], x: "Iteration", height });
     this.utility = made("Utility over the iterations of each chain", 320);
     this.frustrated = made("Frustrated items over the iterations of each chain", 240);
     this.labelled = made("Labelled items over the iterations of each chain", 240);
     this.temperature = made("Temperature over the iterations", 240);
+    this.inconsistent = made("Inconsistent pairs over the iterations of each chain", 240);
+    this.inconsistentBox = figure(["Inconsistent pairs", h("span", { class: "note" })], this.inconsistent);
     this.margins = barChart({ label: "Items by the log-odds of their label", height: 280, x: "Log-odds of the label", y: "Items", bars: () => marginBars(this.labels) });
     this.prefill = barChart({ label: "Prompt tokens of a plain loop and of this search", height: 180, x: "Prompt tokens", isLying: true, bars: () => ({ names: ["a plain loop", "each context once", "with shared prefixes"], series: [{ name: "tokens", values: [this.report.tokens.naive, this.report.tokens.requested, this.report.tokens.computed] }], mark: 2 }) });
     [this.results, this.state, this.chainBox, this.labelBox, this.costs] = Array.from({ length: 5 }, () => h("div"));
@@ -47,7 +49,7 @@ export class IcmView {
     this.picked = place().query.get("item") ?? "";
     this.element = h("div", null,
       this.results,
-      section("The search", lead("One line for each chain. A frustrated item is predicted by the others to have another label than it has."), this.state, figure("U, the coherence of all labels", this.utility), h("div", { class: "panels" }, figure("Frustrated", this.frustrated), figure("Labelled", this.labelled), figure("Temperature", this.temperature)), this.chainBox),
+      section("The search", lead("One line for each chain. A frustrated item is predicted by the others to have another label than it has."), this.state, figure("U, the coherence of all labels", this.utility), h("div", { class: "panels" }, figure("Frustrated", this.frustrated), figure("Labelled", this.labelled), figure("Temperature", this.temperature), this.inconsistentBox), this.chainBox),
       section("The labels", this.labelBox),
       section("Prompt tokens", this.costs));
     this.update(view, report);
@@ -69,12 +71,24 @@ export class IcmView {
     this.drawReport();
     this.drawChains();
     try {
+      this.drawInconsistent(await this.metrics.update(), name);
       this.labels = (await this.source.get(`${this.path}/labels`)).labels;
     } catch (error) {
       this.labelBox.replaceChildren(errorNote(error));
       return;
     }
     this.drawLabels();
+  }
+
+  // Pairs of labels that break a constraint: from the metrics, as a search mostly has none.
+  drawInconsistent(curves, name) {
+    const prefix = "icm/num_violated_";
+    const own = [...curves].filter(([metric]) => metric.startsWith(prefix));
+    this.inconsistentBox.hidden = !own.length;
+    const most = Math.max(0, ...own.flatMap(([, points]) => points.map(([, y]) => y ?? 0)));
+    this.inconsistentBox.querySelector(".note").textContent = most ? `${count(most)} at most` : "none in any decision";
+    this.inconsistent.box.hidden = !most;
+    this.inconsistent.setSeries(own.map(([metric, points]) => ({ name: name(metric.slice(prefix.length).replace("_", "/")), points })));
   }
 
   drawReport() {
@@ -167,7 +181,7 @@ export class IcmView {
   }
 
   close() {
-    [this.utility, this.frustrated, this.labelled, this.temperature, this.margins, this.prefill].forEach((chart) => chart.close());
+    [this.utility, this.frustrated, this.labelled, this.temperature, this.inconsistent, this.margins, this.prefill].forEach((chart) => chart.close());
     this.table.close();
   }
 }

@@ -13,12 +13,12 @@ import { progressBar, statusMark } from "./runs.js";
 import { mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
 
-const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView };
+const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, pipeline: EvalView };
 const POINTS = 600;
 
 // All metrics, grouped by what stands before the slash.
 export class CurvesView {
-  constructor(source, path) {
+  constructor({ source, path }) {
     this.source = source;
     this.metrics = new Metrics(source, path, POINTS);
     this.charts = new Map();
@@ -67,7 +67,7 @@ export class CurvesView {
 
 function groupNames(names) {
   const groups = new Map();
-  for (const name of names) {
+  for (const name of [...names].sort((a, b) => a.startsWith("time/") - b.startsWith("time/"))) {
     const group = name.split("/")[0];
     groups.set(group, [...(groups.get(group) ?? []), name]);
   }
@@ -121,6 +121,8 @@ class RunPage {
     document.title = `${row.name} · Rookery`;
     const told = [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)], ["Folder", row.path]];
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
+    const from = this.overview.made_from.map(({ run, part, id }, k) => [k ? ", " : "", id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run, `/${part}`]);
+    if (from.length) told.unshift(["Made from", from]);
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
@@ -134,7 +136,7 @@ class RunPage {
 
   async open() {
     const { row, counts, config } = this.overview;
-    if (this.tab === "curves") this.part = new CurvesView(this.source, this.path);
+    if (this.tab === "curves") this.part = new CurvesView(this);
     else if (this.tab === "events") this.part = new EventsView(this.source, this.id, counts);
     else if (this.tab === "config") this.part = { element: h("section", { "aria-label": "Config" }, jsonTree(config)) };
     else this.part = await this.openLoop(row.kind);
@@ -143,14 +145,13 @@ class RunPage {
 
   // What a report has, live: the result, warnings, and what its loop shows.
   async openLoop(kind) {
-    const Loop = LOOP_VIEWS[kind];
-    if (!Loop) return new CurvesView(this.source, this.path);
+    const Loop = LOOP_VIEWS[kind] ?? CurvesView;
     const [view, report] = await Promise.all(this.asked);
     this.view = mergeView(null, view);
     this.report = report;
     this.top = h("div");
     this.drawTop();
-    const loop = new Loop({ source: this.source, path: this.path, view: this.view, report });
+    const loop = new Loop({ source: this.source, path: this.path, view: this.view, report }); // a training's curves say all
     return { element: h("div", null, this.top, loop.element), update: (...news) => loop.update(...news), close: () => loop.close() };
   }
 

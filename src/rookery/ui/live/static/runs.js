@@ -51,8 +51,8 @@ class RunsView {
     this.version = 0;
     this.chosen = [];
     const { query } = place();
-    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.get("sel") ?? "" };
-    this.selected = new Set(this.state.sel.split(",").filter(Boolean));
+    this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.getAll("sel") };
+    this.selected = new Set(this.state.sel);
     this.build(main);
   }
 
@@ -152,7 +152,7 @@ class RunsView {
   pick(id, isOn) {
     if (isOn) this.selected.add(id);
     else this.selected.delete(id);
-    this.set({ sel: [...this.selected].join(",") });
+    this.set({ sel: [...this.selected] });
   }
 
   describe() {
@@ -170,7 +170,7 @@ class RunsView {
     const ids = [...this.selected].filter((id) => this.rows.has(id));
     this.compare.replaceChildren(
       ids.length >= 2
-        ? h("a", { class: "button", href: address(["compare"], { runs: ids.join(",") }) }, `Compare ${ids.length} runs`)
+        ? h("a", { class: "button", href: address(["compare"], { runs: ids }) }, `Compare ${ids.length} runs`)
         : h("span", { class: "note" }, ids.length ? "Select one more to compare." : "Select two or more to compare."),
     );
   }

@@ -74,7 +74,7 @@ export function interval(low, high) {
 
 export function progressWords(progress) {
   if (!progress) return "";
-  return `${progress.noun} ${count(progress.done)} of ${count(progress.total)}`;
+  return `${count(Math.round(progress.done))} of ${count(Math.round(progress.total), progress.noun)}`;
 }
 
 export function clip(value, most) {
