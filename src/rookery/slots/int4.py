@@ -34,7 +34,7 @@ def require_int4() -> None:
     if not torch.backends.kleidiai.is_available():
         raise ModelError(
             f"weights is int4, whose kernel torch {torch.__version__} has for Arm on Linux; here "
-            f"({platform.machine()}) its 4-bit products are slower than float32: leave weights out."
+            f"({platform.machine()}) it would be slower than float32: leave weights out."
         )
     random = torch.Generator().manual_seed(0)
     product = Int4Product(torch.randn(192, 576, generator=random), None)
