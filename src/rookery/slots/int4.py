@@ -31,7 +31,8 @@ _multiply = torch.ops.aten._dyn_quant_matmul_4bit
 
 def require_int4() -> None:
     """ModelError unless the kernel is here, and gives a row the same bits among any number."""
-    if not torch.backends.kleidiai.is_available():
+    has_kernel: bool = torch.backends.kleidiai.is_available()  # type: ignore[no-untyped-call]
+    if not has_kernel:
         raise ModelError(
             f"weights is int4, whose kernel torch {torch.__version__} has for Arm on Linux; here "
             f"({platform.machine()}) it would be slower than float32: leave weights out."
@@ -66,7 +67,7 @@ class Int4Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        product = _multiply(x, self._packed, _GROUP, *self._sizes)
+        product: torch.Tensor = _multiply(x, self._packed, _GROUP, *self._sizes)
         sums = x.view(len(x), -1, _GROUP).sum(dim=2)
         if len(x) > 1:
             return product.addmm_(sums, self._rests)
