@@ -361,7 +361,7 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
     oracle = Oracle(16, prior=0.0, pull=3.0, noise=0.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     reports = [
-        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")) for s in range(6)
+        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")) for s in range(4)
     ]
     accuracies = {report.rows[0].accuracy for report in reports}
     assert accuracies == {0.0, 1.0}, "both ends are found"
@@ -385,7 +385,7 @@ async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_
 async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: Path) -> None:
     """A model that does not know the concept: each batch keeps what its start labels say."""
     seen = set()
-    for seed in range(8):
+    for seed in range(4):
         oracle = Oracle(24, prior=0.0, pull=3.0, noise=0.0)
         path = write_items(tmp_path / "items.jsonl", oracle)
         config = make_config(path, batch_size=12, seed=seed, baselines={"inverted": False})
