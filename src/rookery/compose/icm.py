@@ -21,7 +21,7 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
-from rookery.loops.comparison import warn_of_batches
+from rookery.loops.comparison import warn_of_batches, warn_of_precision
 from rookery.loops.icm import (
     IcmConfig,
     IcmInputs,
@@ -130,7 +130,7 @@ async def _open(
 def _notes(config: IcmConfig, sampler: Sampler) -> tuple[str, ...]:
     if config.engine.type == "external":
         return ()
-    return tuple(warn_of_batches(cast(Engine, sampler)))
+    return (*warn_of_batches(cast(Engine, sampler)), *warn_of_precision(config.engine))
 
 
 def _context_tokens(folder: Path) -> int | None:

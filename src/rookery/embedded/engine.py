@@ -23,9 +23,9 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, ParamSpec, TypeVar
+from typing import ClassVar, Literal, ParamSpec, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded.admission import Limits, sample_job, score_job
@@ -110,6 +110,7 @@ Answer = TypeVar("Answer")
 Params = ParamSpec("Params")
 _PREFILL_TOKENS = (1024, 16_384)
 """Of one pass, on a CPU and on a GPU, which a short pass leaves idle."""
+_INT4_DTYPES = ("auto", "float32")
 
 
 class EngineConfig(Config):
@@ -122,6 +123,9 @@ class EngineConfig(Config):
     """`auto` takes a GPU when torch sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on the CPU and the model's own type on a GPU."""
+    weights: Literal["auto", "int4"] = "auto"
+    """`auto` has them in `dtype`. `int4` rounds those of linear layers to 4 bit, in groups of 32:
+    on an Arm CPU, in float32 besides, not for training."""
     max_rows: int = Field(default=64, ge=1)
     """How many sequences are decoded together."""
     max_rank: int = Field(default=64, ge=1)
@@ -130,6 +134,15 @@ class EngineConfig(Config):
     """How many prompt tokens one pass computes at most: by default 1,024, on a GPU 16,384."""
     cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the prefixes kept for reuse."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights == "int4" and (self.device == "cuda" or self.dtype not in _INT4_DTYPES):
+            raise ValueError(
+                f"weights is int4, which computes in float32 on the CPU, with device "
+                f"{self.device} and dtype {self.dtype}: leave these out, or leave weights out"
+            )
+        return self
 
 
 @dataclass(slots=True)

@@ -27,9 +27,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.embedded.engine import EmbeddedEngine, EngineConfig
-from rookery.errors import ModelError, boundary
+from rookery.errors import ConfigError, ModelError, boundary
 from rookery.model_names import SMOLLM2, cache_folder
 from rookery.slots import SlottedModel, find_device, load_model
+from rookery.slots.int4 import int4_product, require_int4
 from rookery.slots.linear import can_pack
 
 __all__ = [
@@ -194,13 +195,17 @@ Params = ParamSpec("Params")
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
     """Load the model and keep the engine running inside the block."""
-    device = find_device(config.device)
+    device = find_device("cpu" if config.weights == "int4" else config.device)
     with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
+        if config.weights == "int4":
+            await _run_in(thread, require_int4)
         folder = await _run_in(thread, resolve_model, config.model)
         model = await _run_in(
             thread, load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
         )
-        if can_pack(device=model.device, dtype=model.dtype):
+        if config.weights == "int4":
+            await _run_in(thread, model.pack, product=int4_product)
+        elif can_pack(device=model.device, dtype=model.dtype):
             await _run_in(thread, model.pack)
         with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
             tokenizer = await _run_in(thread, AutoTokenizer.from_pretrained, folder.path)
@@ -224,7 +229,13 @@ async def run_engine(
     detokenize: Callable[[Sequence[int]], str],
     name: str,
 ) -> AsyncIterator[EmbeddedEngine]:
-    """Keep an engine over a model that is loaded already running inside the block."""
+    """Keep an engine over a model that is loaded already running inside the block, such as one
+    that a trainer computes with."""
+    if config.weights == "int4":
+        raise ConfigError(
+            "weights is int4, and this engine computes with the weights that are trained, in "
+            "float32: leave weights out."
+        )
     with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
         engine = EmbeddedEngine(
             model, config=config, detokenize=detokenize, name=name, thread=thread

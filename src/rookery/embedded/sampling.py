@@ -158,7 +158,8 @@ def draw(
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logits = logits.clone() if any(p.is_cut for p in params) else logits
     kept = {row: _truncate(logits[row], param) for row, param in enumerate(params) if param.is_cut}
-    normaliser = torch.logsumexp(logits, dim=-1)
+    is_normalised = any(p.temperature > 0 or p.top_logprobs for p in params)
+    normaliser = torch.logsumexp(logits, dim=-1) if is_normalised else logits[:, 0]
     tokens = _choose(logits, normaliser, params, uniforms)
     drawn = logprobs_of(logits, tokens[:, None])[:, 0].tolist()
     return [
@@ -181,11 +182,11 @@ def _choose(
     points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     sampled = [row for row, p in enumerate(params) if p.temperature > 0]
     if len(sampled) == len(params):
-        return _invert(torch.exp(logits - normaliser[:, None]), points)
+        return _invert((logits - normaliser[:, None]).exp_(), points)
     tokens = logits.argmax(dim=-1)
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
-        probs = torch.exp(logits[rows] - normaliser[rows, None])
+        probs = (logits[rows] - normaliser[rows, None]).exp_()
         tokens[rows] = _invert(probs, points[rows])
     return tokens
 

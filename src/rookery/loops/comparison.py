@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import AnySamplerConfig
 from rookery.ports import Engine
 from rookery.reports import Estimate, ReportRow, SampledRecord, TasksetRecord
 from rookery.rollout import TasksetEvaluator, mean_by_source
@@ -34,6 +36,7 @@ __all__ = [
     "describe_taskset",
     "warn_of_batches",
     "warn_of_failed_tasks",
+    "warn_of_precision",
     "warn_of_small_samples",
 ]
 
@@ -251,6 +254,16 @@ def warn_of_batches(engine: Engine) -> list[str]:
     return [
         "The model is a mixture of experts: the last bits of an answer depend on what is computed "
         "beside it, so that close choices may come out otherwise in another run."
+    ]
+
+
+def warn_of_precision(engine: AnySamplerConfig) -> list[str]:
+    """Of weights that were rounded to fewer bits than numbers are computed in."""
+    if not isinstance(engine, EngineConfig) or engine.weights == "auto":
+        return []
+    return [
+        f"The linear layers had {engine.weights} weights (`weights: {engine.weights}`), so that "
+        "answers differ from those in float32: measure what you keep as it will be served."
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rookery.slots.attention import Attend, Heads
-from rookery.slots.linear import ActiveRows, LinearGroup
+from rookery.slots.linear import ActiveRows, LinearGroup, MakeProduct
 
 __all__ = ["FusedLayer", "Rotation", "fuse"]
 
@@ -74,10 +74,10 @@ class FusedLayer:
         self._down = LinearGroup([mlp.down_proj], active=active)
         self._activate: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn.forward
 
-    def pack(self) -> None:
+    def pack(self, product: MakeProduct) -> None:
         """Lay the weights out for CPU inference."""
         for group in (self._qkv, self._o, self._gate_up, self._down):
-            group.pack()
+            group.pack(product)
 
     def __call__(self, hidden: torch.Tensor, rotate: Rotation, attend: Attend) -> torch.Tensor:
         before_attention, before_mlp = self._norms

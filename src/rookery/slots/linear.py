@@ -6,11 +6,14 @@ the time of the plain product, whose bits differ, and is used all the same. The 
 has that property in its strict mode, which it reads when it is first called.
 """
 
+import ctypes
+import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +21,21 @@ from torch import nn
 from rookery.slots.rows import SlotFactors, SlotRows
 from rookery.types import LoraFactors
 
-__all__ = ["ActiveRows", "EvenActivation", "LinearGroup", "SlottedLinear", "can_pack"]
+__all__ = [
+    "ActiveRows",
+    "EvenActivation",
+    "LinearGroup",
+    "MakeProduct",
+    "PackedProduct",
+    "SlottedLinear",
+    "can_pack",
+    "drop_pages",
+]
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""With weights in a layout of its own: [rows, in] -> [rows, out]."""
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+"""Of plain weights [out, in] and a bias."""
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
@@ -56,7 +73,23 @@ def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
     return has_onednn and device.type == "cpu" and dtype == torch.float32
 
 
-class _Packed:
+def drop_pages(weights: Iterable[torch.Tensor]) -> None:
+    """Take weights that lie in a mapped file, unchanged, out of this process's memory. Who reads
+    them again gets them from the file. Others stay as they are."""
+    if not (maps := Path("/proc/self/maps")).exists():
+        return
+    places = [line.split() for line in maps.read_text().splitlines()]
+    mapped = [tuple(int(x, 16) for x in place[0].split("-")) for place in places if place[4] != "0"]
+    page = mmap.PAGESIZE
+    for weight in weights:
+        start = -(-weight.data_ptr() // page) * page
+        stop = (weight.data_ptr() + weight.nbytes) // page * page
+        if start < stop and any(first <= start and stop <= last for first, last in mapped):
+            memory = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+            ctypes.CDLL(None).madvise(*memory, mmap.MADV_DONTNEED)
+
+
+class PackedProduct:
     """A product with weights in oneDNN's layout: [rows, in] -> [rows, out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -87,12 +120,12 @@ class SlottedLinear(nn.Module):
         self.num_changes = 0
         """How often the slots were written."""
         self._active = active
-        self._packed: _Packed | None = None
+        self._packed: Product | None = None
 
-    def pack(self, *, keep_weight: bool) -> None:
-        """Trade the plain weights for oneDNN's layout: inference only, no gradients after."""
+    def pack(self, *, keep_weight: bool, product: MakeProduct = PackedProduct) -> None:
+        """Trade the plain weights for another layout: inference only, no gradients after."""
         assert self.weight is not None
-        self._packed = _Packed(self.weight, self.bias)
+        self._packed = product(self.weight, self.bias)
         if not keep_weight:
             self.weight = None
 
@@ -197,15 +230,15 @@ class LinearGroup:
         ends = list(accumulate(member.out_features for member in members))
         self._columns = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
         self._active = active
-        self._packed: _Packed | None = None
+        self._packed: Product | None = None
         self._stack: _Stack | None = None
         self._stacked_changes: list[int] = []
 
-    def pack(self) -> None:
-        """Trade the members' plain weights for one in oneDNN's layout: inference only."""
+    def pack(self, product: MakeProduct) -> None:
+        """Trade the members' plain weights for one in another layout: inference only."""
         weights = [member.weight for member in self._members if member.weight is not None]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = _Packed(weight, self._joined_bias())
+        self._packed = product(weight, self._joined_bias())
         for member in self._members:
             member.weight = None
 

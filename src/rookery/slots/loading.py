@@ -2,7 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ from transformers import (
 from rookery.errors import ModelError, boundary
 from rookery.model_names import model_names
 from rookery.slots.attention import ATTENTION, CausalAttend, Heads
-from rookery.slots.linear import EvenActivation
+from rookery.slots.linear import EvenActivation, drop_pages
 from rookery.slots.model import SlottedModel
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 from rookery.slots.rows import PositionEncoding
@@ -193,14 +194,31 @@ def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> 
         text.max_position_embeddings
     )
     probe = Probe(text.vocab_size, context_tokens, device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), _reading_by_layers(model):
         expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     _check_finite(model, expected, folder)
     model.set_attn_implementation(ATTENTION)
     slotted = SlottedModel(model, names=names)
-    heads = _check_probe(slotted, probe, expected, folder)
+    with _reading_by_layers(model):
+        heads = _check_probe(slotted, probe, expected, folder)
     _check_windows(model, heads, folder)
     return slotted
+
+
+@contextmanager
+def _reading_by_layers(model: PreTrainedModel) -> Iterator[None]:
+    """On the CPU a pass holds one layer of a mapped file at a time, not all of it beside what the
+    head takes."""
+    layers = model.get_decoder().layers if model.device.type == "cpu" else ()
+    hooks = [
+        layer.register_forward_hook(lambda done, *_: drop_pages(done.parameters()))
+        for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_parts(model: PreTrainedModel, folder: Path) -> None:

@@ -26,7 +26,13 @@ from rookery.errors import AdapterError, ModelError, boundary
 from rookery.model_names import is_named
 from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
-from rookery.slots.linear import ActiveRows, SlottedLinear
+from rookery.slots.linear import (
+    ActiveRows,
+    MakeProduct,
+    PackedProduct,
+    SlottedLinear,
+    drop_pages,
+)
 from rookery.slots.probe import HeadsSeen, Probe, agree
 from rookery.slots.rows import PositionEncoding, SlotRows
 from rookery.types import Adapter, LoraFactors
@@ -148,6 +154,7 @@ class SlottedModel:
         self._softcap: float | None = getattr(self._decoder.config, "final_logit_softcapping", None)
         self._active = ActiveRows()
         self._fused: list[FusedLayer] | None = None
+        self._product: MakeProduct = PackedProduct
         self.linears = self._slot_linears()
         self.bank = SlotBank(self.linears, base_names=names)
 
@@ -162,15 +169,19 @@ class SlottedModel:
         self._head = linears["lm_head"]
         return linears
 
-    def pack(self) -> None:
+    def pack(self, *, product: MakeProduct = PackedProduct) -> None:
         """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
+        self._product = product
         self._fused = self._agreeing_fusion()
-        for layer in self._fused or ():
-            layer.pack()
+        for layer, plain in zip(self._fused or (), self._decoder.layers, strict=False):
+            weights = list(plain.parameters())
+            layer.pack(product)
+            if product is not PackedProduct:  # whose copies are as large
+                drop_pages(weights)
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
             if linear.weight is not None:
-                linear.pack(keep_weight=linear.weight is tied)
+                linear.pack(keep_weight=linear.weight is tied, product=product)
         for weight in self.weights.values():
             # What is left may be part of a mapped file, which would stay in memory as a whole.
             weight.data = weight.data.clone()
@@ -204,7 +215,7 @@ class SlottedModel:
             weight = given if given is None else given.to(device=self.device, dtype=self.dtype)
             linear.unpack(tied if weight is None else nn.Parameter(weight, requires_grad=False))
         self._fused = None
-        self.pack()
+        self.pack(product=self._product)
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelError unless they have the names and shapes of this model's weights."""

@@ -10,7 +10,6 @@ Which field is what is settled by the config, or else by the usual names on the 
 every other row must have the same fields, and no further one of a usual name.
 """
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import jinja2
 
 from rookery.config import Config
-from rookery.errors import TaskError
+from rookery.errors import TaskError, did_you_mean
 from rookery.tasks.template import compile_prompt_template, render_prompt_template
 from rookery.types import Json, Message, Task
 
@@ -235,8 +234,7 @@ def _find_name(role: str, named: str | None, first: Row) -> str:
     if named:
         if named in first.fields:
             return named
-        near = difflib.get_close_matches(named, list(first.fields), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(named, first.fields, shown=repr)
         raise TaskError(
             f"{first.where}: fields.{role} is {named!r} and the row has no such field; "
             f"it has {_listed(first)}.{hint}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from driving import NUM_TASKS, Command, change_weights, status_of, write_rows
+from marks import needs_int4
 from tiny import write_tiny_model
 from ui.made_runs import read_saved
 
@@ -52,6 +53,17 @@ def test_the_report_is_printed_and_kept(rookery: Command, place: Path) -> None:
         assert gain["low"] <= gain["mean"] <= gain["high"]
     with Run.view(place / "runs/one") as run:
         assert run.status == "finished" and run.counts()["rollout"] == 3 * NUM_TASKS
+
+
+@needs_int4
+def test_the_report_names_weights_of_four_bits(rookery: Command, place: Path) -> None:
+    asked = ("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--json", "--name")
+    plain = rookery(*asked, "plain").document
+    ended = rookery(*asked, "rounded", "--weights", "int4")
+    assert ended.code == 0 and plain["warnings"] == []
+    assert "int4 weights" in ended.document["warnings"][0]
+    assert json.loads((place / "runs/rounded/config.json").read_text())["weights"] == "int4"
+    assert {row["num_scored"] for row in ended.document["models"]} == {NUM_TASKS}
 
 
 def test_an_adapter_of_any_rank_is_measured(rookery: Command, place: Path) -> None:

@@ -2,17 +2,19 @@
 
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from marks import needs_int4
 from peft import PeftModel
 from tiny import tiny_adapter, write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine
-from rookery.errors import AdapterError, EngineError
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
+from rookery.errors import AdapterError, ConfigError, EngineError
 from rookery.ports import Adapters, Sampler
+from rookery.slots import SlottedModel
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 from rookery.weights import write_adapter
 
@@ -91,14 +93,19 @@ async def test_scores_equal_transformers(
     assert [[t for t, _ in top] for top in score.top_logprobs] == best.indices.tolist()
 
 
-async def test_results_do_not_depend_on_the_company(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("weights", ["auto", pytest.param("int4", marks=needs_int4)])
+async def test_results_do_not_depend_on_the_company(
+    tiny_folder: Path, weights: Literal["auto", "int4"]
+) -> None:
     """Every request alone, in a fresh engine, gives the very bits it gives in a crowd."""
     params = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
     adapters = [tiny_adapter(f"a{i}", rank=4, seed=i) for i in range(3)]
     prompts = [(1, 5, *range(6, 6 + n)) for n in (1, 2, 7, 9, 15, 17, 40)]
 
     async def run(indices: list[int], max_rows: int, prefill: int) -> list[object]:
-        config = EngineConfig(model=str(tiny_folder), max_rows=max_rows, prefill_tokens=prefill)
+        config = EngineConfig(
+            model=str(tiny_folder), max_rows=max_rows, prefill_tokens=prefill, weights=weights
+        )
         async with open_engine(config) as engine:
             refs = [engine.base, *[await engine.load(a) for a in adapters]]
             requests = [
@@ -118,6 +125,21 @@ async def test_results_do_not_depend_on_the_company(tiny_folder: Path) -> None:
     assert small[:size][::-1] == crowd[:size] and small[size:][::-1] == crowd[size:]
     for i in (0, 5, 14, 27):
         assert await run([i], max_rows=1, prefill=7) == [crowd[i], crowd[size + i]]
+
+
+async def test_a_model_that_is_trained_refuses_weights_of_four_bits(
+    tiny_model: SlottedModel,
+) -> None:
+    config = EngineConfig(model="tiny", weights="int4")
+    opened = run_engine(tiny_model, config=config, detokenize=str, name="tiny")
+    with pytest.raises(ConfigError, match="in float32: leave weights out"):
+        await opened.__aenter__()
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"device": "cuda"}])
+def test_weights_of_four_bits_are_for_float32_on_the_cpu(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="computes in float32 on the CPU"):
+        EngineConfig(weights="int4", **other)
 
 
 @pytest.mark.parametrize(

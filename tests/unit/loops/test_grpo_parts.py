@@ -207,6 +207,7 @@ def test_options_of_the_loss_alone_are_those_of_grpo() -> None:
     [
         ({"group_size": 1}, "write 2 or more"),
         ({"save_every": 5, "publish_every": 2}, "write a multiple of publish_every, 6"),
+        ({"engine": {"weights": "int4"}}, "trained in float32"),
         ({"share": True, "engine": {"type": "fleet", "urls": ["http://a"]}}, "write share: false"),
         ({"loss": {"type": "cross_entropy"}}, "loss"),
         ({"loss": {"type": "grpo", "clip": 0.2}}, "clip"),

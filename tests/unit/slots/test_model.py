@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rookery.errors import ModelError
 from rookery.slots import CausalAttend, Segment, SlotRows, SlottedModel, load_model
+from rookery.slots.linear import drop_pages
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
 
@@ -95,6 +96,15 @@ def test_a_packed_model_leaves_the_file_of_its_weights(tmp_path: Path) -> None:
     assert is_mapped(), "transformers does not map files any more: is this still needed?"
     model.pack()
     assert not is_mapped()
+
+
+def test_weights_whose_pages_were_dropped_are_read_again(tmp_path: Path) -> None:
+    """Those in a mapped file, which is as it was; others stay where they are."""
+    wide = write_tiny_model(tmp_path / "wide", hidden_size=128, intermediate_size=512)
+    mapped = list(load_model(wide).weights.values())
+    plain = [weight.clone() for weight in mapped]
+    drop_pages([*mapped, *plain])
+    assert all(torch.equal(x, y) for x, y in zip(mapped, plain, strict=True))
 
 
 def test_layers_that_only_look_like_llamas_are_not_fused(

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_int4
 from tiny import tiny_adapter
 
-from rookery.errors import AdapterError
+from rookery.errors import AdapterError, ModelError
 from rookery.slots import Attend, CausalAttend, Segment, SlotRows, SlottedModel, load_model
 from rookery.slots.attention import Heads, attend_heads, causal_mask
-from rookery.slots.linear import ActiveRows, SlottedLinear
+from rookery.slots.int4 import Int4Product, int4_product, require_int4
+from rookery.slots.linear import ActiveRows, MakeProduct, PackedProduct, SlottedLinear
 from rookery.slots.rows import SlotFactors
 from rookery.types import LoraFactors
 
@@ -257,19 +259,50 @@ def test_sequences_of_any_lengths_are_attended_as_each_alone(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (1536, 576)])
+@pytest.mark.parametrize(
+    "product", [None, PackedProduct, pytest.param(int4_product, marks=needs_int4)]
+)
+@pytest.mark.parametrize(("num_in", "num_out"), [(32, 97), (64, 96), (1536, 576)])
 def test_a_row_of_a_product_has_the_same_bits_among_any_number(
-    num_in: int, num_out: int, is_packed: bool
+    num_in: int, num_out: int, product: MakeProduct | None
 ) -> None:
     linear = SlottedLinear(torch.nn.Linear(num_in, num_out), name="one", active=ActiveRows())
-    if is_packed:
-        linear.pack(keep_weight=False)
-    row = torch.randn(1, num_in, generator=torch.Generator().manual_seed(0))
-    alone = linear.base(row)
-    for count in range(2, 40):
-        among = linear.base(row.expand(count, -1).contiguous())
-        assert torch.equal(among, alone.expand(count, -1)), count
+    if product is not None:
+        linear.pack(keep_weight=False, product=product)
+    rows = torch.randn(300, num_in, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([linear.base(row[None]) for row in rows])
+    for count in (*range(2, 65), 127, 128, 129, 300):
+        assert torch.equal(linear.base(rows[:count]), alone[:count]), count
+        assert torch.equal(linear.base(rows[-count:].flip(0)).flip(0), alone[-count:]), count
+
+
+@needs_int4
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 40)])
+def test_weights_of_four_bits_are_within_half_a_step_and_exact_on_a_grid(
+    bias: torch.Tensor | None,
+) -> None:
+    """Rows of the identity read the weights back; the kernel rounds steps to bfloat16."""
+    random = torch.Generator().manual_seed(0)
+    steps = torch.rand(40, 3, 1, generator=random) * 0.1
+    steps[0, 0] = 0
+    numbers = torch.randint(0, 16, (40, 3, 32), generator=random)
+    numbers[..., 0], numbers[..., 1] = 0, 15
+    grid = (numbers * steps + torch.randn(40, 3, 1, generator=random)).view(40, 96)
+    plain = torch.randn(40, 96, generator=random)
+    for weight, least in ((grid, 0.0), (plain, 0.5)):
+        groups = weight.view(40, 3, 32)
+        step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
+        read = Int4Product(weight, bias)(torch.eye(96)).t()
+        wrong = (read - (0 if bias is None else bias[:, None]) - weight).abs()
+        assert (wrong.view(40, 3, 32) <= step * (least + 8 / 2**8) + 1e-4).all()
+
+
+def test_weights_of_four_bits_are_refused_where_no_kernel_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.kleidiai, "is_available", lambda: False)
+    with pytest.raises(ModelError, match="slower than float32: leave weights out"):
+        require_int4()
 
 
 def test_an_adapter_has_the_same_bits_when_a_larger_one_was_loaded_before() -> None:

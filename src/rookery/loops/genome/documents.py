@@ -9,6 +9,7 @@ from rookery.loops.comparison import (
     describe_taskset,
     warn_of_batches,
     warn_of_failed_tasks,
+    warn_of_precision,
     warn_of_small_samples,
 )
 from rookery.loops.genome.adapter_builder import AdapterBuilder
@@ -144,6 +145,7 @@ def _make_warnings(parts: RunParts, summary: RunSummary) -> list[str]:
         *_warn_of_splits(parts.tasksets),
         *warn_of_small_samples(summary.rows),
         *warn_of_batches(parts.engine),
+        *warn_of_precision(parts.config.engine),
     ]
 
 

@@ -300,6 +300,11 @@ class GrpoConfig(ScheduleConfig):
                 "share is for the embedded engine; servers have their own weights: write share: "
                 "false"
             )
+        if isinstance(self.engine, EngineConfig) and self.engine.weights == "int4":
+            raise ValueError(
+                "engine.weights is int4, and a policy is trained in float32, which would not be "
+                "what its answers were drawn from: leave weights out"
+            )
         if self.share and self.full is not None and self.publish_every > 1:
             raise ValueError(
                 f"publish_every is {self.publish_every}, and with full and share the engine "
