@@ -21,6 +21,7 @@ from ui.made_runs import (
 )
 
 from rookery.runs import NewEvent, Run
+from rookery.ui.display import Display
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
@@ -236,11 +237,13 @@ def test_a_run_is_followed_while_it_writes_and_when_it_dies(browser: Any, tmp_pa
         append_generation(run, 0, ["founder-a", "founder-b"], parents=[])
         visit = Visit(browser, page.url, "#/run/live?tab=events")
         visit.see(".events .key", text="founder-b")
+        with Display(is_quiet=True).bar("ga 1", total=40, run=run) as bar:
+            bar.update(done=20)
         begun = time.monotonic()
         append_generation(run, 1, ["late-child"], parents=["founder-a"])
         visit.see(".events .key", text="late-child")
         assert time.monotonic() - begun < 30, "a second, and what a busy machine adds"
-        visit.see(".state .note", text="generation 2 of 4")
+        visit.see(".state .note", text="20 of 40 answers")
         run.close()  # without a word of its end
         visit.see(".state .mark", text="killed")
         table.see(".runs .mark", text="killed")
