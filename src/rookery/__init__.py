@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rookery.compose.evolve import run_evolution, run_evolve
     from rookery.compose.genome import run_genome
     from rookery.compose.grpo import run_grpo
-    from rookery.compose.grpo_plan import plan_grpo
+    from rookery.compose.grpo.plan import plan_grpo
     from rookery.compose.icm import run_icm
     from rookery.compose.pipeline import run_pipeline
     from rookery.compose.running import resume
@@ -70,7 +70,7 @@ __all__ = [
 _LAZY = {
     "evaluate": "rookery.compose.evaluation",
     "open_engine": "rookery.engines",
-    "plan_grpo": "rookery.compose.grpo_plan",
+    "plan_grpo": "rookery.compose.grpo.plan",
     "resume": "rookery.compose.running",
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",

@@ -9,7 +9,6 @@
 Wrong input is answered with what was given, what is allowed and the nearest right name.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, did_you_mean, near_path
 
 __all__ = [
     "Config",
@@ -125,9 +124,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, _siblings(path), n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"There is no config file {path}.{hint}") from None
+        raise ConfigError(f"There is no config file {path}.{near_path(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}") from error
     try:
@@ -299,10 +296,8 @@ def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) ->
 
 def _unknown_key(where: str, kinds: Sequence[Any]) -> str:
     allowed = sorted({key for kind in kinds if _is_model(kind) for key in kind.model_fields})
-    near = difflib.get_close_matches(where.rpartition(".")[2], allowed, n=1, cutoff=0.5)
-    if near:
-        return f"{where} is not a key. Did you mean {near[0]}?"
-    return f"{where} is not a key. Allowed: {', '.join(allowed)}."
+    hint = did_you_mean(where.rpartition(".")[2], allowed, cutoff=0.5)
+    return f"{where} is not a key." + (hint or f" Allowed: {', '.join(allowed)}.")
 
 
 def _unknown_tag(where: str, kinds: Sequence[Any], detail: ErrorDetails) -> str:
@@ -310,8 +305,7 @@ def _unknown_tag(where: str, kinds: Sequence[Any], detail: ErrorDetails) -> str:
     allowed = " or ".join(filter(None, [", ".join(map(repr, tags[:-1])), repr(tags[-1])]))
     given = detail.get("ctx", {}).get("tag")
     is_what = "is missing" if given is None else f"is {_show(given)}"
-    near = difflib.get_close_matches(str(given), tags, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(str(given), tags, cutoff=0.5)
     return f"{where} {is_what}; it should be {allowed}.{hint}"
 
 
@@ -389,7 +383,3 @@ def _tags(kind: Any) -> tuple[str, ...]:
 
 def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _siblings(path: Path) -> list[str]:
-    return [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -20,11 +20,13 @@ Every message says what was given, what is allowed and what to write instead. Th
 prints it as it is and exits with 2.
 """
 
+import difflib
 import errno
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = [
     "AdapterError",
@@ -43,7 +45,9 @@ __all__ = [
     "TaskError",
     "TrainError",
     "boundary",
+    "did_you_mean",
     "missing_extra",
+    "near_path",
     "signal_name",
 ]
 
@@ -143,6 +147,21 @@ class SandboxError(RookeryError):
 
 class ServiceError(RookeryError):
     """The HTTP service refuses a request."""
+
+
+def did_you_mean(
+    name: str, options: Iterable[str], *, cutoff: float = 0.6, shown: Callable[[str], str] = str
+) -> str:
+    """ " Did you mean X?" with the nearest of the options; "" when none is near."""
+    near = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
+    return f" Did you mean {shown(near[0])}?" if near else ""
+
+
+def near_path(path: Path) -> str:
+    """The same of a file that is not there, and those beside it."""
+    folder = path.parent
+    names = [other.name for other in folder.iterdir()] if folder.is_dir() else []
+    return did_you_mean(path.name, names, shown=lambda name: str(folder / name))
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:

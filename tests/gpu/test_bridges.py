@@ -15,7 +15,7 @@ from bridge_training import Training, config_of, training
 from fleet.stub import until
 from tiny_training import make_batch
 
-from rookery.compose.grpo_bridge import Bridge, Bridged, adapter_publisher
+from rookery.compose.grpo.bridge import Bridge, Bridged, adapter_publisher
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import write_tiny_model
 from tiny_training import make_batch
 
-from rookery.compose.grpo_bridge import adapter_publisher
+from rookery.compose.grpo.bridge import adapter_publisher
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges import alias

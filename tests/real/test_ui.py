@@ -179,6 +179,43 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         visit.close()
 
 
+def test_a_link_beyond_this_machine_asks_for_the_key_and_goes_on(
+    browser: Any, tmp_path: Path
+) -> None:
+    make_eval(tmp_path)
+    with open_page(tmp_path, port=0, key="sixteen letters!") as page:
+        visit = Visit(browser, page.url, "#/run/scores")
+        visit.page.get_by_label("Key").fill("sixteen letters?")
+        visit.page.get_by_role("button", name="Open").click()
+        visit.see("h1", text="That key is not right.")
+        visit.complaints.clear()  # of an answer that is no page
+        visit.page.get_by_label("Key").fill("sixteen letters!")
+        visit.page.get_by_role("button", name="Open").click()
+        visit.see("h1", text="scores")
+        assert "letters" not in visit.page.url
+        visit.close()
+
+
+def test_runs_with_a_comma_in_their_names_are_compared(browser: Any, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_genome(tmp_path, name).rename(tmp_path / f"{name},1")
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/compare?runs=a%2C1&runs=b%2C1")
+        visit.see("section", text="Reports")
+        assert visit.page.locator(".reports article").count() == 2
+        visit.page.get_by_role("link", name="Rookery").click()
+        visit.see("a.button", text="Compare 2 runs")
+        visit.close()
+
+
+def test_completions_are_coloured_by_the_gap(browser: Any, served: tuple[LivePage, Path]) -> None:
+    visit = Visit(browser, served[0].url, "#/run/train")
+    visit.see("select[aria-label=Colour]").select_option("gap")
+    assert visit.see(".token").inner_text().startswith("seven")
+    assert visit.page.locator(".token").count() == 3 and "colour=gap" in visit.page.url
+    visit.close()
+
+
 def test_two_runs_are_compared(browser: Any, served: tuple[LivePage, Path]) -> None:
     visit = Visit(browser, served[0].url)
     for name in ("demo", "programs"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiny_training import make_batch
 
-from rookery.compose.grpo_bridge import (
+from rookery.compose.grpo.bridge import (
     Bridged,
     attach,
     bridged_engine,

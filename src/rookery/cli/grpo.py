@@ -86,7 +86,7 @@ def _print_times(report: "GrpoReport") -> None:
             rows.append((name, f"{mean:.3f}", f"{max(found):.3f}", f"{sum(found):.1f}"))
     columns = ("stage", "mean s", "longest s", "all s")
     print_table("Times", columns=columns, rows=rows)
-    from rookery.compose.grpo_atropos import peak_memory
+    from rookery.compose.grpo.atropos import peak_memory
 
     for where, num_bytes in peak_memory().items():
         console.print(f"memory of {where}, at most: {num_bytes / 2**30:.2f} GiB")
@@ -108,7 +108,7 @@ def gateway(
     config
         A YAML or TOML file; paths in it are relative to it.
     """
-    from rookery.compose.grpo_atropos import GatewayConfig, serve_gateway
+    from rookery.compose.grpo.atropos import GatewayConfig, serve_gateway
 
     log_warnings()
     check_flags(overrides, fields=GatewayConfig.model_fields, own=())
@@ -232,7 +232,7 @@ def plan(
     config
         A YAML or TOML file.
     """
-    from rookery.compose.grpo_plan import plan_grpo
+    from rookery.compose.grpo.plan import plan_grpo
     from rookery.loops.grpo import GrpoConfig
 
     loaded = read_loop_config(

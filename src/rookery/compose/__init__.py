@@ -3,14 +3,13 @@
     outcome = run_genome("mine.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
-running.py                         how every run is planned, opened, resumed and reported
-genome, grpo, icm, evaluation      one each: config -> objects -> loop -> report and page
-grpo_files, _plan, _policy,        of grpo: what is read, what fits into memory, what is trained,
-  _bridge, _atropos                how weights reach servers, groups from environments
-evolve.py, evolve_check.py         the same for programs, and a check of what a config names
-proposers.py, engine_models.py     the models that write programs
-sft.py                             a taskset -> an adapter
-serve.py, http_server.py           the service and the server it answers on
+running.py                      how every run is planned, opened, resumed and reported
+genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page
+grpo/                           the same, with its sweeps, its plan and its gateway
+pipeline.py                     loops that feed each other, as one run
+evolve.py, evolve_check.py      the same for programs, and a check of what a config names
+proposers.py, engine_models.py  the models that write programs
+serve.py, http_server.py        the service and the server it answers on
 
 Each is imported by itself: a loop loads what it needs and no more.
 """

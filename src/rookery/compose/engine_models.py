@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from rookery.compose.grpo_files import trainer_place
+from rookery.compose.grpo.files import trainer_place
 from rookery.compose.running import open_shown_engine, quiet_libraries
 from rookery.compose.sft import base_name
 from rookery.config import Config, parse_config

@@ -1,18 +1,21 @@
-"""An HTTP application that answers inside a block, on one port or several."""
+"""An HTTP application that answers inside a block, on one port or several, and its folder."""
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from rookery.errors import ConfigError
+from rookery.config import Config
+from rookery.errors import ConfigError, RunError
 from rookery.fleet.http.client import connection_limit
+from rookery.runs import Run
 
-__all__ = ["answering", "listen_all"]
+__all__ = ["answering", "listen_all", "open_or_create"]
 
 GRACE_S = 3
 """How long requests in flight may take at the end; clients send them again."""
@@ -74,6 +77,17 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
+    """The run in the folder of a service, made when it is not there."""
+    try:
+        return Run.open(folder)
+    except RunError:
+        if (folder / "events.db").exists():
+            raise
+        document = config.model_dump(mode="json")
+        return Run.create(folder.parent, kind=kind, name=folder.name, config=document)
 
 
 @contextmanager

@@ -94,7 +94,6 @@ __all__ = [
     "num_local_processes",
     "num_processes",
     "on_same_inputs",
-    "open_or_create",
     "open_shown_engine",
     "quiet_libraries",
     "read_config",
@@ -276,17 +275,6 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name))
-
-
-def open_or_create(folder: Path, *, kind: str, config: Config) -> Run:
-    """The run in the folder of a service, made when it is not there."""
-    try:
-        return Run.open(folder)
-    except RunError:
-        if (folder / "events.db").exists():
-            raise
-        document = config.model_dump(mode="json")
-        return Run.create(folder.parent, kind=kind, name=folder.name, config=document)
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:

@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import Field
 
-from rookery.compose.http_server import answering, listen_all
+from rookery.compose.http_server import answering, listen_all, open_or_create
 from rookery.compose.running import (
     ConfigSource,
-    open_or_create,
     quiet_libraries,
     read_config,
     run_async,

@@ -149,7 +149,9 @@ def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[
     display.note(taskset.notes)
     model = resolve_model(config.model)
     init = None if config.init_from is None else read_adapter(config.init_from)
-    tasks = {taskset.name: digest(taskset.split(config.split))}
+    split = taskset.split(config.split)
+    weights = [task.weight for task in split if task.weight != 1.0]
+    tasks = {taskset.name: digest([*split, *weights])}
     digests = join_digests(tasks, digest_models({"the model": model.path}))
     if init is not None:
         digests["init_from"] = init.version

@@ -7,13 +7,12 @@ A reference stands wherever a file or a folder may: it becomes that path when a 
 that a run's own config.json names the path, and by it the run that it was made from.
 """
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, did_you_mean
 from rookery.runs.run_folder import EVENTS
 
 __all__ = [
@@ -101,8 +100,7 @@ def resolve_text(text: str, *, find: Find, key: str) -> str:
 
 def _nearest(folder: Path) -> str:
     runs = [path.parent.name for path in folder.parent.glob(f"*/{EVENTS}")]
-    near = difflib.get_close_matches(folder.name, runs, n=1)
-    return f" Did you mean {PREFIX}{near[0]}?" if near else ""
+    return did_you_mean(folder.name, runs, shown=lambda name: f"{PREFIX}{name}")
 
 
 def _parts(folder: Path) -> list[str]:

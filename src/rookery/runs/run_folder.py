@@ -7,7 +7,6 @@ metrics.jsonl   numbers per step                    journal.db      requests of 
 .tmp/           half-written files                  .old/           folders being replaced
 """
 
-import difflib
 import fnmatch
 import json
 import re
@@ -16,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import RunError
+from rookery.errors import RunError, near_path
 from rookery.runs.disk import disk_boundary
 
 __all__ = [
@@ -169,7 +168,5 @@ def require_run(path: Path) -> Path:
         return path.absolute()
     if path.exists():
         raise RunError(f"{path} is not a run: it has no {EVENTS}. Give the run's own directory.")
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f"Did you mean {path.parent / near[0]}?" if near else "`rookery runs list` lists them."
-    raise RunError(f"There is no run {path}. {hint}")
+    hint = near_path(path) or " `rookery runs list` lists them."
+    raise RunError(f"There is no run {path}.{hint}")

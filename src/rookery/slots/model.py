@@ -154,7 +154,7 @@ class SlottedModel:
         self._softcap: float | None = getattr(self._decoder.config, "final_logit_softcapping", None)
         self._active = ActiveRows()
         self._fused: list[FusedLayer] | None = None
-        self._product: MakeProduct = PackedProduct
+        self._make_product: MakeProduct = PackedProduct
         self.linears = self._slot_linears()
         self.bank = SlotBank(self.linears, base_names=names)
 
@@ -171,7 +171,7 @@ class SlottedModel:
 
     def pack(self, *, product: MakeProduct = PackedProduct) -> None:
         """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
-        self._product = product
+        self._make_product = product
         self._fused = self._agreeing_fusion()
         for layer, plain in zip(self._fused or (), self._decoder.layers, strict=False):
             weights = list(plain.parameters())
@@ -215,7 +215,7 @@ class SlottedModel:
             weight = given if given is None else given.to(device=self.device, dtype=self.dtype)
             linear.unpack(tied if weight is None else nn.Parameter(weight, requires_grad=False))
         self._fused = None
-        self.pack(product=self._product)
+        self.pack(product=self._make_product)
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelError unless they have the names and shapes of this model's weights."""

@@ -1,18 +1,16 @@
 """Rows from files: JSON lines, JSON and CSV."""
 
 import csv
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import TaskError
+from rookery.errors import TaskError, near_path
 from rookery.tasks.rows import Row, require_plain
 
 __all__ = [
-    "near_name",
     "read_csv",
     "read_json",
     "read_jsonl",
@@ -46,17 +44,9 @@ def read_jsonl(path: Path, *, on_bad: Callable[[TaskError], None] | None = None)
                     continue
                 yield Row(where=where, fields=fields)
     except FileNotFoundError:
-        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+        raise TaskError(f"There is no file {path}.{near_path(path)}") from None
     except OSError as error:
         raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def near_name(path: Path) -> str:
-    """ " Did you mean ...?" when the folder has a file of a similar name, else ""."""
-    folder = path.parent
-    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f" Did you mean {folder / near[0]}?" if near else ""
 
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:
@@ -188,7 +178,7 @@ def _load(path: Path) -> Any:
         text = path.read_bytes().decode("utf-8-sig")
         return json.loads(text, parse_constant=refuse_constant)
     except FileNotFoundError:
-        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+        raise TaskError(f"There is no file {path}.{near_path(path)}") from None
     except OSError as error:
         raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -10,7 +10,6 @@ Which field is what is settled by the config, or else by the usual names on the 
 every other row must have the same fields, and no further one of a usual name.
 """
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import jinja2
 
 from rookery.config import Config
-from rookery.errors import TaskError
+from rookery.errors import TaskError, did_you_mean
 from rookery.tasks.template import compile_prompt_template, render_prompt_template
 from rookery.types import Json, Message, Task
 
@@ -37,6 +36,7 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "choices": ("choices",),
     "id": ("id",),
     "group": (),
+    "weight": (),
 }
 
 
@@ -58,6 +58,8 @@ class FieldsConfig(Config):
     group: str = ""
     """The question of a row. Rows of one question are in the same split and count as one cluster
     in intervals. Empty: rows of equal prompt are one question."""
+    weight: str = ""
+    """A number from 0 on: how much the answer of a row counts in supervised training. Empty: 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,7 @@ class RowReader:
             choices=choices,
             source=source,
             group=self._group(row),
+            weight=self._weight(row),
         )
 
     def _require_none_ignored(self, row: Row) -> None:
@@ -143,6 +146,14 @@ class RowReader:
         if not self._names["group"]:
             return ""
         return json.dumps(_as_json(self._value(row, "group"), row, "group"), sort_keys=True)
+
+    def _weight(self, row: Row) -> float:
+        value = self._value(row, "weight") if self._names["weight"] else 1.0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+            name = self._names["weight"]
+            raise TaskError(f"{row.where}: {name!r} is {_shown(value)}; it must be 0 or more.")
+        return float(value)  # type: ignore[arg-type]
 
     def _value(self, row: Row, role: str) -> object:
         name = self._names[role]
@@ -223,8 +234,7 @@ def _find_name(role: str, named: str | None, first: Row) -> str:
     if named:
         if named in first.fields:
             return named
-        near = difflib.get_close_matches(named, list(first.fields), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(named, first.fields, shown=repr)
         raise TaskError(
             f"{first.where}: fields.{role} is {named!r} and the row has no such field; "
             f"it has {_listed(first)}.{hint}"

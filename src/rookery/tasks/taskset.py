@@ -9,7 +9,6 @@ load_taskset_file("generated:arithmetic?size=500&seed=1")
 """
 
 import dataclasses
-import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from urllib.parse import parse_qsl
 from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config, override, parse_config, read_document
-from rookery.errors import ConfigError, TaskError
-from rookery.tasks.files import near_name, read_jsonl
+from rookery.errors import ConfigError, TaskError, did_you_mean, near_path
+from rookery.tasks.files import read_jsonl
 from rookery.tasks.generators import GENERATORS, generate
 from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
 from rookery.tasks.python_function import function_from_folder
@@ -159,8 +158,7 @@ class GeneratedConfig(TasksetOptions):
     @classmethod
     def _is_known(cls, value: str) -> str:
         if value not in GENERATORS:
-            near = difflib.get_close_matches(value, GENERATORS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(value, GENERATORS)
             raise ValueError(
                 f"{value!r} is not a generator.{hint} There are {', '.join(GENERATORS)}"
             )
@@ -376,7 +374,7 @@ def _config_of(spec: str) -> TasksetConfig:
     path = Path(place).expanduser()
     if not path.exists():
         raise TaskError(
-            f"There is no taskset {spec}.{near_name(path)} A taskset is a .jsonl, .csv, .json or "
+            f"There is no taskset {spec}.{near_path(path)} A taskset is a .jsonl, .csv, .json or "
             ".parquet file of rows, a .yaml or .toml config, hf://datasets/ID or generated:NAME."
         )
     if path.suffix == ".jsonl":

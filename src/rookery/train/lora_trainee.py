@@ -5,7 +5,6 @@ Layers of one shape lie together, first A of all, then B of all: they are copied
 operation.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from rookery.config import Config
-from rookery.errors import TrainError
+from rookery.errors import TrainError, did_you_mean
 from rookery.slots import SlottedModel
 from rookery.slots.model import decoder_layer
 from rookery.train.schedule import plain_moments
@@ -96,8 +95,7 @@ def target_layers(model: SlottedModel, config: LoraConfig) -> list[str]:
 
 def _unknown_target(target: str, linears: Iterable[str]) -> str:
     ends = sorted({name.rpartition(".")[2] for name in linears})
-    near = difflib.get_close_matches(target, ends, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(target, ends)
     return (
         f"targets names {target!r}, and no linear layer of this model ends so.{hint} "
         f"There are: {', '.join(ends)}."

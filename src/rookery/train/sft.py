@@ -168,7 +168,8 @@ async def _step(
 def sft_data(
     tasks: Sequence[Task], template: Template, *, end_token: int | None = None
 ) -> list[Datum]:
-    """A row per task: the prompt without weight, then the answer, each of its tokens of weight 1.
+    """A row per task: the prompt without weight, then the answer, each of its tokens with the
+    task's weight.
 
     The answer is the right choice of a task with choices, else the reference: a text as it is,
     anything else as JSON. `end_token` is learned after it, which a model that is to stop by itself
@@ -185,7 +186,7 @@ def _datum(task: Task, template: Template, end_token: int | None) -> Datum:
         tokens=tokens[:-1],
         positions=tuple(range(start - 1, len(tokens) - 1)),
         targets=tokens[start:],
-        weights=(1.0,) * (len(tokens) - start),
+        weights=(task.weight,) * (len(tokens) - start),
     )
 
 

@@ -39,3 +39,5 @@ class Task:
     group: str = ""
     """Tasks of equal group are one question: in one split, and not independent in an interval.
     Empty: tasks of equal prompt are."""
+    weight: float = field(default=1.0, repr=False)
+    """How much its answer counts in supervised training."""

@@ -2,6 +2,7 @@
 
 from rookery.reports import GrpoReport
 from rookery.ui import wording
+from rookery.ui.headline import Verdict, gain_verdict
 
 __all__ = ["SETTING_COLUMNS", "grpo_context", "grpo_sentence", "grpo_verdict", "setting_rows"]
 
@@ -43,16 +44,9 @@ def _how_measured(report: GrpoReport) -> str:
     )
 
 
-def grpo_verdict(report: GrpoReport) -> str:
-    """`better`, `unclear`, `worse`, `unmeasured` or `unfinished`."""
-    if report.trained is None:
-        return "unfinished"
-    gain = report.trained.gain
-    if gain is None or gain.low is None or gain.high is None:
-        return "unmeasured"
-    if gain.low > 0:
-        return "better"
-    return "worse" if gain.high < 0 else "unclear"
+def grpo_verdict(report: GrpoReport) -> Verdict:
+    """Of the trained policy; `unfinished` before there is one."""
+    return "unfinished" if report.trained is None else gain_verdict(report.trained.gain)
 
 
 def setting_rows(report: GrpoReport) -> list[tuple[str, ...]]:

@@ -21,7 +21,7 @@ from rookery.reports import (
 from rookery.types import Json
 from rookery.ui import wording
 
-__all__ = ["Headline", "Verdict", "make_headline", "short_result"]
+__all__ = ["Headline", "Verdict", "gain_verdict", "make_headline", "short_result"]
 
 BASE = "base model"
 """The row of the model without any adapter."""
@@ -70,7 +70,7 @@ def make_headline(report: GenomeReport) -> Headline:
             winner=None,
             context=_progress(report),
         )
-    verdict = _verdict(winner.gain)
+    verdict = gain_verdict(winner.gain)
     sentence = SENTENCES[verdict]
     if verdict in {"unclear", "unmeasured"} and _is_founder(report):
         sentence = "The winner is a founder: no candidate of the search was chosen over it."
@@ -117,7 +117,8 @@ def _with_gain(row: ReportRow | None) -> str:
     return f"{wording.score(row.mean)}{gain}"
 
 
-def _verdict(gain: Estimate | None) -> Verdict:
+def gain_verdict(gain: Estimate | None) -> Verdict:
+    """What the interval of a gain shows."""
     if gain is None or gain.low is None or gain.high is None:
         return "unmeasured"
     if gain.low > 0:

@@ -11,7 +11,6 @@ A number that is missing is a hyphen, never a zero.
 from collections.abc import Sequence
 
 from rookery.reports import Estimate, ModelRow, ReportRow, SampledRecord, TasksetRecord
-from rookery.ui import wording
 
 __all__ = [
     "GENOME_COLUMNS",
@@ -128,10 +127,10 @@ def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
     return [
         (
             row.name,
-            wording.score(row.mean),
-            wording.interval(row),
-            wording.gain(row.gain),
-            wording.count(row.num_failed),
+            score(row.mean),
+            interval(row),
+            gain(row.gain),
+            count(row.num_failed),
         )
         for row in rows
     ]

@@ -155,9 +155,8 @@ def ranking(folder: Path) -> Any:
 
 
 # In the midst; when the runs of adapters are made, when the report tasks are read.
-@pytest.mark.parametrize(
-    "part", [0.5, pytest.param(0.02, marks=long), pytest.param(0.92, marks=long)]
-)
+@long
+@pytest.mark.parametrize("part", [0.5, 0.02, 0.92])
 def test_a_sweep_that_is_killed_goes_on(rookery: Command, config: Path, part: float) -> None:
     words = ("--vary", "learning_rate=1e-2,3e-2", "--staleness", "1")
     assert rookery("grpo", "sweep", "g.yaml", *words, "--name", "whole").code == 0

@@ -24,8 +24,8 @@ from rookery.compat.atropos.feed import ClientFeed, open_client
 from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
-from rookery.compose.grpo_plan import plan_grpo
+from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
+from rookery.compose.grpo.plan import plan_grpo
 from rookery.compose.running import resume
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
@@ -159,7 +159,7 @@ def test_a_run_without_batches_says_what_came_instead(
 KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_plan import plan_grpo
+from rookery.compose.grpo.plan import plan_grpo
 from rookery.compose.running import resume
 from rookery.runs import Run
 from rookery.runs.journal import Journal

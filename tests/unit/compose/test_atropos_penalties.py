@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from tiny import write_tiny_model
 
-from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
+from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 
 PROMPT = [5, 6]
 HOW = {"max_tokens": 6, "seed": 3, "ignore_eos": True}

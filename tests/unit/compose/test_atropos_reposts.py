@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from environments.groups import make_document
 
-from rookery.compose.grpo_atropos import GatewayConfig, serving_gateway
+from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.runs.journal import Journal
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from fleet.stub import Stub, serve
 from scripted import Scripted, serve_scripted
 
 import rookery
@@ -357,3 +358,18 @@ def test_an_engine_that_takes_no_adapters_cannot_learn(problem: Path, chat_model
         with pytest.raises(ConfigError, match=reason):
             rookery.run_evolve("program.py", "evaluator.py", {"rookery": own})
         assert not (problem / "openevolve_output").exists()
+
+
+async def test_servers_that_load_no_adapters_cannot_learn(chat_model: Path) -> None:
+    stub = Stub(model=str(chat_model), root=str(chat_model))
+    stub.routes = tuple(route for route in stub.routes if "lora" not in route)
+    async with serve(stub):
+        own = {
+            "engine": {"type": "fleet", "urls": [stub.url]},
+            "tokenizer": str(chat_model),
+            "learn": {"every": 20},
+        }
+        config = read_config({"rookery": own}, environment={}).config
+        with pytest.raises(ConfigError, match=r"does not load adapters.*Or leave learn out"):
+            async with open_models(config, Display(is_quiet=True)):
+                pass

@@ -17,14 +17,14 @@ from tiny import tiny_adapter, write_tiny_model, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_bridge import (
+from rookery.compose.grpo.bridge import (
     adapter_publisher,
     attach,
     bridged_engine,
     choose_bridge,
     is_merged,
 )
-from rookery.compose.grpo_files import GrpoFiles
+from rookery.compose.grpo.files import GrpoFiles
 from rookery.embedded.folders import ModelFolder, resolve_model
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
@@ -112,7 +112,7 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
 ATTACHED = """
 import asyncio, sys
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_bridge import choose_bridge
+from rookery.compose.grpo.bridge import choose_bridge
 from rookery.fleet import open_fleet
 from rookery.loops.grpo import GrpoConfig
 

@@ -13,8 +13,8 @@ from marks import long
 from tiny import write_tiny_model
 
 from rookery import plan_grpo, run_grpo
-from rookery.compose import grpo_plan
-from rookery.compose.grpo_files import trainer_place
+from rookery.compose.grpo import plan as grpo_plan
+from rookery.compose.grpo.files import trainer_place
 from rookery.errors import ConfigError
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.loops.grpo import GrpoConfig

@@ -139,7 +139,7 @@ async def test_a_cancelled_run_is_closed_when_its_threads_have_written(
     with _run(tmp_path, "a") as run:
         write = getattr(run, name)
         monkeypatch.setattr(run, name, write_late)
-        task = asyncio.ensure_future(genome(run))
+        task = asyncio.ensure_future(genome(run, finals={"random_search": False}))
         assert await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         asyncio.get_running_loop().call_later(0.05, may_end.set)
@@ -219,7 +219,7 @@ async def test_fresh_founders_are_distinct(
     genome: Genome, tmp_path: Path, init: dict[str, Any]
 ) -> None:
     with _run(tmp_path, "a") as run:
-        result = await genome(run, init=init)
+        result = await genome(run, init=init, finals={"random_search": False})
         founders = [read_adapter(f) for f in (run.path / "founders").iterdir()]
         assert len({f.version for f in founders}) == 3
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
@@ -747,7 +747,9 @@ async def test_one_server_and_three_of_which_one_dies_find_the_same_winner(
             config = FleetConfig(urls=tuple(stub.url for stub in stubs))
             async with open_fleet(config) as fleet:
                 with _run(tmp_path, f"on-{num}") as run:
-                    found = await genome(run, fleet=fleet, observer=FakeObserver(kill))
+                    finals = {"random_search": False}
+                    observer = FakeObserver(kill)
+                    found = await genome(run, fleet=fleet, observer=observer, finals=finals)
                     lineages.append((run.path / "lineage.json").read_text())
         reports.append(clockless(found))
         assert all(stub.loads for stub in stubs), "every server had work"

@@ -143,7 +143,8 @@ def test_the_next_trial_costs_one_noise_however_many_steps_there_were() -> None:
 
 
 def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
-    founders = {"x": made(1, rank=1), "y": made(2, rank=1)}
+    shapes = {"model.layers.0.a": (4, 3)}
+    founders = {"x": made(1, rank=1, shapes=shapes), "y": made(2, rank=1, shapes=shapes)}
     builder = AdapterBuilder(
         founders, merges={"ties": TiesConfig()}, mutations={"gaussian": GaussianConfig()}, rank=1
     )

@@ -127,6 +127,7 @@ def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
         ],
         "race": RACE,
         "floors": {"first": "founder"},
+        "finals": {"num_finalists": 2, "num_voters": 2, "random_search": False},
     }
 
 
@@ -260,7 +261,7 @@ def test_kill_9_at_random_moments_changes_nothing(
         evolution.work,
         inputs=inputs,
         faults={"share": 0.004, "load_share": 0.1},
-        changes=scored_badly | STAGES[stages],
+        changes=scored_badly | STAGES[stages] | {"finals": {"num_finalists": 3, "num_voters": 3}},
     )
     rng = random.Random(0)
     kills = [rng.randrange(1, 300) for _ in range(3)]

@@ -95,6 +95,7 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     assert sft[0] == {
         "id": "i0", "prompt": "#0 is", "choices": ["True", "False"],
         "answer": result.label_by_id["i0"],
+        "weight": pytest.approx(2 / (1 + math.exp(-rows[0]["margin"])) - 1),
     }  # fmt: skip
     soft = read_rows(tmp_path / "a" / "soft.jsonl")
     assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in soft)
@@ -360,7 +361,7 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
     oracle = Oracle(16, prior=0.0, pull=3.0, noise=0.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     reports = [
-        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")) for s in range(6)
+        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")) for s in range(4)
     ]
     accuracies = {report.rows[0].accuracy for report in reports}
     assert accuracies == {0.0, 1.0}, "both ends are found"
@@ -384,7 +385,7 @@ async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_
 async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: Path) -> None:
     """A model that does not know the concept: each batch keeps what its start labels say."""
     seen = set()
-    for seed in range(8):
+    for seed in range(4):
         oracle = Oracle(24, prior=0.0, pull=3.0, noise=0.0)
         path = write_items(tmp_path / "items.jsonl", oracle)
         config = make_config(path, batch_size=12, seed=seed, baselines={"inverted": False})

@@ -20,7 +20,7 @@ from pathlib import Path
 import rookery
 from rookery.runs import Run, RunView, list_runs
 
-NUM_KILLS = 80
+NUM_KILLS = 40
 NUM_CREATIONS = 40
 SOURCE = Path(rookery.__file__).parents[1]
 FORKER = """

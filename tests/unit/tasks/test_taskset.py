@@ -619,3 +619,20 @@ def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, datasets_cach
         load_taskset(HfConfig(dataset=str(tmp_path / "sums.xyz")))
     with pytest.raises(TaskError, match=r"Reading the split 'train' of the dataset no/such"):
         load_taskset(HfConfig(dataset="no/such"))
+
+
+@pytest.mark.parametrize("weight", [-1, "much", None, True])
+def test_a_weight_that_is_none_is_named(tmp_path: Path, weight: object) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answer": "b", "sure": weight}) + "\n")
+    with pytest.raises(TaskError, match=r"'sure' is .*; it must be 0 or more"):
+        load_taskset_file(f"{path}?fields.weight=sure")
+
+
+def test_rows_may_weigh_differently(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"p{index}", "answer": "b", "sure": index / 2} for index in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taskset = load_taskset_file(f"{path}?fields.weight=sure")
+    assert {task.prompt: task.weight for task in taskset.tasks} == {"p0": 0, "p1": 0.5, "p2": 1}
+    assert {task.weight for task in load_taskset_file(str(path)).tasks} == {1.0}

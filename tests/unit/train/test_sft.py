@@ -198,6 +198,8 @@ def test_tasks_become_rows_with_weight_on_the_answer(template: Template) -> None
     free = Task(id="toy/free", prompt="w10", reference="w7 w8")
     [row] = sft_data([free], template)
     assert row.tokens == (10, 7) and row.targets == (7, 8) and row.weights == (1.0, 1.0)
+    [row] = sft_data([replace(words_task(21), weight=0.25)], template)
+    assert set(row.weights) == {0.25}
     [row] = sft_data([replace(words_task(21), reference=1)], template)
     assert row.targets[-1] == 5, "an index into the choices"
     with pytest.raises(TaskError, match="toy/free has no reference"):

@@ -85,6 +85,21 @@ async def test_servers_are_shown_with_their_load_and_adapters(tmp_path: Path) ->
             await asyncio.to_thread(page.close)
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_a_service_that_is_slow_or_dead_gets_a_sentence_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    monkeypatch.setattr("rookery.ui.live.fleets.ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}" if is_slow else "http://127.0.0.1:9"
+        with await asyncio.to_thread(open_page, tmp_path, port=0, service=url) as page:
+            visitor = await asyncio.to_thread(Visitor(page).enter)
+            response, told = await asyncio.to_thread(visitor.ask, "/api/service")
+            await asyncio.to_thread(page.close)
+    expected = f"{url} does not answer: it is busy, or `rookery serve` does not run there."
+    assert response.status == 404 and json.loads(told)["error"] == expected
+
+
 @pytest.mark.parametrize("path", ["/api/service/sample", "/api/fleet", "/api/service"])
 def test_nobody_asks_servers_through_the_page_without_its_token(tmp_path: Path, path: str) -> None:
     with open_page(tmp_path, port=0, service="http://127.0.0.1:9") as page:

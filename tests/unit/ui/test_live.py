@@ -244,6 +244,45 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(tmp_path: Pa
         assert len(visitor.get("runs/demo/view")["lists"]["generations"]) == 2
 
 
+def test_two_who_follow_one_run_are_both_told(tmp_path: Path) -> None:
+    with (
+        Run.create(tmp_path, kind="eval", name="a", config={}) as run,
+        open_page(tmp_path, port=0) as page,
+    ):
+        visitors = [Visitor(page).enter() for _ in range(2)]
+        assert visitors[0].cookie == visitors[1].cookie
+        connections = [HTTPConnection(*visitor.place, timeout=20) for visitor in visitors]
+        for connection, visitor in zip(connections, visitors, strict=True):
+            connection.request("GET", "/api/runs/a/stream", headers={"Cookie": visitor.cookie})
+        streams = [connection.getresponse() for connection in connections]
+        first = [stream.readline() for stream in streams]
+        run.append_blocking("rollout", {"task": "t", "model": "m", "reward": 1.0})
+        for stream, before in zip(streams, first, strict=True):
+            assert stream.readline() == b"\n"
+            told = json.loads(stream.readline().removeprefix(b"data: "))
+            assert told["seq"] == json.loads(before.removeprefix(b"data: "))["seq"] + 1
+        assert [len(v.get("runs/a/view")["lists"]["answers"]) for v in visitors] == [1, 1]
+        for connection in connections:
+            connection.close()
+
+
+def test_a_run_of_an_older_version_is_shown_with_what_it_has(tmp_path: Path) -> None:
+    """Before steps kept gaps, runs told their progress and genome runs noted versions."""
+    path = make_grpo(tmp_path)
+    (path / "progress.json").unlink()
+    with Run.create(tmp_path, kind="genome", name="old", config={"stages": 2}) as run:
+        run.append_blocking("candidate", {"id": "a", "score": 0.5}, key="a")
+    with open_page(tmp_path, port=0) as page:
+        visitor = Visitor(page).enter()
+        rows = {row["id"]: row for row in visitor.get("runs")["runs"]}
+        assert rows["train"]["progress"] is None and rows["old"]["status"] == "killed"
+        assert visitor.get("runs/train/step/0")["gap"] is None
+        [candidate] = visitor.get("runs/old/view")["lists"]["candidates"]
+        assert candidate["score"] == 0.5 and candidate["parents"] is None
+    for name in ("train", "old"):
+        assert read_saved(render_run(tmp_path / name))["id"] == name
+
+
 def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
     make_eval(tmp_path, "a")
     folder = RunsFolder(tmp_path)

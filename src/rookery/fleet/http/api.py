@@ -16,7 +16,6 @@
 
 import asyncio
 import contextlib
-import difflib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,7 +26,13 @@ from pydantic import Field, field_validator
 
 from rookery.concurrency import together
 from rookery.config import Config, check_url
-from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
+from rookery.errors import (
+    ConfigError,
+    FleetDownError,
+    FleetError,
+    FleetSettingsError,
+    did_you_mean,
+)
 from rookery.fleet.http.client import (
     Client,
     ClientConfig,
@@ -320,8 +325,7 @@ def _no_model(refusal: ServerRefusal, names: Sequence[str], config: ExternalConf
         return f"{said} Is {config.url} all that comes before /chat/completions, mostly with /v1?"
     if model in names:
         return said
-    near = difflib.get_close_matches(model, names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(model, names, cutoff=0.4)
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     listed = ", ".join(names[:MAX_NAMES])
     return f"{said} {config.url} has no model {model!r}; it lists {listed}{more}.{hint}"

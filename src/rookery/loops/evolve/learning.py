@@ -150,11 +150,11 @@ class Learning:
 
     async def close(self) -> None:
         """End a training that nobody waits for any more; a later session repeats it."""
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             self._say(f"the training {self._last} was under way at the end and is left out")
             self._task.cancel()
             await asyncio.wait([self._task])
-            self._task = None
+        self._task = None
 
     def _is_due(self) -> bool:
         """A training that an earlier session did not begin, as one was under way, is not begun

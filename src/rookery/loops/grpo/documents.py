@@ -98,13 +98,12 @@ class StepLog:
             metrics={**_batch_metrics(batch), **metrics},
             examples=_examples(batch.groups[0]) if batch.groups else (),
         )
-        payloads = {STEP: asdict(step)}
-        if gaps:
-            payloads[GAP] = await asyncio.to_thread(_gap_payload, batch, gaps, self._decode)
         key = str(step.step)
-        await self._run.append_many(
-            [NewEvent(kind=k, key=key, payload=p, first_wins=True) for k, p in payloads.items()]
-        )
+        news = [NewEvent(kind=STEP, key=key, payload=asdict(step), first_wins=True)]
+        if gaps:
+            payload = await asyncio.to_thread(_gap_payload, batch, gaps, self._decode)
+            news.append(NewEvent(kind=GAP, key=key, payload=payload, first_wins=True))
+        await self._run.append_many(news)
         self._run.log_metrics(step.step, step.metrics)
         self.observer.on_step(step)
 

@@ -1,7 +1,8 @@
 """Labels as files that training takes: of what was labelled, and nothing else.
 
 labels.jsonl   every item: label, probability, margin, where it comes from; null when unlabelled
-sft.jsonl      a taskset: prompt, choices, answer (`rookery sft`, `genome`, any scorer of choices)
+sft.jsonl      a taskset: prompt, choices, answer (`rookery sft`, `genome`, any scorer of choices),
+               and as weight how much more likely the label is than not, 0 to 1
 pairs.jsonl    preferences: prompt, chosen, rejected
 soft.jsonl     prompt and the probability of each label
 """
@@ -221,6 +222,7 @@ def _sft_row(record: LabelRecord, labels: Sequence[str]) -> dict[str, Any]:
         "prompt": record.item.text,
         "choices": list(labels),
         "answer": labels[record.label or 0],
+        "weight": math.tanh(max(0.0, record.margin or 0.0) / 2),
     }
 
 

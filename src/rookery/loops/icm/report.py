@@ -189,7 +189,7 @@ async def make_report(
         num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
-        support=support and SupportRecord.model_validate(support, from_attributes=True),
+        support=_support_record(support),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
@@ -271,6 +271,12 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
         if agreement is not None:
             agreements[batch.index] = agreement
     return agreements
+
+
+def _support_record(support: Support | None) -> SupportRecord | None:
+    if support is None:
+        return None
+    return SupportRecord.model_validate(support, from_attributes=True)
 
 
 async def _support(batches: Sequence[Batch]) -> Support | None:

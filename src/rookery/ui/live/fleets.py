@@ -42,10 +42,16 @@ class ServiceLink:
         """Queues, tenants and throughput; a service on another machine tells its models alone."""
         answer: dict[str, Any] = {"url": self.url}
         try:
-            found = await self._get("/status?format=json")
-        except RookeryError as error:
-            told, models = str(error), await self._get("/")
-            return answer | {"name": models.get("name", ""), "reason": told}
+            async with asyncio.timeout(ANSWER_S):
+                try:
+                    found = await self._get("/status?format=json")
+                except RookeryError as error:
+                    told, models = str(error), await self._get("/")
+                    return answer | {"name": models.get("name", ""), "reason": told}
+        except (RookeryError, TimeoutError) as error:
+            raise ServiceError(
+                f"{self.url} does not answer: it is busy, or `rookery serve` does not run there."
+            ) from error
         with self._answers():
             return answer | asdict(TypeAdapter(ServiceStatus).validate_python(found))
 

@@ -223,7 +223,7 @@ class OpenRun:
         groups = _examples(event.payload.get("examples", []))
         return {"step": number, "is_whole": False, "groups": groups, "gap": self._gap(number)}
 
-    def _gap(self, number: int) -> dict[str, Any] | None:
+    def _gap(self, number: int) -> Mapping[str, Any] | None:
         """Examples token by token, where the run has them."""
         event = self._view.get("gap", str(number))
         return event.payload if event is not None else None

@@ -58,6 +58,7 @@ KEY_CHARACTERS = 16
 YEAR_S = 31_536_000
 TYPES = {"css": "text/css", "js": "text/javascript"}
 FILES: dict[str, Callable[[], str]] = {
+    "closed.js": lambda: read_file("closed.js"),
     "echarts.js": lambda: read_file("vendor/echarts.min.js"),
     "live.css": lambda: read_file("live.css"),
     "page.css": lambda: read_file("page.css"),

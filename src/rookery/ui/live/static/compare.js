@@ -2,6 +2,7 @@
 
 import { lineChart } from "./charts.js";
 import { address, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
+import { headline, stringTable } from "./report.js";
 import { statusMark } from "./runs.js";
 import { clip, duration, interval, isNumber, number, signed } from "./words.js";
 
@@ -53,6 +54,12 @@ function configTable(runs) {
       h("tbody", null, rows.map(([name, values]) => h("tr", null, h("th", { scope: "row" }, name), values.map((v, k) => cell(v, k ? values[0] : undefined)))))));
 }
 
+// What each report says, one beside the other; a run without one says how far it is.
+function reports(runs) {
+  const one = ({ row, title, report }) => h("article", null, h("h3", null, title ?? row.name), report.summary ? [headline(report, row.result), report.summary.rows.length ? stringTable(report.summary) : ""] : emptyNote("Runs of this kind have no report."));
+  return h("div", { class: "panels reports" }, runs.map(one));
+}
+
 function overlays(runs, charts) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
   const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1);
@@ -75,8 +82,8 @@ export async function showCompare(source, main) {
   document.title = `${ids.length} runs · Rookery`;
   const load = async (id) => {
     const path = `runs/${encodeURIComponent(id)}`;
-    const [overview, curves] = await Promise.all([source.get(path), source.get(`${path}/curves`, { points: 500 })]);
-    return { ...overview, curves: curves.curves };
+    const [overview, curves, report] = await Promise.all([source.get(path), source.get(`${path}/curves`, { points: 500 }), source.get(`${path}/report`)]);
+    return { ...overview, curves: curves.curves, report };
   };
   const found = await Promise.allSettled(ids.map(load));
   const runs = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
@@ -84,7 +91,7 @@ export async function showCompare(source, main) {
   for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs of one name go by their folder
   const failed = found.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
   main.append(...failed);
-  if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("What differs in their configs", configTable(runs)));
+  if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("What differs in their configs", configTable(runs)), section("Reports", reports(runs)));
   else main.append(emptyNote("Select two or more runs in the list of runs."));
   return { close: () => charts.forEach((chart) => chart.close()) };
 }

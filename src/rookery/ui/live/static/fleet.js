@@ -8,8 +8,8 @@ const LOOK_MS = 2000;
 // A page that asks again every two seconds while it is seen, and keeps what it has when that fails.
 class Watched {
   constructor(source, main, { here, title, said, path, draw, after }) {
-    Object.assign(this, { source, path, draw, body: h("div", null, emptyNote("Asking …")), trouble: h("div") });
-    main.replaceChildren(h("header", { class: "masthead" }, brandLine(here), h("h1", null, title), lead(said)), this.trouble, this.body, after ?? "");
+    Object.assign(this, { source, path, draw, body: h("div", null, emptyNote("Asking …")), trouble: h("div"), after: h("div", { hidden: true }, after) });
+    main.replaceChildren(h("header", { class: "masthead" }, brandLine(here), h("h1", null, title), lead(said)), this.trouble, this.body, this.after);
     document.title = `${title} · Rookery`;
   }
 
@@ -24,6 +24,7 @@ class Watched {
     try {
       const found = await this.source.get(this.path);
       this.body.replaceChildren(...this.draw(found));
+      this.after.hidden = false;
       this.trouble.replaceChildren();
     } catch (error) {
       this.body.querySelector(".empty")?.remove();

@@ -37,9 +37,8 @@ export function sparkline(values) {
 function resultCell(row) {
   const result = row.result;
   if (!result) return "";
-  const shown = isNumber(result.mean) ? number(result.mean) : "";
   return [
-    h("span", { class: "value" }, h("b", null, shown), h("span", { class: "interval" }, interval(result.low, result.high))),
+    isNumber(result.mean) && h("span", { class: "value" }, h("b", null, number(result.mean)), h("span", { class: "interval" }, interval(result.low, result.high))),
     h("span", { class: "note" }, result.label),
   ];
 }
@@ -140,7 +139,7 @@ class RunsView {
         pick,
         [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
         row.kind,
-        [statusMark(row), progressBar(row.progress, isRunning) ?? h("span", { class: "note reason" }, row.reason)],
+        [statusMark(row), (!isRunning && row.reason && h("span", { class: "note reason" }, row.reason)) || progressBar(row.progress, isRunning)],
         resultCell(row),
         h("span", { title: row.spark_of || null }, sparkline(row.spark)),
         h("span", { title: clock(row.started_s) }, ago(row.started_s)),

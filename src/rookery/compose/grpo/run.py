@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rookery.compose.grpo_bridge import (
+from rookery.compose.grpo.bridge import (
     Bridged,
     InProcess,
     Opened,
@@ -18,9 +18,9 @@ from rookery.compose.grpo_bridge import (
     choose_bridge,
     is_merged,
 )
-from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_plan import MemoryPlan, check_plan, has_one_gpu, server_share
-from rookery.compose.grpo_policy import (
+from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.plan import MemoryPlan, check_plan, has_one_gpu, server_share
+from rookery.compose.grpo.policy import (
     MakePolicy,
     PolicyParts,
     adapter_policy,
@@ -118,7 +118,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
 
 def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[GrpoReport]:
     if config.atropos is not None:
-        from rookery.compose.grpo_atropos import gateway_key  # needs the extra `serve`
+        from rookery.compose.grpo.atropos import gateway_key  # needs the extra `serve`
 
         gateway_key(config.atropos)
     if config.sweep is not None:
@@ -447,7 +447,7 @@ async def _open_drawer(
     if config.atropos is None:
         yield _drawer(config, files, opened.engine)
         return
-    from rookery.compose.grpo_atropos import open_source  # needs the extra `serve`
+    from rookery.compose.grpo.atropos import open_source  # needs the extra `serve`
 
     async with open_source(config, files, opened, run=run, say=display.say) as source:
         yield source

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.grpo_bridge import Opened
-from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.bridge import Opened
+from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import Outcome, quiet_libraries
 from rookery.errors import ConfigError, ModelError, TrainError
 from rookery.loops.grpo import GrpoConfig

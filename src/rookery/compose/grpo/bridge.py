@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from rookery.compat.atropos.engine_side import ServingEngine
-from rookery.compose.grpo_files import GrpoFiles
+from rookery.compose.grpo.files import GrpoFiles
 from rookery.compose.running import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine

@@ -20,10 +20,10 @@ from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.compat.atropos.programs import running
 from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compat.atropos.source import AtroposSource
-from rookery.compose.grpo_bridge import Opened
-from rookery.compose.grpo_files import GrpoFiles
-from rookery.compose.http_server import answering, listen_all
-from rookery.compose.running import open_or_create, quiet_libraries, run_async
+from rookery.compose.grpo.bridge import Opened
+from rookery.compose.grpo.files import GrpoFiles
+from rookery.compose.http_server import answering, listen_all, open_or_create
+from rookery.compose.running import quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
 from rookery.config import Config
 from rookery.engines import EngineChoice, engine_from_folder, find_model, open_engine

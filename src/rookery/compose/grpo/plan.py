@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_policy import has_reference_model, needs_reference
+from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.policy import has_reference_model, needs_reference
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
