@@ -32,7 +32,7 @@ from rookery.runs.references import in_folder, resolve_references
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template
-from rookery.train.sft import SftConfig, SftStep, count_steps, sft, sft_data
+from rookery.train.sft import SftConfig, SftStep, count_steps, prepare_sft, sft_data
 from rookery.types import Adapter
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
@@ -174,6 +174,11 @@ async def _open(
         taskset.split(config.split), load_template(folder.path), end_token=eos[0] if eos else None
     )
 
+    name, base = _adapter_name(config), base_name(config.model)
+    training = await run_in_thread(
+        prepare_sft, model, data, config, name=name, base=base, init=init
+    )
+
     async def train(run: Run) -> SftReport:
         with display.bar(
             taskset.name, total=count_steps(data, config), noun="step", run=run
@@ -184,10 +189,7 @@ async def _open(
                 bar.update(done=step.step, name=f"{taskset.name}  loss {step.loss:.3f}")
                 run.log_metrics(step.step, _metrics(step))
 
-            adapter = await sft(
-                model, data, config, name=_adapter_name(config), base=base_name(config.model),
-                init=init, checkpoints=run.path / CHECKPOINTS, on_step=stepped,
-            )  # fmt: skip
+            adapter = await training.run(checkpoints=run.path / CHECKPOINTS, on_step=stepped)
         return await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
 
     yield train

@@ -38,7 +38,7 @@ from rookery.train.schedule import (
 from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 
-__all__ = ["SftConfig", "SftStep", "sft", "sft_data"]
+__all__ = ["SftConfig", "SftStep", "SftTraining", "prepare_sft", "sft", "sft_data"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,27 +103,57 @@ async def sft(
     model, keeps the trainer's state, under a name made of all else that decides the result: the
     same call goes on there.
     """
+    training = prepare_sft(model, data, config, name=name, base=base, init=init)
+    return await training.run(checkpoints=checkpoints, on_step=on_step)
+
+
+def prepare_sft(
+    model: SlottedModel,
+    data: Sequence[Datum],
+    config: SftConfig,
+    *,
+    name: str,
+    base: str,
+    init: Adapter | None,
+) -> "SftTraining":
+    """The training of `sft`, refused where it cannot begin."""
     _check(data, model)
     start = init or initial_adapter(model, config, name=name, base=base, seed=config.seed)
     start = replace(start, name=name, base=start.base or base)
     trainer = LoraTrainer(model, config=config.trainer)
     trainer.add(name, start)
-    state = None if checkpoints is None else checkpoints / _state_name(start, data, config)
-    if state is not None and state.exists():
-        await trainer.load(name, state)
-    batches = _batches(data, config)
-    for step in range(trainer.trainee(name).num_steps, len(batches)):
-        request = TrainRequest(
-            trainee=name, data=_mean_weights([data[row] for row in batches[step]])
-        )
-        report = await _step(trainer, request, config, step=step, num_steps=len(batches))
-        if state is not None and report.step % config.save_every == 0:
+    return SftTraining(trainer, data, config, start)
+
+
+@dataclass(frozen=True, slots=True)
+class SftTraining:
+    """A training that can begin."""
+
+    trainer: LoraTrainer
+    data: Sequence[Datum]
+    config: SftConfig
+    start: Adapter
+
+    async def run(
+        self, *, checkpoints: Path | None, on_step: Callable[[SftStep], None] | None
+    ) -> Adapter:
+        trainer, data, config, name = self.trainer, self.data, self.config, self.start.name
+        state = None if checkpoints is None else checkpoints / _state_name(self.start, data, config)
+        if state is not None and state.exists():
+            await trainer.load(name, state)
+        batches = _batches(data, config)
+        for step in range(trainer.trainee(name).num_steps, len(batches)):
+            request = TrainRequest(
+                trainee=name, data=_mean_weights([data[row] for row in batches[step]])
+            )
+            report = await _step(trainer, request, config, step=step, num_steps=len(batches))
+            if state is not None and report.step % config.save_every == 0:
+                await trainer.save(name, state)
+            if on_step is not None:
+                on_step(report)
+        if state is not None:
             await trainer.save(name, state)
-        if on_step is not None:
-            on_step(report)
-    if state is not None:
-        await trainer.save(name, state)
-    return await asyncio.to_thread(trainer.adapter, name)
+        return await asyncio.to_thread(trainer.adapter, name)
 
 
 def _check(data: Sequence[Datum], model: SlottedModel) -> None:
