@@ -11,6 +11,7 @@ base model and the adapter of every step answer tasks that no step has seen.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,7 +33,7 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import SftRunConfig
 from rookery.config import Config, parse_config, read_document
-from rookery.errors import RunError, TaskError
+from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_items
@@ -59,8 +60,8 @@ class StepConfig(Config):
     config: Path | None = None
     """Its config file, relative to the pipeline's; empty: `values` are all of it."""
     values: dict[str, Any] = Field(default_factory=dict)
-    """Keys of its config, laid over the file. Paths are relative to the pipeline's file, and
-    `run:STEP/PART` is what an earlier step left."""
+    """Keys of its config, laid over the file. `run:STEP/PART` is what an earlier step left. Paths
+    are relative to the step's file; without one, to the pipeline's."""
 
 
 class PipelineConfig(Config):
@@ -76,16 +77,12 @@ class PipelineConfig(Config):
 
     @field_validator("steps")
     @classmethod
-    def _in_order(cls, steps: dict[str, StepConfig]) -> dict[str, StepConfig]:
-        for name, step in steps.items():
+    def _are_named(cls, steps: dict[str, StepConfig]) -> dict[str, StepConfig]:
+        for name in steps:
             try:
                 check_name(name, what="name of a step")
             except RunError as error:
                 raise ValueError(str(error)) from None
-            later = [*steps][[*steps].index(name) :]
-            for key, run in find_names(step.values):
-                if run in later:
-                    raise ValueError(f"{name}.values.{key} takes from {run}, which is not earlier.")
         return steps
 
     def from_folder(self, folder: Path) -> Self:
@@ -110,14 +107,15 @@ def run_pipeline(
 def _finish(config: PipelineConfig, open_run: OpenRun, display: Display) -> Outcome[PipelineReport]:
     """The steps one after the other, each as its own run; then the report."""
     settings = {name: _read_step(config, name) for name in config.steps}
-    _require_unseen(config, {n: each for n, each in settings.items() if not _is_fed(config, n)})
+    _require_order(config)
+    _require_unseen(config, {n: each for n, each in settings.items() if not _feeds(config, n)})
     with open_run() as run, resumable(run.path, display):
         for number, name in enumerate(config.steps, start=1):
             display.say(f"step {number} of {len(config.steps)}: {name}")
             _take_step(config, name, pipeline=run.path, display=display)
             run.append_blocking("pipeline/step", {"name": name}, key=name)
         path = run.path
-    again = OpenRun(lambda: Run.open(path), folder=path)
+    again = replace(open_run, open=lambda: Run.open(path), folder=path)
     return finisher(_plan)(config, again, display)
 
 
@@ -153,18 +151,37 @@ def _finder(config: PipelineConfig, pipeline: Path) -> Find:
 
 def _read_step(config: PipelineConfig, name: str, find: Find | None = None) -> Config:
     """A step's own config; without `find` what it refers to need not be there yet."""
-    step = config.steps[name]
-    file = None if step.config is None else config.folder / step.config
-    document = merge({} if file is None else read_document(file), step.values)
+    file, document = _read_document(config, name)
     if find is not None:
         document = resolve_references(document, find=find)
-    model: type[Config] = find_kind(step.loop).config
+    model: type[Config] = find_kind(config.steps[name].loop).config
     origin = f"the step {name}" if file is None else f"the step {name} ({file})"
-    return parse_config(model, document, origin=origin).from_folder(config.folder)
+    folder = config.folder if file is None else file.parent
+    return parse_config(model, document, origin=origin).from_folder(folder)
 
 
-def _is_fed(config: PipelineConfig, name: str) -> bool:
-    return any(run in config.steps for _, run in find_names(config.steps[name].values))
+def _read_document(config: PipelineConfig, name: str) -> tuple[Path | None, dict[str, Any]]:
+    """A step's file, if it has one, and its config as it is written."""
+    step = config.steps[name]
+    file = None if step.config is None else config.folder / step.config
+    return file, merge({} if file is None else read_document(file), step.values)
+
+
+def _feeds(config: PipelineConfig, name: str) -> list[tuple[str, str]]:
+    """(key, step) for all that a step takes from other steps."""
+    names = find_names(_read_document(config, name)[1])
+    return [(key, run) for key, run in names if run in config.steps]
+
+
+def _require_order(config: PipelineConfig) -> None:
+    earlier: set[str] = set()
+    for name in config.steps:
+        for key, run in _feeds(config, name):
+            if run not in earlier:
+                raise ConfigError(
+                    f"{key} of the step {name} takes from {run}, which is not an earlier step."
+                )
+        earlier.add(name)
 
 
 def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:

@@ -96,7 +96,7 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     ("change", "sentence"),
     [
         ({"first": student(init_from="run:second/trained"), "second": student()},
-         "first.values.init_from takes from second, which is not earlier"),
+         "init_from of the step first takes from second, which is not an earlier step"),
         ({"first": {"loop": "sfd"}}, "it should be 'genome', 'grpo', 'icm' or 'sft'"),
         ({"first": student(rnk=2)}, "the step first is not a valid config: rnk is not a key"),
         ({"../x": student()}, "Got the name of a step '../x'"),
@@ -107,6 +107,20 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     refused: Command, place: Path, held_out: Path, change: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refused("pipeline", "run", write(place, change)).words
+
+
+def test_a_step_has_a_file_of_its_own_with_its_own_paths(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    (place / "deep").mkdir()
+    shutil.copy(place / "tasks.jsonl", place / "deep/mine.jsonl")
+    values = student("mine.jsonl")["values"] | {"model": str(place / "tiny")}
+    (place / "deep/sft.yaml").write_text(yaml.safe_dump(values))
+    fed = {"loop": "sft", "config": "deep/fed.yaml"}
+    (place / "deep/fed.yaml").write_text(yaml.safe_dump(values | {"init_from": "run:a/trained"}))
+    path = write(place, {"a": {"loop": "sft", "config": "deep/sft.yaml"}, "b": fed})
+    ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 0, ended.err
 
 
 def test_tasks_that_a_step_sees_are_refused_for_the_report(refused: Command, place: Path) -> None:
