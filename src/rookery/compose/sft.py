@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
-from rookery.errors import AdapterError, boundary
+from rookery.errors import AdapterError, RunError, boundary
 from rookery.model_names import loadable_model
 from rookery.reports import SftReport
 from rookery.runs import Run, find_runs
@@ -119,7 +119,7 @@ def start_sft(
 def _find_interrupted(config: SftRunConfig, runs_dir: Path) -> Path | None:
     """The last run of this config that nobody works on and that has not ended."""
     for path in reversed(find_runs(runs_dir)):
-        with Run.view(path) as run:
+        with suppress(RunError), Run.view(path) as run:  # one that cannot be read is none of these
             is_open = run.kind == SFT.name and run.status not in ("finished", "running")
             if is_open and run.config == config.model_dump(mode="json"):
                 return path

@@ -7,6 +7,7 @@ A reference stands wherever a file or a folder may: it becomes that path when a 
 that a run's own config.json names the path, and by it the run that it was made from.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 PREFIX = "run:"
+REFERENCE = re.compile(r"run:(?P<name>\w[\w.-]*)(?:/(?P<part>[^?]*))?(?P<options>\?.*)?")
+"""A prompt may begin with `run: ` and is none."""
 HIDDEN = frozenset({"blobs", "config.json", "inputs.json", "metrics.jsonl", "run.lock"})
 """Of a run's folder, what nobody takes; neither what begins with `events.` or a dot."""
 
@@ -74,7 +77,7 @@ def resolve_references(
 
 
 def _refers(value: str | Path) -> bool:
-    return str(value).startswith(PREFIX)
+    return REFERENCE.fullmatch(str(value)) is not None
 
 
 def _join(key: str, name: object) -> str:
@@ -84,18 +87,17 @@ def _join(key: str, name: object) -> str:
 def resolve_text(text: str, *, find: Find, key: str) -> str:
     """The path that a text refers to, or the text as it is. Options of a taskset stay behind it:
     `run:labels/sft.jsonl?bad_rows=skip`."""
-    if not _refers(text):
+    reference = REFERENCE.fullmatch(text)
+    if reference is None:
         return text
-    place, mark, options = text.removeprefix(PREFIX).partition("?")
-    name, _, part = place.partition("/")
-    folder = find(name)
-    if not name or not (folder / EVENTS).is_file():
+    folder, part = find(reference["name"]), reference["part"] or ""
+    if not (folder / EVENTS).is_file():
         raise ConfigError(f"{key} is {text}: there is no run {folder}.{_nearest(folder)}")
     path = folder / part
     if ".." in Path(part).parts or not path.exists():
         parts = ", ".join(_parts(folder)) or "nothing yet: is it finished?"
         raise ConfigError(f"{key} is {text}: the run has no {part}. It has {parts}")
-    return f"{path}{mark}{options}"
+    return f"{path}{reference['options'] or ''}"
 
 
 def _nearest(folder: Path) -> str:
@@ -112,8 +114,8 @@ def _parts(folder: Path) -> list[str]:
 
 def find_names(document: Any) -> list[tuple[str, str]]:
     """(key, name of the run) of every reference in a document."""
-    found = [(key, text) for key, text in _texts(document, "") if _refers(text)]
-    return [(key, text.removeprefix(PREFIX).partition("/")[0]) for key, text in found]
+    found = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
+    return [(key, reference["name"]) for key, reference in found if reference is not None]
 
 
 def find_sources(config: Mapping[str, Any]) -> list[Source]:

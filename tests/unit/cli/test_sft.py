@@ -16,6 +16,8 @@ SMALL = ("--rank", "2", "--layers", "2", "--steps", "3", "--batch-size", "4")
 
 
 def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> None:
+    (place / "runs/broken").mkdir(parents=True)
+    (place / "runs/broken/events.db").write_text("no database")
     before = tree(place)
     ended = rookery("sft", "tiny", "tasks.jsonl", "out/mine", *SMALL, "--learning-rate", "1e-2")
     assert ended.code == 0
@@ -33,7 +35,7 @@ def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> No
     )
     made = {Path(p).parts[:2] for p in tree(place) - before if len(Path(p).parts) > 1}
     assert {name for folder, name in made if folder == "out"} == {"mine"}
-    [run] = (place / "runs").iterdir()
+    [run] = (place / "runs").glob("sft-*")
     assert read_adapter(run / "trained").version == adapter.version
     assert {"report.json", "report.html"} <= {path.name for path in run.iterdir()}
     assert json.loads((run / "report.json").read_text())["seconds"] > 0

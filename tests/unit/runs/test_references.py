@@ -42,8 +42,6 @@ def test_a_reference_becomes_a_path_at_any_depth(runs_dir: Path) -> None:
     ("text", "sentence"),
     [
         ("run:tuter/winner", r"init\.path is run:tuter/winner: there is no run .*run:tutor\?"),
-        ("run:", "there is no run"),
-        ("run:../secret/winner", "there is no run"),
         ("run:tutor/trained", r"the run has no trained\. It has sft\.jsonl, winner"),
         ("run:tutor/../tutor/winner", "the run has no"),
     ],
@@ -53,6 +51,11 @@ def test_a_reference_to_nothing_says_what_there_is(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve({"init": {"path": text}}, runs_dir)
+
+
+@pytest.mark.parametrize("text", ["run: the program", "run:", "run:../secret/winner", "rerun:x"])
+def test_other_texts_stay(runs_dir: Path, text: str) -> None:
+    assert resolve({"prompt": text}, runs_dir) == {"prompt": text}
 
 
 def test_a_run_knows_which_runs_it_was_made_from(runs_dir: Path) -> None:
