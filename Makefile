@@ -49,7 +49,7 @@ test: $(VENV)/.ready
 test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
 	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real $(ARGS)
 	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit/loops/evolve tests/unit/compat $(ARGS)
-	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit -m long $(ARGS)
+	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/unit -m "long or hypothesis" $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

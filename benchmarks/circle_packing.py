@@ -22,7 +22,7 @@ from types import ModuleType
 
 from rookery.errors import SandboxError
 from rookery.sandbox import EvaluatorConfig, SandboxConfig, open_sandbox
-from rookery.sandbox.inside.shim import provide_openevolve
+from rookery.sandbox.inside.contract import provide_openevolve
 
 TASK = Path(__file__).parent / "evolve_tasks" / "circle_packing"
 PUBLISHED = {

@@ -35,8 +35,8 @@ from evolve_landscapes import (
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.search_state import open_state, search_config
 from rookery.search.programs.database import BestOfN, ProgramDatabase, Sequential
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
-from rookery.search.programs.sampling import Plan
 
 __all__: list[str] = []
 

@@ -32,6 +32,8 @@ class OpenEvolveSearch:
         self._database = ProgramDatabase(DatabaseConfig(random_seed=seed, log_prompts=False))
         self._num_islands = self._database.config.num_islands
         self._parents: dict[int, Any] = {}
+        self._ids: dict[str, int] = {}
+        """By code: migration copies programs under ids of its own."""
 
     def ask(self, attempt: int) -> Request:
         island = (attempt - 1) % self._num_islands
@@ -43,7 +45,7 @@ class OpenEvolveSearch:
         members = [programs[id] for id in self._database.islands[island] if id in programs]
         members.sort(key=lambda one: one.metrics.get("combined_score", 0.0), reverse=True)
         shown = [*members[: NUM_TOP + NUM_DIVERSE], *inspirations]
-        return Request(base=int(parent.id), shown=[int(one.id) for one in shown])
+        return Request(base=self._ids[parent.code], shown=[self._ids[one.code] for one in shown])
 
     def tell(self, program: Program, *, is_repeated: bool) -> None:
         from openevolve.database import Program as Kept
@@ -51,6 +53,7 @@ class OpenEvolveSearch:
         parent = self._parents.pop(program.id, None)
         if is_repeated:
             return
+        self._ids.setdefault(program.code, program.id)
         metrics = {"combined_score": program.score} if program.score is not None else {"error": 0.0}
         island = (program.id - 1) % self._num_islands if parent is not None else 0
         kept = Kept(

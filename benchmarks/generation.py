@@ -13,8 +13,7 @@ from pathlib import Path
 from rookery.embedded import EmbeddedEngine
 from rookery.fleet import Fleet
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.loading import CandidateLoader
-from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.loops.genome.search_evaluator import CandidateLoader, SearchEvaluator
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.rollout.asking import Asking
 from rookery.runs import Run

@@ -28,7 +28,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.search.founders import random_plans
+from rookery.search.population import random_plans
 from rookery.starters import DEMOS
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import Template, load_template

@@ -26,7 +26,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS
 from rookery.loops.genome.stages import GaStage
 from rookery.search import population as ga
-from rookery.search.fitness import Fitness
+from rookery.search.candidate import Fitness
 from rookery.tasks.scorers import ExactConfig
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import load_template

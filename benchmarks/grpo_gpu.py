@@ -37,7 +37,7 @@ import rookery
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.slots import FixedText, SlottedModel
 from rookery.slots.loading import attach_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter

@@ -220,7 +220,7 @@ def measure(options: argparse.Namespace, results: Mapping[str, Any], place: Path
     return {name: (row.mean, row.low, row.high) for name, row in zip(adapters, rows, strict=True)}
 
 
-def show(side: str, result: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
+def show(side: str, result: Mapping[str, Any]) -> None:
     steps = result["steps"]
     ends = [row["end"] for row in steps]
     spans = [later - earlier for earlier, later in pairwise(ends)]
@@ -240,14 +240,19 @@ def show(side: str, result: Mapping[str, Any], scores: Mapping[str, Any]) -> Non
         rows["drawn tokens per second while drawing"] = f"{mean['tokens'] / mean['draw']:,.0f}"
     if busy:
         rows["GPU busy between first and last step"] = f"{fmean(busy):.0f} %"
-    for name, (score, low, high) in scores.items():
-        if name.startswith(f"{side}-"):
-            step = int(name.rpartition("-")[2])
-            label = f"test problems after {ends[step - 1]:.0f} s (step {step})"
-            rows[label] = f"{score:.3f} ({low:.3f} to {high:.3f})"
     print(f"\n{side}")
     for label, value in rows.items():
-        print(f"  {label:<46}{value}")
+        print(f"  {label:<46}{value}", flush=True)
+
+
+def show_scores(results: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
+    print("\ntest problems, by seconds from the command on")
+    for name, (score, low, high) in scores.items():
+        side, _, step = name.rpartition("-")
+        seconds = results[side]["steps"][int(step) - 1]["end"]
+        print(
+            f"  {side:<8} step {step:<4} {seconds:6.0f} s   {score:.3f} ({low:.3f} to {high:.3f})"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -281,16 +286,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results: dict[str, Any] = {}
         for side in [side for side in sides if side in options.sides]:
             began = time.time()
-            results[side] = {**sides[side](options, place), "began": began}
-        scores = {} if options.no_scores else measure(options, results, place)
-        for side, result in results.items():
-            show(side, result, scores)
-        if "vllm" in options.sides:
+            try:
+                results[side] = {**sides[side](options, place), "began": began}
+            except subprocess.CalledProcessError as error:
+                log = (place / f"{side}.log").read_text(errors="replace")
+                print(f"\n{side} ended with {error.returncode}:\n{log[-3000:]}", flush=True)
+            else:
+                show(side, results[side])
+        if "vllm" in options.sides and "rookery" in results:
             num = round(fmean(row["groups"] for row in results["rookery"]["steps"][1:]))
             print(f"\nvLLM alone in one process, {num} groups with log-probabilities")
             print(
                 f"  drawn tokens per second        {run_vllm(options, place, num_groups=num):,.0f}"
             )
+        if not options.no_scores:
+            show_scores(results, measure(options, results, place))
 
 
 if __name__ == "__main__":

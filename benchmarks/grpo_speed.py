@@ -30,7 +30,7 @@ from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.slots import load_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
-from rookery.train.averaging import averaged
+from rookery.train.losses.loss import averaged
 from rookery.types import Completion, Datum, OptimStep, Task, TrainRequest
 
 SHAPES = {"64 x 10": (64, 10), "8 x 80": (8, 80), "1 x 640": (1, 640)}

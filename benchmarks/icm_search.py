@@ -38,8 +38,16 @@ from rookery.loops.icm.label_scorer import (
 from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.search.annealing import AnnealingConfig, temperature
-from rookery.search.constraints import Constraints, EqualAnswer
-from rookery.search.labelling import UNLABELLED, IdOrder, Labels, PrefixCache, TreeOrder, relabel
+from rookery.search.labelling import (
+    UNLABELLED,
+    Constraints,
+    EqualAnswer,
+    IdOrder,
+    Labels,
+    PrefixCache,
+    TreeOrder,
+    relabel,
+)
 from rookery.seeding import stream
 from rookery.testing import BASE
 from rookery.types import Completion, SampleRequest, Score, ScoreRequest, TokenIds

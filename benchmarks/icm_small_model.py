@@ -45,7 +45,7 @@ from rookery.loops.icm.verdict import agree
 from rookery.reports import AgreementRecord
 from rookery.runs import Run
 from rookery.starters import DEMOS
-from rookery.ui.icm import SENTENCES
+from rookery.ui.loops import ICM_SENTENCES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLAIM = "Question: {{ question }}\nClaim: {{ choice }}\nI think this claim is"
@@ -196,7 +196,7 @@ async def label_by_search(config: IcmConfig, labeller: Labeller, folder: Path) -
           f"accepted {', '.join(str(chain.num_accepted) for chain in report.chains)}; "
           f"{report.tokens.computed:,} tokens of a plain loop's "
           f"{report.tokens.naive:,}, {time.perf_counter() - start:.0f} s")  # fmt: skip
-    print(f"  {' '.join([SENTENCES[report.verdict], *report.warnings])}", flush=True)
+    print(f"  {' '.join([ICM_SENTENCES[report.verdict], *report.warnings])}", flush=True)
 
 
 def print_row(

@@ -27,7 +27,6 @@ from peft.utils import merge_utils
 
 from rookery.starters import DEMOS
 from rookery.weights import read_adapter
-from rookery.weights.delta import low_rank
 from rookery.weights.merge import (
     Cross,
     DareConfig,
@@ -39,6 +38,7 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
+from rookery.weights.merge.children import low_rank
 from rookery.weights.merge.compiled import Blend, Trim, load_engine
 from rookery.weights.merge.cross import factor_rows
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rookery.fleet import Fleet
-from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.update import Canary, Logprobs
 
 __all__ = ["Watch"]
 

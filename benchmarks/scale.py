@@ -32,8 +32,8 @@ from rookery.search.annealing import Waves
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import ProgramRecord, summarize
-from rookery.search.programs.sampling import Plan
 from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter

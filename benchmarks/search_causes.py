@@ -32,7 +32,7 @@ from rookery.loops.genome import GenomeConfig, rebuild
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.runs import Run
-from rookery.search.fitness import fitness_of
+from rookery.search.candidate import fitness_of
 from rookery.tasks.taskset import Taskset, join_splits, load_tasksets
 from rookery.tasks.template import load_template
 from rookery.types import Adapter, Task

@@ -34,13 +34,13 @@ from numpy.typing import NDArray
 from search_quality import say
 
 from rookery.loops.genome import GenomeConfig
+from rookery.loops.genome.documents import GenomeInputs, assemble
 from rookery.loops.genome.generation_log import Cost
-from rookery.loops.genome.parts import GenomeInputs, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import UNOBSERVED
 from rookery.runs import Run
-from rookery.search.founders import random_weights
 from rookery.search.merit import MIXED, Merit, merits_at
+from rookery.search.population import random_weights
 from rookery.seeding import stream
 from rookery.tasks.scorers import ChoiceConfig
 from rookery.tasks.splits import SplitsConfig

@@ -35,7 +35,8 @@ from typing import Any, get_args
 import yaml
 from search_causes import find_causes
 
-from rookery import RookeryError, run_genome
+from rookery import RookeryError
+from rookery.compose.genome import run_genome
 from rookery.search.merit import Merit
 
 GENERATIONS, POPULATION, CHILDREN = 5, 6, 10

@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from rookery.seeding import shuffled, stream
-from rookery.tasks import wordlists
+from rookery.tasks import generators
 
 NUM_TRAINING, NUM_TARGET = 600, 240
 """Rows of each task at most."""
@@ -98,9 +98,9 @@ def read_tasks(data: Path) -> dict[str, Claims]:
             for file in political for row in read_json(challenges / file)
         ),
         "french": gather(
-            (word, f"The word is: {word}\nIs it French?", words is wordlists.FRENCH)
-            for words in (wordlists.FRENCH, wordlists.ENGLISH)
-            for word in words[: len(wordlists.ENGLISH)]
+            (word, f"The word is: {word}\nIs it French?", words is generators.FRENCH)
+            for words in (generators.FRENCH, generators.ENGLISH)
+            for word in words[: len(generators.ENGLISH)]
         ),
     }  # fmt: skip
 

@@ -24,11 +24,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rookery.compat.tinker.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.compose.serve import ServeConfig, open_backend, serving
 from rookery.embedded import EngineConfig
-from rookery.service.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.service.config import ServiceConfig
-from rookery.service.wal import Wal
+from rookery.service.state import Wal
 from rookery.service.work import Backend
 from rookery.train import TrainerConfig
 from rookery.types import (

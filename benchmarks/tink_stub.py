@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from rookery.compat.serving import make_app, open_service
 from rookery.compose.http_server import answering, listen_all
 from rookery.runs import Run
-from rookery.service.app import make_app
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys
-from rookery.service.service import open_service
 from rookery.service.work import Backend
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (

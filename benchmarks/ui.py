@@ -1,21 +1,25 @@
 """`rookery ui` with large runs: seconds to what is seen first, frames a second, server memory.
 
-    python benchmarks/ui.py             # about two minutes; needs playwright and Chromium
+    python benchmarks/ui.py             # about four minutes; needs playwright and Chromium
 
-1,000 runs in one folder, one of them a search with 10,000 candidates, one with 100,000 events. The
+1,000 runs in one folder, one of them a search with 10,000 candidates and 100,000 answers, one an
+evolution of 10,000 programs, one an evaluation with 100,000 answers, one with 100,000 events. The
 server is a process of its own. Seconds are those of the browser, from the request for the page to
 the frame in which the rows or the drawing are there. Frames are counted while a table is scrolled
-and a chart is moved by script in every frame. ROOKERY_CHROMIUM names another browser.
+and a chart is moved by script in every frame. Processor seconds of the page's main thread and of
+the server are less disturbed by other work on the machine. ROOKERY_CHROMIUM names another browser.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +94,61 @@ def make_search(root: Path, *, generations: int, size: int) -> None:
             run.submit(news).result()
             run.log_metrics(number, {"genome/best": summed["best"]})
             parents = names
+        last = generations - 1
+        versions = [f"v-g{number:03d}-c{place:03d}" for number in (0, last) for place in range(100)]
+        add_answers(run, [*versions, *(f"v-{n}" for n in range(1800))], num_tasks=50)
         run.submit([event("winner", "winner", id=parents[0])]).result()
+        run.finish()
+
+
+def add_answers(run: Run, versions: Sequence[str], *, num_tasks: int) -> None:
+    """As evaluations write them, of 40 tokens each."""
+    completion = {
+        "text": "word " * 40, "tokens": list(range(1000, 1040)), "logprobs": [-0.123456] * 40,
+        "finish_reason": "stop",
+    }  # fmt: skip
+    for version in versions:
+        for first in range(0, num_tasks, BLOCK):
+            news = [
+                event(
+                    "rollout", f"{version}|set/{task}|said|how", model=f"m@{version}", error="",
+                    task=f"set/{task}", reward=float(task % 3 == 0), completion=completion,
+                    num_tokens=70,
+                )
+                for task in range(first, min(first + BLOCK, num_tasks))
+            ]  # fmt: skip
+            run.submit(news).result()
+
+
+def make_programs(root: Path, *, num_programs: int) -> None:
+    """An evolution, every seventh program a failure, without a report."""
+    with Run.create(root, kind="evolve", name="programs", config={"settings": {}}) as run:
+        blob = run.blobs.put_bytes(json.dumps({"code": "x = 1\n" * 40}).encode())
+        first = {"program": blob, "metrics": {"combined_score": 0.1}, "failure": None}
+        run.submit([event("first_program", "1", **first)]).result()
+        for number in range(1, num_programs + 1):
+            parent = f"p{number - 1 - number % 97}" if number > 97 else "first1"
+            plan = {"island": number % 5, "parent": parent, "generation": number // 100, "arm": "m"}
+            metrics = {"combined_score": 1e-4 * number * (number % 11), "speed": 1.0}
+            failure = {"failure": {"kind": "timeout", "message": "Over 10 s."}}
+            states: dict[str, dict[str, Any]] = {
+                "planned": {"plan": plan},
+                "generated": {"model": "m", "prompt_tokens": 1000, "completion_tokens": 200},
+                "evaluated": {"program": blob, "metrics": metrics},
+            }
+            states |= {"committed": {}} if number % 7 else {"failed": failure}
+            news = [
+                event("attempt", f"{number}/{state}", number=number, state=state, data=data)
+                for state, data in states.items()
+            ]
+            run.submit(news)
+            run.log_metrics(number, {"evolve/best_score": 1e-3 * number})
+        run.finish()
+
+
+def make_answers(root: Path, *, num_answers: int) -> None:
+    with Run.create(root, kind="eval", name="answers", config={}) as run:
+        add_answers(run, ["base", "trained"], num_tasks=num_answers // 2)
         run.finish()
 
 
@@ -131,22 +189,53 @@ def memory_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
+def processor_s(pid: int) -> float:
+    """That a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one visit took."""
+
+    first_s: float
+    page_s: float
+    """Of the processor, on the main thread of the page, and in the server, until then."""
+    server_s: float
+    frames: float
+    """In a second."""
+    frame_ms: float
+    """Of the processor, on the main thread."""
+
+
 class Bench:
     """Visits with a fresh tab each."""
 
-    def __init__(self, browser: Any, url: str) -> None:
+    def __init__(self, browser: Any, url: str, pid: int) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 900})
         self.context.new_page().goto(url)
         self.origin = url.partition("?")[0]
+        self.pid = pid
 
-    def visit(self, place: str, wanted: str, *scripts: str) -> list[float]:
-        """Seconds until something is seen, then what the scripts count."""
+    def visit(self, place: str, wanted: str, move: str) -> Seen:
         page = self.context.new_page()
+        link = self.context.new_cdp_session(page)
+        link.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def busy_s() -> float:
+            metrics = link.send("Performance.getMetrics")["metrics"]
+            return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+
+        page_s, server_s = busy_s(), processor_s(self.pid)
         page.goto(self.origin + place, wait_until="commit")
-        numbers = [page.evaluate(SEEN, wanted) / 1000]
-        numbers += [page.evaluate(script) for script in scripts]
+        first_s = page.evaluate(SEEN, wanted) / 1000
+        page_s, server_s = busy_s() - page_s, processor_s(self.pid) - server_s
+        begun_s = busy_s()
+        frames = page.evaluate(move)
+        frame_ms = 1000 * (busy_s() - begun_s) / (3 * frames)
         page.close()
-        return numbers
+        return Seen(first_s, page_s, server_s, frames, frame_ms)
 
 
 def main() -> None:
@@ -159,11 +248,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         root = Path(folder) / "runs"
         make_search(root, generations=args.generations, size=100)
+        make_programs(root, num_programs=100 * args.generations)
+        make_answers(root, num_answers=args.events)
         make_long(root, num_events=args.events)
-        make_many(root, num_runs=args.runs - 2)
+        make_many(root, num_runs=args.runs - 4)
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         with serve(root) as (url, pid):
-            bench = Bench(browser, url)
+            bench = Bench(browser, url, pid)
             before = memory_mib(pid)
             places = {
                 f"{args.runs:,} runs": ("#/runs", ".runs .lt-space .lt-row", SCROLL),
@@ -171,15 +262,27 @@ def main() -> None:
                     "#/run/long?tab=events", ".events .lt-space .lt-row button", SCROLL,
                 ),
                 f"{100 * args.generations:,} candidates": ("#/run/search", ".chart canvas", PAN),
+                f"{100 * args.generations:,} programs": ("#/run/programs", ".chart canvas", PAN),
+                f"{args.events:,} answers": (
+                    "#/run/answers", ".tasks .lt-space .lt-row button", SCROLL,
+                ),
             }  # fmt: skip
             for name, place in places.items():
                 rows = [bench.visit(*place) for _ in range(args.times)]
-                seconds = " ".join(f"{row[0]:.2f}" for row in rows)
-                frames = " ".join(f"{row[1]:.0f}" for row in rows)
-                sys.stdout.write(f"{name}: first seen after {seconds} s, {frames} frames/s\n")
+                told = [
+                    ("first seen after", [f"{row.first_s:.2f}" for row in rows], "s"),
+                    ("processor: page", [f"{row.page_s:.2f}" for row in rows], "s"),
+                    ("server", [f"{row.server_s:.2f}" for row in rows], "s"),
+                    ("frame", [f"{row.frame_ms:.1f}" for row in rows], "ms"),
+                    ("seen", [f"{row.frames:.0f}" for row in rows], "frames/s"),
+                ]
+                line = ", ".join(
+                    f"{what} {' '.join(numbers)} {unit}" for what, numbers, unit in told
+                )
+                sys.stdout.write(f"{name}: {line}\n")
             middle = memory_mib(pid)
             for place in list(places.values()) * args.times:
-                bench.visit(*place[:2])
+                bench.visit(*place)
             after = memory_mib(pid)
             sys.stdout.write(
                 f"server's memory: {before:.0f} MiB, {middle:.0f} after the visits, "

@@ -4,7 +4,7 @@
 
 A `bash` or `python` block is run, in the order of the page, in one folder. A block with a title is
 a file of that name. A `text` block behind a block that is run shows what it prints: a line `...`
-stands for anything, spaces, line ends and rules of tables do not count, and behind
+stands for anything, spaces, line ends, colours and rules of tables do not count, and behind
 `<!-- numbers vary -->` a number stands for any number (its sign counts). All other blocks are there
 to be read.
 """
@@ -56,6 +56,7 @@ def read_page(text: str) -> list[Block]:
 def is_shown(block: Block, printed: str) -> bool:
     """Whether a block printed what its page shows, part after part."""
     place = 0
+    printed = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", printed)
     printed = re.sub("[\u2500-\u257f]+", " ", printed)
     for part in re.split(r"^\.\.\.$", block.shown, flags=re.MULTILINE):
         words = [_pattern(word, varies=block.varies) for word in part.split()]

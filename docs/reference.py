@@ -121,19 +121,19 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def configs() -> str:
     """A section for every config and every part of it, each part where it first occurs."""
+    from rookery.compose.running import find_kind
     from rookery.compose.serve import ServeConfig
     from rookery.fleet import FleetConfig
     from rookery.loops.evolve.config import EvolveConfig
-    from rookery.loops.genome import GenomeConfig
-    from rookery.loops.grpo import GrpoConfig
-    from rookery.loops.icm import IcmConfig
     from rookery.tasks.taskset import GeneratedConfig, HfConfig, JsonlConfig
 
     roots: dict[str, type[BaseModel]] = {"fleet": FleetConfig}
     roots |= {f"taskset ({kind.model_fields['type'].default})": kind
               for kind in (JsonlConfig, HfConfig, GeneratedConfig)}  # fmt: skip
-    roots |= {"genome": GenomeConfig, "grpo": GrpoConfig, "icm": IcmConfig}
-    roots |= {"evolve": EvolveConfig, "serve": ServeConfig}
+    roots |= {name: find_kind(name).config for name in ("genome", "grpo", "icm")}
+    roots |= {"evolve": EvolveConfig}
+    roots |= {name: find_kind(name).config for name in ("sft", "eval", "pipeline", "league")}
+    roots |= {"serve": ServeConfig}
     places: dict[type[BaseModel], str] = {kind: name for name, kind in roots.items()}
     order: dict[str, list[type[BaseModel]]] = {name: [] for name in roots}
     for name, kind in roots.items():
@@ -313,20 +313,19 @@ def routes() -> str:
     from unittest.mock import MagicMock
 
     from rookery.compat.atropos.app import make_atropos_app
-    from rookery.service import app
+    from rookery.compat.serving import make_app
 
     stub = MagicMock()
-    served = [module.make_router(stub) for module in app.ROUTES]
     gateway = make_atropos_app(stub, delivery=stub, side=stub, key="", limit_bytes=1)
-    applications = {"rookery serve": served, "The Atropos gateway": [gateway.router]}
+    applications = {"rookery serve": make_app(stub, keys=None), "The Atropos gateway": gateway}
     lines = []
-    for title, routers in applications.items():
-        lines += [f"## {title}", "", "| route | keys of the body | |", "|---|---|---|"]
+    for title, app in applications.items():
+        lines += [f"## {title}", "", "| route | | keys of the body |", "|---|---|---|"]
         rows = [
-            f"| `{' '.join(sorted(route.methods - {'HEAD'}))} {path}` | {_body(route)} | "
-            f"{_sentence(inspect.cleandoc(route.endpoint.__doc__ or '')) or ROUTES[path]} |"
-            for router in routers
-            for path, route in _routes(router)
+            f"| `{' '.join(sorted(route.methods - {'HEAD'}))} {path}` | "
+            f"{_sentence(inspect.cleandoc(route.endpoint.__doc__ or '')) or ROUTES[path]} | "
+            f"{_body(route)} |"
+            for path, route in _routes(app.router)
         ]
         lines += [*dict.fromkeys(rows), ""]
     return "\n".join(lines)

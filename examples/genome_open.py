@@ -9,11 +9,11 @@ child by the search split is compared with the best founder on tasks that the se
 import asyncio
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.search.candidate import Fitness
 from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationConfig
-from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig, ask, found, tell
 from rookery.starters import DEMOS
-from rookery.tasks.scorers.choice import correct_choice
+from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter, ScoreRequest, Task

@@ -23,7 +23,7 @@ from rookery.train import (
     TrainerConfig,
     initial_adapter,
 )
-from rookery.train.averaging import averaged
+from rookery.train.losses.loss import averaged
 from rookery.types import (
     Completion,
     Datum,

@@ -20,8 +20,14 @@ from rookery.search.annealing import (
     start_labels,
     tell,
 )
-from rookery.search.constraints import Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED, Labels, TreeOrder, labelled_items
+from rookery.search.labelling import (
+    UNLABELLED,
+    Constraints,
+    Exclusive,
+    Labels,
+    TreeOrder,
+    labelled_items,
+)
 from rookery.starters import DEMOS
 from rookery.types import ScoreRequest, TokenIds
 

@@ -1,4 +1,4 @@
-"""`import vllm_backend`: the same as `rookery.vllm_backend`, under the name its document uses."""
+"""`import vllm_backend`: the functions for one vLLM server, under the name their document uses."""
 
-from rookery.vllm_backend import *  # noqa: F403 - the same names
-from rookery.vllm_backend import __all__ as __all__
+from rookery.compat.vllm_backend import *  # noqa: F403 - the same names
+from rookery.compat.vllm_backend import __all__ as __all__

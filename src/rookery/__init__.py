@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from rookery import ui
     from rookery.compose.evaluation import evaluate
     from rookery.compose.evolve import run_evolution, run_evolve
+    from rookery.compose.evolve_prompt import evolve_prompt
     from rookery.compose.genome import run_genome
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo.plan import plan_grpo
     from rookery.compose.icm import run_icm
+    from rookery.compose.league import run_league
     from rookery.compose.pipeline import run_pipeline
     from rookery.compose.running import resume
     from rookery.compose.sft import run_sft
@@ -54,6 +56,7 @@ __all__ = [
     "ScoreRequest",
     "Task",
     "evaluate",
+    "evolve_prompt",
     "open_engine",
     "plan_grpo",
     "resume",
@@ -62,6 +65,7 @@ __all__ = [
     "run_genome",
     "run_grpo",
     "run_icm",
+    "run_league",
     "run_pipeline",
     "run_sft",
     "ui",
@@ -69,6 +73,7 @@ __all__ = [
 
 _LAZY = {
     "evaluate": "rookery.compose.evaluation",
+    "evolve_prompt": "rookery.compose.evolve_prompt",
     "open_engine": "rookery.engines",
     "plan_grpo": "rookery.compose.grpo.plan",
     "resume": "rookery.compose.running",
@@ -77,6 +82,7 @@ _LAZY = {
     "run_genome": "rookery.compose.genome",
     "run_grpo": "rookery.compose.grpo",
     "run_icm": "rookery.compose.icm",
+    "run_league": "rookery.compose.league",
     "run_pipeline": "rookery.compose.pipeline",
     "run_sft": "rookery.compose.sft",
     "ui": "rookery.ui",

@@ -24,7 +24,6 @@ from rookery.errors import RookeryError, ServiceError
 
 __all__ = [
     "CLIENT_CLOSED",
-    "AuthMiddleware",
     "ErrorAnswers",
     "Refusal",
     "key_check",

@@ -141,7 +141,25 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} holds {type(document).__name__}; a config is a mapping: write `key: value`."
         )
+    _check_size(document, path)
     return document
+
+
+def _check_size(document: dict[str, Any], path: Path) -> None:
+    """YAML's aliases repeat what they name, and may name what they are in."""
+    count, waiting = 0, [document]
+    while waiting:
+        node: Any = waiting.pop()
+        inside = node.values() if isinstance(node, dict) else node
+        if isinstance(inside, str) or not isinstance(inside, Iterable):
+            continue
+        waiting.extend(inside)
+        count += len(node)
+        if count > MOST_VALUES:
+            raise ConfigError(
+                f"{path} has more than {MOST_VALUES:,} values, with what its aliases (`*name`) "
+                "repeat: write fewer."
+            )
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -180,15 +198,13 @@ def check_url(url: str, *, named: str) -> SplitResult:
             f"{named} {url!r}, which does not begin with http:// or https://: write "
             f"http://{place or 'host:8000'}."
         )
-    parts = urlsplit(url)
-    if is_spaced or not parts.hostname:
-        raise ValueError(f"{named} {url!r}, which names no host: write http://host:8000.")
     try:
-        _ = parts.port
-    except ValueError:
-        raise ValueError(
-            f"{named} {url!r}, whose port is not a number: write http://host:8000."
-        ) from None
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:  # a bracket that is left open, a port that is none
+        raise ValueError(f"{named} {url!r}: {error}. Write http://host:8000.") from None
+    if is_spaced or not host:
+        raise ValueError(f"{named} {url!r}, which names no host: write http://host:8000.")
     return parts
 
 
@@ -209,6 +225,10 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
+
+
+MOST_VALUES = 100_000
+"""Of one config."""
 
 
 def _parse(text: str, path: Path) -> Any:
@@ -279,7 +299,7 @@ def _place_of(document: object, detail: ErrorDetails) -> str:
 
 def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) -> str:
     where = _place_of(document, detail)
-    given = _show(detail["input"])
+    written = _show(detail["input"])
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     match detail["type"]:
         case "extra_forbidden":
@@ -301,7 +321,7 @@ def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) ->
             limit = detail["ctx"][bound]
             least = "at least" if kind == "too_short" else "at most"
             message = f"should have {least} {limit} item{'s' * (limit != 1)}"
-    return f"{where} is {given}; it {message}."
+    return f"{where} is {written}; it {message}."
 
 
 def _unknown_key(where: str, kinds: Sequence[Any]) -> str:
@@ -313,9 +333,9 @@ def _unknown_key(where: str, kinds: Sequence[Any]) -> str:
 def _unknown_tag(where: str, kinds: Sequence[Any], detail: ErrorDetails) -> str:
     tags = [tag for kind in kinds for tag in _tags(kind)]
     allowed = " or ".join(filter(None, [", ".join(map(repr, tags[:-1])), repr(tags[-1])]))
-    given = detail.get("ctx", {}).get("tag")
-    is_what = "is missing" if given is None else f"is {_show(given)}"
-    hint = did_you_mean(str(given), tags, cutoff=0.5)
+    tag = detail.get("ctx", {}).get("tag")
+    is_what = "is missing" if tag is None else f"is {_show(tag)}"
+    hint = did_you_mean(str(tag), tags, cutoff=0.5)
     return f"{where} {is_what}; it should be {allowed}.{hint}"
 
 

@@ -19,6 +19,7 @@ from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.paths import expanded
 
 __all__ = [
     "AnyEngineConfig",
@@ -129,8 +130,8 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
 
 def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
     """The engine's model as a folder here, with the names that its adapters know it by."""
-    own = config if isinstance(config, EngineConfig) else launch_of(config)
-    model = tokenizer or (own.model if own is not None else "")
+    opened = config if isinstance(config, EngineConfig) else launch_of(config)
+    model = tokenizer or (opened.model if opened is not None else "")
     if not model:
         keeper = (
             "An external API does not expose its tokenizer"
@@ -149,7 +150,7 @@ def local_model(name: str, folder: Path) -> str:
     if not name or name.lower() == "smollm2":
         return name
     for start in (folder, Path.cwd()):
-        path = start / Path(name).expanduser()
+        path = expanded(name, start)
         if path.is_dir():
             return str(path.parent.resolve() / path.name)  # a link keeps its name
     return name

@@ -68,7 +68,7 @@ async def test_one_call_for_all_paths_attends_as_block_by_block(
         return found
 
     together = await logprobs()
-    monkeypatch.setattr("rookery.embedded.tree_attention.has_varlen", lambda *_: False)
+    monkeypatch.setattr("rookery.embedded.prefill.has_varlen", lambda *_: False)
     for one, other in zip(together, await logprobs(), strict=True):
         assert one == pytest.approx(other, abs=0.05)
 

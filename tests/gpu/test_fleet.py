@@ -17,8 +17,8 @@ import torch
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.adapters.fit import read_shapes
-from rookery.fleet.verify import verify
+from rookery.fleet.admin import verify
+from rookery.fleet.http.capabilities import read_shapes
 from rookery.types import (
     Adapter,
     LoraFactors,

@@ -26,8 +26,12 @@ from tiny import write_tiny_model
 
 import rookery
 from rookery.compat.atropos.gateway import trained_groups
-from rookery.compat.atropos.group_queue import GroupQueue
-from rookery.compat.atropos.registry import Registration, Registry, TrainerRegistration
+from rookery.compat.atropos.group_queue import (
+    GroupQueue,
+    Registration,
+    Registry,
+    TrainerRegistration,
+)
 from rookery.fleet import Fleet
 from rookery.fleet.bridges.update import BaseUpdate
 from rookery.runs import Run

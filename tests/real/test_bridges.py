@@ -24,7 +24,7 @@ from rookery.compose.grpo.bridge import adapter_publisher
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges import alias
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots import load_model

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -14,11 +15,13 @@ from rookery.tasks.template import load_template
 from rookery.types import SampleRequest, SamplingParams, ScoreRequest
 from rookery.weights import read_adapter
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 FOUNDERS = DEMOS / "founders"
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count from one to five."]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[EmbeddedEngine]:
     async with open_engine(EngineConfig(model="smollm2")) as engine:
         yield engine

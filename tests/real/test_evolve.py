@@ -4,27 +4,23 @@ minute, and with ROOKERY_LONG three.
 Without a sandbox the tests skip with the reason; under CI they fail.
 """
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evolve_command import (
     CONFIG,
-    command,
     decided,
     once,
     report_of,
     require_sandbox,
     run,
     stop,
-    until,
     write_problem,
 )
 from marks import long
@@ -57,77 +53,6 @@ def test_hostile_programs_fail_and_all_is_decided(problem: Path) -> None:
     assert report["best"]["score"] > 0.25
     assert not Path("/etc/rookery-was-here").exists()
     assert "return" in (problem / "out" / "best" / "best_program.py").read_text()
-
-
-def test_a_killed_hub_resumes_and_nothing_is_done_twice(problem: Path) -> None:
-    with serve_scripted("--latency", 0.3) as model:
-        for session, after in enumerate((5, 15)):
-            words = ("--resume",) if session else ()
-            code = stop(problem, signal.SIGKILL, "-i", 30, *model.flags, *words, after=after)
-            assert code == -signal.SIGKILL
-            assert (problem / "out" / "best" / "best_program.py").is_file()
-        refused = run(problem, "-i", 30, *model.flags)
-        assert refused.returncode == 2 and "--resume goes on with it" in refused.stderr
-        ended = run(problem, "-i", 30, *model.flags, "--resume")
-        num_calls = model.stats()["calls"]
-    assert ended.returncode == 0, ended.stderr
-    assert decided(problem) == once(30)
-    assert num_calls <= 30 + 2 * CONFIG["rookery"]["in_flight"]
-    assert report_of(problem)["num_iterations"] == 30
-
-
-@long
-def test_sigterm_ends_with_143_and_the_run_goes_on_and_can_be_extended(problem: Path) -> None:
-    with serve_scripted("--latency", 0.3) as model:
-        assert stop(problem, signal.SIGTERM, "-i", 16, *model.flags, after=4) == 143
-        resumed = subprocess.run(
-            [sys.executable, "-m", "rookery", "runs", "resume", "out"],
-            cwd=problem, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert resumed.returncode == 0, resumed.stderr
-        assert decided(problem) == once(16)
-        more = run(problem, "-i", 4, *model.flags)
-    assert more.returncode == 0, more.stderr
-    assert decided(problem) == once(20)
-    page = (problem / "out" / "report.html").read_text()
-    assert "The winning line" in page
-
-
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
-    from ray.cluster_utils import Cluster
-
-    node = {"object_store_memory": 80 << 20}
-    head = {"num_cpus": 2, "include_dashboard": False, **node}
-    started = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        yield started, started.add_node(num_cpus=2, **node)
-    finally:
-        started.shutdown()
-
-
-@long
-@pytest.mark.filterwarnings("ignore")
-def test_a_lost_ray_node_costs_evaluations_and_no_iteration(problem: Path, cluster: Any) -> None:
-    nodes, second = cluster
-    with serve_scripted("--latency", 0.3) as model:
-        flags = ("--distributed", "--address", nodes.address, "--workers", 4)
-        words = command("-i", 40, *model.flags, *flags)
-        with subprocess.Popen(
-            words, cwd=problem, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        ) as process:
-            try:
-                until(lambda: decided(problem).total() >= 5, process)
-                nodes.remove_node(second, allow_graceful=False)
-                _, said = process.communicate(timeout=120)
-            finally:
-                process.kill()
-        num_calls = model.stats()["calls"]
-    assert process.returncode == 0, said.decode()
-    assert decided(problem) == once(40)
-    assert num_calls == 40
 
 
 LETTERS = """# EVOLVE-BLOCK-START

@@ -26,7 +26,7 @@ from evolve_command import (
 from marks import long
 from scripted import Scripted, serve_scripted
 
-from rookery.sandbox.process_tree import descendants
+from rookery.sandbox.server import descendants
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -20,10 +20,10 @@ from executors.jobs import job, until
 
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_modal, pack_folder
-from rookery.executors.fake_task import open_fake_task
 from rookery.executors.modal import ModalWorker
 from rookery.executors.pool import open_pool
 from rookery.executors.worker import read_version
+from rookery.testing import open_fake_task
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
 
 pytestmark = [

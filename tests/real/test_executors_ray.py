@@ -19,9 +19,9 @@ from marks import long
 
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_ray, pack_folder
-from rookery.executors.fake_task import open_fake_task
 from rookery.executors.worker import read_version
 from rookery.ports import Executor
+from rookery.testing import open_fake_task
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
 
 pytestmark = [
@@ -110,6 +110,7 @@ async def test_a_node_that_cannot_run_the_task_gets_no_work(cluster: Any, tmp_pa
         assert {o.worker for o in outcomes if isinstance(o, JobDone)} == {good}
 
 
+@long
 async def test_a_cluster_is_started_where_none_is_named_and_ends_with_the_hub(
     tmp_path: Path,
 ) -> None:

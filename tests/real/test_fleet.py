@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.adapters.fit import read_shapes
-from rookery.fleet.admin import status
+from rookery.fleet.admin import status, verify
 from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.http.capabilities import read_shapes
 from rookery.fleet.http.client import ServerRefusal
 from rookery.fleet.http.probe import read_metrics
 from rookery.fleet.http.wire import Fields, encode_tokens
-from rookery.fleet.verify import verify
-from rookery.fleet.vllm_plugin.buffer import MANIFEST
+from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.vllm_plugin.shared_memory import MANIFEST
 from rookery.types import (
     Adapter,
     LoraFactors,
@@ -269,6 +270,35 @@ async def test_the_extension_and_plain_http_load_the_same_adapter(
             )
             assert one.tokens == two.tokens
             assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+
+
+async def test_members_made_from_seeds_say_what_they_say_as_peft_folders(
+    fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    """More members than a server has slots, all asked together."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    population = Population.around(adapters[0], like=adapters[0], rank=1)
+    members = [
+        population.member(f"member{i}", seed=10**12 + i // 2, amount=0.02 * (-1) ** i)
+        for i in range(10)
+    ]
+    refs = [await fleet.load(member) for member in members]
+    asked = [SampleRequest(model=r, prompt=p, params=params) for r in refs for p in prompts]
+    drawn = await fleet.sample(asked)
+    assert all(isinstance(m.factors, PerturbedFactors) and not m.factors.is_made for m in members)
+    config = FleetConfig(name="smollm2", urls=(fleet.pool.replicas[0].url,))
+    async with open_fleet(config) as plain:
+        for i, member in enumerate(members):
+            copy = await plain.load(replace(member, name=f"peft{i}", factors=dict(member.factors)))
+            again = [SampleRequest(model=copy, prompt=p, params=params) for p in prompts]
+            for [one], [two] in zip(drawn[i * 4 : i * 4 + 4], await plain.sample(again),
+                                    strict=True):  # fmt: skip
+                assert one.tokens == two.tokens
+                assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+            await plain.unload(copy)
+    assert len({completion.logprobs for [completion] in drawn}) == len(drawn)
+    for ref in refs:
+        await fleet.unload(ref)
 
 
 async def test_label_scores_read_the_prefix_cache(

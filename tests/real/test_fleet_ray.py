@@ -15,7 +15,7 @@ import torch
 
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.http.capabilities import read_shapes
 from rookery.fleet.servers.registry import process_start
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter

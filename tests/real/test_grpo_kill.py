@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from forked import forked
+from loops import training
 from loops.test_grpo_resume import (
     check_same,
     final_weights,
     make_run,
-    run_until,
     trained_positions,
 )
 from loops.training import Inputs, clockless, run_training
@@ -109,3 +110,18 @@ async def check_killed(
         assert len(trained_positions(run)) < LONG["steps"]  # it was killed on its way
         again = await run_training(run, inputs, model=model, **changes)
         check_same(run, again, expected)
+
+
+def run_until(
+    folder: Path, inputs: Inputs, changes: dict[str, Any], point: str, number: int
+) -> int:
+    """Go on with the run in a process that is killed at the point; its exit code."""
+    options = {
+        "inputs": [str(inputs.model), str(inputs.tasks)],
+        "changes": changes,
+        "kill": [point, number],
+    }
+    (folder / "inputs.json").write_text(json.dumps(options))
+    variables = {"KILL_IN_REWARD": str(number)} if point == "reward" else {}
+    with forked(training.main, folder, "killed", variables=variables) as process:
+        return process.wait()

@@ -130,6 +130,7 @@ async def test_batched_numbers_are_those_of_one_at_a_time(
             assert read == pytest.approx(expected, abs=1e-4)
 
 
+@long
 async def test_twelve_reviews_are_all_right(labeller: Labeller, tmp_path: Path) -> None:
     config = reviews("--data.limit", "12")
     result = await _run(config, labeller, tmp_path)

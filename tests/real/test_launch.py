@@ -17,7 +17,7 @@ import torch
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet, open_servers
-from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.http.capabilities import read_shapes
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.runtime.guard import group_members
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams

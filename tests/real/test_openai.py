@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compat.test_openai_streams import CALL, SpeakingEngine
 from service.server_process import ServerProcess
 from service.tenants import FakeFolders, fake_backend
-from service.test_openai_streams import CALL, SpeakingEngine
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 

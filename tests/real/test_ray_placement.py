@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from fleet.test_ray_placement import FAKE
+from fleet.test_restarts import FAKE
 from marks import long
 
 from rookery.errors import FleetError

@@ -1,16 +1,18 @@
 """The tutorials as a reader does them: every block in order in an empty folder, and what it shows.
 The examples run to their end, too.
 
-    pytest tests/real/test_tutorials.py                     # those of under a minute
-    ROOKERY_LONG=1 pytest tests/real/test_tutorials.py      # all, and the short ones as notebooks
+    ROOKERY_LONG=1 pytest tests/real/test_tutorials.py      # the short ones as notebooks, too
 
 `tinker_laptop` installs the SDK: a package index must be in reach.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,6 @@ from notebooks import PAGES, is_shown, read_page
 
 from rookery.starters.number_changer import NAME, serve_number_changer
 
-FAST = ("evolve_program",)
-"""Under a minute on two idle cores."""
 NOTEBOOKS = ("evolve_program", "own_environment")
 ON_GPU = ("gsm8k",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -30,17 +30,16 @@ NAMES = sorted(page.stem for page in PAGES.glob("*.md") if page.name != "index.m
 
 
 def marked(name: str) -> object:
-    marks = [pytest.mark.timeout(1800)]
+    marks = [pytest.mark.timeout(1800), long]
     if name in ON_GPU:
         marks.append(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
-    if name not in FAST:
-        marks.append(long)
     return pytest.param(name, marks=marks, id=name)
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder; `python` and `rookery` are those of this environment, as after a pip."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder; `python` and `rookery` are those of this environment, as after a pip. What
+    a page left running, named by a .pid file, is ended."""
     (tmp_path / "bin").mkdir()
     for name, module in (("python", ""), ("rookery", "-m rookery")):
         script = tmp_path / "bin" / name
@@ -50,7 +49,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "work"
+    yield tmp_path / "work"
+    for file in (tmp_path / "work").glob("*.pid"):
+        with suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGTERM)
 
 
 def require_parts(name: str) -> None:

@@ -154,7 +154,7 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         visit = Visit(browser, page.url, "#/fleet")
         visit.see(".mark", text="down")
         visit.page.get_by_role("link", name="service").click()
-        visit.see(".trouble", text="rookery ui --service URL")
+        visit.see(".trouble code", text="rookery ui --service URL")
         status = {
             "url": HOSTILE, "models": [HOSTILE], "journal_bytes": 0,
             "queues": [
@@ -177,6 +177,41 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         visit.page.get_by_label("Prompt").fill("2 + 2 =")
         visit.page.get_by_role("button", name="Sample").click()
         assert visit.see("pre.answer").inner_text() == HOSTILE
+        visit.close()
+
+
+def test_a_run_of_a_kind_without_a_view_has_its_curves_and_events(
+    browser: Any, tmp_path: Path
+) -> None:
+    """Such as the folder of a service."""
+    with Run.create(tmp_path, kind="serve", name="tink", config={}) as run:
+        run.submit([NewEvent(kind="session", payload={"text": "x" * 300_000})]).result()
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/tink")
+        visit.see(".empty", text="Runs of this kind have no report")
+        visit.page.goto(visit.origin + "#/run/tink?tab=events&seq=2")
+        assert len(visit.see(".json-text").inner_text()) == 200_000, "no more at once"
+        visit.close()
+
+
+def test_adapters_of_one_name_have_a_column_each(browser: Any, tmp_path: Path) -> None:
+    """Those of two steps of a pipeline, in its answers."""
+    with Run.create(tmp_path, kind="eval", name="two", config={}) as run:
+        news = [
+            NewEvent(
+                kind="rollout",
+                key=f"{version}|t",
+                payload={"model": f"trained@{version}", "task": "t", "reward": reward, "error": ""},
+            )
+            for version, reward in (("aaaa1111", 1.0), ("bbbb2222", 0.0))
+        ]
+        run.submit(news).result()
+        run.finish()
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/two")
+        visit.see(".tasks .lt-space .right", text="1.00")
+        visit.see(".tasks .lt-space .wrong", text="0.00")
+        visit.see(".tasks", text="trained bbbb2222")
         visit.close()
 
 
@@ -204,7 +239,7 @@ def test_runs_with_a_comma_in_their_names_are_compared(browser: Any, tmp_path: P
         visit = Visit(browser, page.url, "#/compare?runs=a%2C1&runs=b%2C1")
         visit.see("section", text="Reports")
         assert visit.page.locator(".reports article").count() == 2
-        visit.page.get_by_role("link", name="Rookery").click()
+        visit.page.get_by_role("link", name="runs", exact=True).click()
         visit.see("a.button", text="Compare 2 runs")
         visit.close()
 
@@ -251,6 +286,28 @@ def test_a_run_is_followed_while_it_writes_and_when_it_dies(browser: Any, tmp_pa
         visit.close()
 
 
+def test_what_is_gone_is_told_and_seen_again_when_it_is_back(browser: Any, tmp_path: Path) -> None:
+    root, away = tmp_path / "runs", tmp_path / "away"
+    make_eval(root)
+    page = open_page(root, port=0)
+    table, visit = Visit(browser, page.url), Visit(browser, page.url, "#/run/scores?tab=events")
+    table.see(".runs a.name", text="scores")
+    visit.see(".events .lt-space .lt-row")
+    root.rename(away)
+    table.see(".empty", text="There are no runs")
+    visit.see(".trouble", text="This is the last that was seen.")
+    visit.page.wait_for_event("requestfinished", lambda one: one.url.endswith("stream"))
+    away.rename(root)
+    table.see(".runs a.name", text="scores")
+    visit.page.locator(".trouble").wait_for(state="hidden", timeout=20_000)
+    page.close()
+    table.see(".trouble code", text="rookery ui")
+    visit.see(".trouble code", text="rookery ui")
+    for one in (table, visit):
+        one.complaints.clear()  # of what was not there
+        one.close()
+
+
 def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -273,7 +330,7 @@ def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Pat
         visit.see(".events .key", text="first")
         process.kill()
         visit.see(".state .mark", text="killed")
-        visit.see(".state .reason", text="Its process ended without a word")
+        visit.see(".state .reason", text="Its process ended silently")
         visit.close()
 
 

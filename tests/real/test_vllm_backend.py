@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rookery import vllm_backend as backend
+from rookery.compat import vllm_backend as backend
 from rookery.concurrency import LoopThread
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.http.capabilities import read_shapes
 from rookery.weights import write_adapter
-from rookery.weights.init import random_adapter
-from rookery.weights.stack import LayerShape, Layout
+from rookery.weights.stack import LayerShape, Layout, random_adapter
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 pytestmark = [

@@ -15,7 +15,7 @@ from rookery.compose.grpo.bridge import (
 )
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, open_servers
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots import load_model

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from rookery.slots import SlottedModel
 
 # A busy machine is not a failure, and a check of a change must not depend on luck.
-settings.register_profile("unit", deadline=None, derandomize="CI" in os.environ)
+is_long = bool(os.environ.get("ROOKERY_LONG"))
+settings.register_profile(
+    "unit",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=100 if is_long else 25,
+)
 settings.load_profile("unit")
 
 

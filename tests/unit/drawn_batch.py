@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rookery.train.averaging import Average, averaged
 from rookery.train.losses import Loss, Targets
+from rookery.train.losses.loss import Average, averaged
 from rookery.types import Datum
 
 MAX_TOKENS = 9

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
-from rookery.config import Config, load_config, parse_config, parse_overrides, read_document
+from rookery.config import (
+    Config,
+    check_url,
+    load_config,
+    parse_config,
+    parse_overrides,
+    read_document,
+)
 from rookery.errors import ConfigError
+from rookery.paths import expanded
 
 
 class Tree(Config):
@@ -206,7 +214,6 @@ def test_overrides_that_cannot_be_laid_over(tmp_path: Path, words: list[str], me
         ("1: 2", "1 is not a key: keys are words."),
         ("name: [" + ", ".join(["word"] * 40) + "]",
          "name is [" + '"word", ' * 9 + '"wor...; it should be a valid string.'),
-        ("seed: &a [*a]", "seed is [[...]]; it should be a valid integer."),
     ],
 )  # fmt: skip
 def test_every_mistake_gets_its_sentence(tmp_path: Path, text: str, sentence: str) -> None:
@@ -272,13 +279,40 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
         ("a.yaml", b"seed: 1\nname: x\nseed: 2\n", r"does not parse: .*key 'seed' .* line 3"),
         ("a.json", b'{"a": {"b": 1, "b": 2}}', r"does not parse: the key 'b' is repeated\."),
         ("a.yaml", b"\xff\xfe\x00", r"a\.yaml cannot be read: .*decode"),
+        ("a.yaml", b"a: &a [*a]", r"a\.yaml has more than 1,000 values, with what its aliases"),
+        ("a.yaml", b"a: &a [1, 1]\nb: [" + b"*a, " * 500 + b"]", r"a\.yaml has more than 1,000"),
         ("a.txt", b"seed: 3", r"a\.txt is neither \.yaml, \.yml, \.json nor \.toml: rename it\."),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_files_that_are_no_config(
+    tmp_path: Path, name: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.config.MOST_VALUES", 1000)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_document(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "~no-such-user/x", "a\0b", "\ud800"])
+def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"(is not a path|cannot be read): "):
+        expanded(name, tmp_path)
+
+
+def test_paths_are_taken_from_a_folder_but_for_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert expanded("a/b", tmp_path) == tmp_path / "a/b"
+    assert expanded("~/b", tmp_path) == Path("/home/ada/b")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:70000", "http://[::1", "h:8000", "http://", "http://h h"]
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^url is .*[wW]rite http://"):
+        check_url(url, named="url is")
 
 
 def test_a_folder_is_no_config(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import ast
 import importlib.util
+import json
+import pkgutil
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,13 +14,16 @@ import pytest
 import yaml
 from notebooks import PAGES, Block, is_shown, notebook, read_page
 
+import rookery
+from rookery.compose.running import KINDS
+from rookery.loops.evolve.config import RookeryConfig
 from rookery.starters import DEMOS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "rookery"
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")]
-LONGEST_LINE, LONGEST_SENTENCE, MEAN_SENTENCE = 120, 30, 20
+LONGEST_LINE, LONGEST_SENTENCE, MEAN_SENTENCE, LONGEST_PAGE = 120, 30, 20, 150
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,18 @@ def test_config_keys_have_type_default_and_sentence(reference: ModuleType) -> No
     assert [row for row in rows if not row[4].strip()] == []  # a key without a sentence
 
 
+def test_every_kind_of_run_has_its_keys_and_every_function_its_page(
+    reference: ModuleType,
+) -> None:
+    page = reference.on_page_markdown("<!-- generated: configs -->")
+    assert [kind for kind in KINDS if f"\n## {kind} {{" not in page] == []
+    shown = re.findall(r"^::: (\S+)", (DOCS / "api/rookery.md").read_text(), re.MULTILINE)
+    functions = {name for name in rookery.__all__ if name[0].islower()}
+    assert {path.rpartition(".")[2] for path in shown} >= functions - {"ui"}
+    modules = {path.stem for path in (SOURCE / "reports").glob("[a-z]*.py")}
+    assert set(re.findall(r"reports\.(\w+)", (DOCS / "api/reports.md").read_text())) == modules
+
+
 def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
     page = reference.on_page_markdown("<!-- generated: parts -->")
     for name in ("grpo", "numeric", "dare_ties", "gaussian"):
@@ -87,9 +105,9 @@ def test_parts_are_those_of_the_code(reference: ModuleType) -> None:
 
 def test_routes_are_those_of_the_applications(reference: ModuleType) -> None:
     page = reference.on_page_markdown("<!-- generated: routes -->")
-    for route in ("POST /api/v1/sample", "POST /v1/chat/completions", "GET /batch"):
+    for route in ("POST /api/v1/sample", "POST /v1/chat/completions", "GET /metrics", "GET /batch"):
         assert f"\n| `{route}` | " in page
-    assert not re.search(r"^\| `.*\| +\|$", page, re.MULTILINE)  # a route without a sentence
+    assert not re.search(r"^\| `[^|]*\| +\|", page, re.MULTILINE)  # a route without a sentence
 
 
 def test_every_page_is_in_the_nav_and_in_the_list_for_models() -> None:
@@ -100,6 +118,23 @@ def test_every_page_is_in_the_nav_and_in_the_list_for_models() -> None:
     assert shown == pages
     listed = set(re.findall(r"\(([\w/]+\.md)\)", (DOCS / "llms.txt").read_text()))
     assert listed == {page for page in pages if not page.startswith("api/")}
+
+
+def test_what_containers_and_pages_install_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    containers = list((ROOT / "docker").iterdir())
+    for path in [*TEXTS, *containers, ROOT / "Makefile"]:
+        named = re.findall(r"(?:rookery|[ \"]\.)\[([a-z,]+)\]", path.read_text())
+        assert {extra for names in named for extra in names.split(",")} <= extras, path
+    kept = (ROOT / ".dockerignore").read_text()
+    for path in containers:
+        copied = re.findall(r"^COPY (.+) \S+$", path.read_text(), re.MULTILINE)
+        assert len(copied) == 2
+        for name in " ".join(copied).split():
+            assert (ROOT / name).exists() and f"!{name}\n" in kept, name
+    setting_up = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert setting_up["onCreateCommand"].startswith("make .venv/.ready ")
 
 
 def test_the_sentences_of_troubleshooting_are_those_of_the_code() -> None:
@@ -136,6 +171,50 @@ def test_lines_and_sentences_are_short(path: Path) -> None:
     lengths = {sentence: len(sentence.split()) for sentence in _sentences(text)}
     assert [s for s, length in lengths.items() if length > LONGEST_SENTENCE] == []
     assert sum(lengths.values()) <= MEAN_SENTENCE * max(len(lengths), 1)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_page_imports_and_names_is_there(path: Path) -> None:
+    """Blocks are only compiled where no other test runs them; their imports and files are real."""
+    text = path.read_text()
+    keys = RookeryConfig.model_fields
+    named = re.findall(r"`(rookery\.\w+[\w.]*)", text)
+    imported = [
+        f"{module}.{name.split(' as ')[0]}"
+        for module, names in re.findall(r"^ *from (rookery[\w.]*) import (\w.*)$", text, re.M)
+        for name in names.partition("  #")[0].split(", ")
+    ]
+    for name in [*imported, *(n for n in named if n.split(".")[1] not in keys)]:
+        assert pkgutil.resolve_name(name) is not None
+    files = re.findall(r"`((?:src|tests|benchmarks|examples|configs|docker)/[\w./]+)`", text)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_pages_are_short() -> None:
+    """Tables of numbers and of peers' names are long by their nature."""
+    tables = ("benchmarks.md", "coming_from.md", "results.md")
+    long = [path for path in TEXTS if len(path.read_text().splitlines()) > LONGEST_PAGE]
+    assert [path for path in long if path.name not in tables] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def _errors(tree: ast.Module) -> Iterator[str]:
+    """The sentences that a file raises; a value in them is a word."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        if name.endswith(("Error", "Refusal")):
+            for given in call.args:
+                parts = getattr(given, "values", [given])
+                texts = [part.value if isinstance(part, ast.Constant) else "X" for part in parts]
+                yield from re.split(r"(?<=[.!?])\s+", "".join(map(str, texts)))
+
+
+def test_errors_are_short_and_have_a_plain_subject() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    sentences = [sentence for tree in trees for sentence in _errors(tree)]
+    assert len(sentences) > 500
+    assert [said for said in sentences if len(said.split()) > LONGEST_SENTENCE] == []
+    assert [said for said in sentences if re.match("(What|Who|Whoever|Those|Of) ", said)] == []
 
 
 TUTORIALS = sorted(page for page in PAGES.glob("*.md") if page.name != "index.md")
@@ -215,6 +294,7 @@ def test_blocks_of_a_page_are_files_and_code_with_what_it_prints() -> None:
         ("end gain +0.7 (+0.2 to +3)", True, False),
         ("gain +0.7 (+0.2 to +3)\nend", False, False),
         ("gain +0.5 (+0.1 to +1,000) end", False, True),
+        ("\x1b[1mgain\x1b[0m +0.5 (+0.1 to \x1b[1;36m+1,000\x1b[0m) end", False, True),
     ],
 )
 def test_what_a_block_prints_is_compared(printed: str, varies: bool, expected: bool) -> None:

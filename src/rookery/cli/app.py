@@ -5,19 +5,15 @@ from collections.abc import Sequence
 
 import cyclopts
 
-from rookery.cli.demo import demo
+from rookery.cli.demo import demo, new
 from rookery.cli.doctor import doctor
-from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
-from rookery.cli.loop_command import genome, icm, pipeline
-from rookery.cli.new import new
-from rookery.cli.runs import runs
+from rookery.cli.loop_command import evaluate, genome, icm, league, pipeline, sft
+from rookery.cli.runs import runs, ui
 from rookery.cli.serve import keys, serve
-from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
-from rookery.cli.ui import ui
 from rookery.errors import RookeryError, missing_extra
 from rookery.runtime.stopping import Stopped, stop_signals
 
@@ -39,6 +35,7 @@ app.command(icm)
 app.command(evolve)
 app.command(sft)
 app.command(pipeline)
+app.command(league)
 app.command(fleet)
 app.command(serve)
 app.command(keys)

@@ -128,12 +128,13 @@ def _vllm() -> Finding:
 def _sandbox() -> Finding:
     """Runs a program in each backend: one that is installed need not work."""
     from rookery.compose.running import run_async
-    from rookery.sandbox import REMEDIES, probe
+    from rookery.sandbox import probe
 
     probes = run_async(probe())
     works = ", ".join(each.backend for each in probes if each.works)
     reasons = " ".join(f"{each.backend}: {each.reason}" for each in probes)
-    remedy = f"{' or '.join(REMEDIES[each.backend] for each in probes)} (for generated programs)"
+    remedies = " or ".join(each.remedy for each in probes if each.remedy)
+    remedy = f"{remedies or 'see docs/sandbox.md'} (for generated programs)"
     return Finding("sandbox", bool(works), works or reasons, remedy, is_needed=False)
 
 

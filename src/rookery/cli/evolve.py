@@ -1,7 +1,8 @@
-"""`rookery evolve run | check | export`: programs evolved by a language model."""
+"""`rookery evolve run | prompt | check | export`: programs and prompts evolved by a model."""
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +12,8 @@ from cyclopts import Parameter
 
 from rookery.cli.terminal import check_flags, console, display, log_warnings, print_outcome
 from rookery.errors import ConfigError, RunError
+from rookery.paths import expanded
+from rookery.runs.run_folder import in_folder
 
 if TYPE_CHECKING:
     from rookery.compat.openevolve import LoadedConfig
@@ -87,7 +90,8 @@ class PlaceFlags:
 _OWN = (
     "config", "output", "iterations", "target_score", "log_level", "checkpoint", "api_base",
     "primary_model", "secondary_model", "distributed", "executor", "address", "in_flight",
-    "workers", "mode", "resume", "unsafe", "max_tokens", "max_usd", "max_hours",
+    "workers", "mode", "resume", "unsafe", "max_tokens", "max_usd", "max_hours", "taskset", "model",
+    "fleet",
 )  # fmt: skip
 _MODEL, _RUN, _PLACE = ModelFlags(), RunFlags(), PlaceFlags()
 Words = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
@@ -118,18 +122,82 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import Problem, go_on, start
+    from rookery.compose.evolve import Problem, go_on, resolve_problem, start
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
     problem = Problem(
         program=program, evaluator=evaluator, output=length.output, config_file=models.config
     )
+    problem = resolve_problem(problem, find=in_folder(Path("runs")))
     if not _goes_on(problem.folder, length):
         return print_outcome(start(problem, loaded, display))
     if length.checkpoint is not None:
         raise ConfigError("--checkpoint begins a new run: leave it out, or give another -o.")
     return print_outcome(go_on(problem, loaded, display, iterations=length.iterations))
+
+
+@evolve.command
+def prompt(
+    prompt: Path,
+    *overrides: Words,
+    taskset: str | None = None,
+    model: str | None = None,
+    fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    models: ModelFlags = _MODEL,
+    length: RunFlags = _RUN,
+    place: PlaceFlags = _PLACE,
+) -> int:
+    """Evolve a prompt on a taskset: search, choice and report have tasks of their own.
+
+    The model answers the tasks, and proposes prompts too unless --primary-model names another. A
+    `{{ field }}` of the tasks in the prompt is filled in; a prompt without one is the system
+    message. The chosen prompt is in OUTPUT/best.
+
+        rookery evolve prompt prompt.txt --taskset tasks.jsonl --model smollm2 -i 50
+        rookery evolve prompt prompt.txt --taskset tasks.jsonl --model Qwen/Qwen3-8B \
+            --fleet http://gpu1:8000 --primary-model big --api-base https://api.openai.com/v1
+
+    Parameters
+    ----------
+    prompt
+        A text file.
+    taskset
+        A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
+    model
+        Who answers: a Hugging Face id, a local folder, or `smollm2`.
+    fleet
+        URLs of vLLM servers with this model, each with its own --fleet.
+    """
+    from rookery.compose.evolve import Problem, go_on, resolve_problem, start
+
+    log_warnings()
+    words = list(_task_words(taskset, model, fleet))
+    loaded = _load([*overrides, *words], models, length, place)
+    if loaded.config.rookery.tasks is None:
+        raise ConfigError(
+            "No tasks are named: give --taskset FILE, or rookery.tasks in the config."
+        )
+    problem = Problem(
+        program=prompt, evaluator=None, output=length.output, config_file=models.config
+    )
+    problem = resolve_problem(problem, find=in_folder(Path("runs")))
+    if not _goes_on(problem.folder, length):
+        return print_outcome(start(problem, loaded, display))
+    return print_outcome(go_on(problem, loaded, display, iterations=length.iterations))
+
+
+def _task_words(taskset: str | None, model: str | None, fleet: Sequence[str]) -> Iterator[str]:
+    """Flags of the config for what `evolve prompt` names."""
+    if taskset is not None:
+        file = expanded(taskset.partition("?")[0])
+        here = f"{Path.cwd()}/" if file.exists() and not file.is_absolute() else ""
+        yield f"--rookery.tasks.taskset={here}{taskset}"
+    if fleet:
+        yield "--rookery.engine.type=fleet"
+        yield f"--rookery.engine.urls={json.dumps(list(fleet))}"
+    if model is not None:
+        yield f"--rookery.tokenizer={model}" if fleet else f"--rookery.engine.model={model}"
 
 
 @evolve.command
@@ -228,7 +296,7 @@ def _load(
         "in_flight": place.in_flight,
         "workers": place.workers,
         "mode": place.mode,
-        "checkpoint": None if checkpoint is None else checkpoint.expanduser().absolute(),
+        "checkpoint": None if checkpoint is None else expanded(checkpoint).absolute(),
         "sandbox.backend": "none" if models.unsafe else None,
         "budget.max_tokens": length.max_tokens,
         "budget.max_usd": length.max_usd,
@@ -244,7 +312,9 @@ def _load(
         secondary_model=models.secondary_model,
         overrides=[*overrides, *words],
     )
-    return read_config(models.config, environment=os.environ, flags=flags)
+    return read_config(
+        models.config, environment=os.environ, flags=flags, find=in_folder(Path("runs"))
+    )
 
 
 def _goes_on(folder: Path, length: RunFlags) -> bool:

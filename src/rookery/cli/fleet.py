@@ -12,13 +12,12 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from rookery.cli.terminal import check_flags, console, display, fail, log_warnings, say
-from rookery.config import load_config
+from rookery.config import check_url, load_config
 from rookery.errors import ConfigError
 
 if TYPE_CHECKING:
     from rookery.fleet import LaunchConfig, LocalServer
-    from rookery.fleet.admin import ServerStatus
-    from rookery.fleet.verify import Check
+    from rookery.fleet.admin import Check, ServerStatus
     from rookery.types import Adapter
 
 __all__ = ["fleet"]
@@ -85,6 +84,7 @@ def status(
     from rookery.fleet.admin import status as look
 
     log_warnings()
+    _check_urls(urls)
     servers = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
     if json_out:
         console.print_json(json.dumps([asdict(server) for server in servers]))
@@ -116,10 +116,11 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
         A PEFT folder to load, sample with and unload; by default one that changes nothing.
     """
     from rookery.compose.running import run_async
-    from rookery.fleet.verify import verify as examine
+    from rookery.fleet.admin import verify as examine
 
     log_warnings()
     given = _read_adapter(adapter) if adapter is not None else None
+    _check_urls([url])
     server = url.rstrip("/").removesuffix("/v1")
     checks = run_async(examine(server, api_key=os.environ.get(_KEY, ""), adapter=given))
     _print_checks(checks)
@@ -149,10 +150,19 @@ def restore(*urls: str) -> int:
     log_warnings()
     if not urls:
         raise ConfigError("No server is named: write `rookery fleet restore http://host:8000`.")
+    _check_urls(urls)
     for url in urls:
         run_async(load_first(url, api_key=os.environ.get(_KEY, "")))
         say(f"{url} has the weights it was started with.")
     return 0
+
+
+def _check_urls(urls: Sequence[str]) -> None:
+    for url in urls:
+        try:
+            check_url(url, named="Got the address")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 @fleet.command
@@ -165,11 +175,11 @@ def down() -> int:
     from rookery.fleet.admin import down as stop
 
     log_warnings()
-    stopped = stop()
-    if not stopped.urls:
+    urls = stop()
+    if not urls:
         console.print("No servers to stop.")
         return 0
-    console.print(f"Stopped {_count(len(stopped.urls))}:", *stopped.urls, highlight=False)
+    console.print(f"Stopped {_count(len(urls))}:", *urls, highlight=False)
     return 0
 
 

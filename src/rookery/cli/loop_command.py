@@ -1,34 +1,40 @@
-"""The `run` command that every loop has: a config, any of its values as a flag, a run, a report.
+"""The commands that run one loop: `run` of every loop, `rookery sft`, `rookery eval`.
 
     genome = make_loop_app("genome", help="Evolve ...", summary="...", ...)
 
 Only what differs between the loops is given; the loop is imported when its command is called.
 """
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import check_flags, log_warnings, paths_from_here, print_outcome
+from rookery.cli.terminal import check_flags, console, log_warnings, paths_from_here, print_outcome
 from rookery.config import load_config
 from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
+    from rookery.fleet import FleetConfig
 
 __all__ = [
+    "evaluate",
     "genome",
     "icm",
+    "league",
     "make_loop_app",
     "pipeline",
     "read_loop_config",
     "run_loop",
+    "sft",
 ]
+
 
 _REST = """
     Any value of the config is a flag with a dotted name. Resume an interrupted run
@@ -51,9 +57,16 @@ _OWN = ("name", "runs_dir", "resume")
 
 
 def make_loop_app(
-    kind: str, *, help: str, summary: str, examples: Sequence[str], paths: Sequence[str]
+    kind: str,
+    *,
+    help: str,
+    summary: str,
+    examples: Sequence[str],
+    paths: Sequence[str],
+    is_group: bool = True,
 ) -> cyclopts.App:
-    """The command group of a loop with its `run`; `paths` are the flags that name files."""
+    """The command group of a loop with its `run`, or that command itself; `paths` are the flags
+    that name files."""
 
     def run(
         config: Path,
@@ -69,7 +82,10 @@ def make_loop_app(
     lines = "\n".join(f"        {example}" for example in examples)
     run.__doc__ = f"{summary}\n{_REST.format(examples=lines)}"
     app = cyclopts.App(name=kind, help=help)
-    app.command(run, name="run")
+    if is_group:
+        app.command(run, name="run")
+    else:
+        app.default(run)
     return app
 
 
@@ -108,7 +124,7 @@ def read_loop_config(
 ) -> Any:
     """The config of a file with flags over it; `own` are flags of the command itself. Its
     `run:NAME/PART` are of runs in `runs_dir`."""
-    from rookery.runs.references import in_folder, resolve_references
+    from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
     check_flags(overrides, fields=model.model_fields, own=own)
@@ -144,7 +160,7 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
     return _print_once(resume(path))
 
 
-# `rookery genome run`, `icm run` and `pipeline run`: what differs between them.
+# `rookery genome run`, `icm run`, `pipeline run` and `league`: what differs between them.
 
 
 genome = make_loop_app(
@@ -178,3 +194,164 @@ pipeline = make_loop_app(
     ),
     paths=("report.taskset",),
 )
+league = make_loop_app(
+    "league",
+    help="Every way to make a model better, under one budget: which should I use?",
+    summary="Run sft, grpo, es, genome, prompt evolution, best-of-n and icm on one taskset, each "
+    "under the\n    same budget with several seeds, and rank what they left on tasks that none has "
+    "seen.",
+    examples=(
+        "rookery league mine/config.yaml --name mine",
+        "rookery league mine.yaml --num-seeds 5 --budget.max-answer-tokens 200000",
+    ),
+    paths=("taskset", "founders", "prompt"),
+    is_group=False,
+)
+
+_SFT_OWN = ("config", "split", "device", "name", "runs_dir")
+
+
+def sft(
+    model: str,
+    taskset: str,
+    out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Path | None = None,
+    split: Literal["all", "search", "select", "report"] = "search",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    name: str = "",
+    runs_dir: Path = Path("runs"),
+) -> None:
+    """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
+
+    The training is a run: its curves are on the page, and RUN/trained holds the adapter.
+
+    Any value of the training config is a flag: --rank, --alpha, --targets, --layers, --epochs,
+    --steps, --batch-size, --learning-rate, --schedule, --warmup, --seed, --init-from.
+    An interrupted training goes on when the same command is given again.
+
+        rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
+        rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
+
+    Parameters
+    ----------
+    model
+        A Hugging Face id, a local folder, or `smollm2`.
+    taskset
+        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
+        its config may follow, FILE?bad_rows=skip.
+    out
+        A PEFT folder to write besides.
+    config
+        A YAML or TOML file with the training config.
+    split
+        Which part of the taskset to train on.
+    device
+        Where to compute; `auto` takes a GPU when there is one.
+    name
+        The run's name; by default the kind and the time.
+    runs_dir
+        Where runs are kept.
+    """
+    from rookery.compose.sft import start_sft
+    from rookery.train.sft import SftConfig
+    from rookery.weights import read_adapter
+
+    if str(out).startswith("--"):  # left out: a flag of the training config is in its place
+        overrides, out = (str(out), *overrides), None
+    check_flags(overrides, fields=SftConfig.model_fields, own=_SFT_OWN)
+    settings = load_config(SftConfig, config, overrides=overrides)
+    log_warnings()
+    outcome = start_sft(
+        model, taskset, out, config=settings, name=name, runs_dir=runs_dir, split=split,
+        device=device,
+    )  # fmt: skip
+    adapter = read_adapter(outcome.path / "trained")
+    shape = f"rank {adapter.rank}, {_describe(adapter.factors)}"
+    line = f"{out or adapter.name}: {shape}, version {adapter.version}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_outcome(outcome)
+
+
+def _describe(modules: Collection[str]) -> str:
+    """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
+    layers = {found[1] for name in modules if (found := re.search(r"\blayers\.(\d+)\.", name))}
+    return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
+
+
+def evaluate(
+    model: str,
+    taskset: str,
+    *,
+    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    split: Literal["all", "search", "select", "report"] = "all",
+    limit: int | None = None,
+    samples: int | None = None,
+    name: str = "",
+    runs_dir: Path = Path("runs"),
+    json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    weights: Literal["auto", "int4"] = "auto",
+    fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+) -> int:
+    """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
+
+    All of them are answered in one batch. The run can be interrupted and resumed.
+
+        rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
+        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
+
+    Parameters
+    ----------
+    model
+        A Hugging Face id, a local folder, or `smollm2`.
+    taskset
+        A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
+    adapter
+        A PEFT folder; give it once for each adapter.
+    split
+        Which part of the taskset to ask.
+    limit
+        Ask at most this many tasks of the split.
+    samples
+        Also draw so many answers to each task, for pass@1, pass@k and the majority's answer.
+    name
+        The run's name; by default the kind and the time.
+    runs_dir
+        Where runs are kept.
+    json_out
+        Print the report as JSON instead of a table.
+    device
+        Where to compute; `auto` takes a GPU when there is one.
+    dtype
+        Number type; `auto` is float32 on the CPU.
+    weights
+        `int4` rounds the weights of linear layers to 4 bit, on an Arm CPU.
+    fleet
+        URLs of vLLM servers with this model, each with its own --fleet, or a config to start some.
+    """
+    from rookery.compose.evaluation import evaluate as measure
+
+    log_warnings()
+    return print_outcome(measure(
+        model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
+        progress=not json_out, report={"samples": samples}, split=split, limit=limit,
+        device=device, dtype=dtype, weights=weights,
+    ), as_json=json_out)  # fmt: skip
+
+
+def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":
+    """The servers that the command line names, checked."""
+    from rookery.fleet import FleetConfig
+
+    if not given:
+        return None
+    urls = tuple(word for word in given if word.startswith(("http://", "https://")))
+    if urls and len(urls) < len(given):
+        raise ConfigError(
+            f"--fleet is given as {' and '.join(given)}; give URLs alone, or one config file."
+        )
+    if not urls and len(given) > 1:
+        raise ConfigError(f"--fleet names {len(given)} config files; give one.")
+    return FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(given[0]))

@@ -1,4 +1,4 @@
-"""`rookery runs list | show | resume | export`."""
+"""`rookery runs list | show | resume | export`, and `rookery ui`: a page over all runs."""
 
 import json
 from datetime import datetime
@@ -9,8 +9,10 @@ import cyclopts
 from cyclopts import Parameter
 
 from rookery.cli.terminal import console, log_warnings, print_outcome, say
+from rookery.paths import expanded
 
-__all__ = ["runs"]
+__all__ = ["runs", "ui"]
+
 
 runs = cyclopts.App(name="runs", help="List, show, resume and export runs.")
 
@@ -147,7 +149,7 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 
 def _find(path: Path, runs_dir: Path) -> Path:
-    return path if path.exists() or path.is_absolute() else runs_dir / path
+    return path if expanded(path).exists() or path.is_absolute() else runs_dir / path
 
 
 def _result(path: Path) -> str:
@@ -163,3 +165,55 @@ def _result(path: Path) -> str:
 
 def _time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     return datetime.fromtimestamp(seconds).strftime(form) if seconds else "-"
+
+
+def ui(
+    runs_dir: Path = Path("runs"),
+    *,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    key: Annotated[str, Parameter(env_var="ROOKERY_UI_KEY")] = "",
+    fleet: Annotated[tuple[str, ...], Parameter(name="--fleet")] = (),
+    service: str = "",
+    export: Annotated[tuple[Path, Path] | None, Parameter(name="--export")] = None,
+) -> int:
+    """Serve a page over the runs of a folder, live and read-only; Ctrl-C ends it.
+
+        rookery ui
+        rookery ui runs --port 7700
+        rookery ui --service http://127.0.0.1:8000
+        rookery ui --export runs/demo demo.html
+
+    Parameters
+    ----------
+    runs_dir
+        Where runs are kept.
+    port
+        The port; 7700 where that is free, else any.
+    host
+        The address to listen on. Beyond this machine a key is needed.
+    key
+        What a visitor has to know, at least 16 characters; by default the printed address has one.
+    fleet
+        Servers to show, by their addresses; by default those that your pools started here.
+    service
+        The address of a service to show, and to sample from with a tenant's key.
+    export
+        A run, by its folder or its name, and the HTML file to write: it opens offline.
+    """
+    log_warnings()
+    if export is not None:
+        from rookery.ui.live.export import export_run
+
+        run, out = export
+        found = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
+        export_run(found, out)
+        say(f"written to {out}")
+        return 0
+    from rookery.ui.live.server import open_page
+
+    with open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service) as page:
+        say(page.url)
+        say(f"Shows the runs of {runs_dir}. Ctrl-C ends it.")
+        page.wait()
+    return 0

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from rookery.config import parse_overrides
 from rookery.errors import ConfigError
+from rookery.paths import expanded
 from rookery.tasks.python_function import function_from_folder
 from rookery.ui.display import Display
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         GenomeReport,
         GrpoReport,
         IcmReport,
+        LeagueReport,
         ModelRow,
         PipelineReport,
         ReportRow,
@@ -84,7 +86,7 @@ def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[s
 
 def _from_here(key: str, text: str, paths: Sequence[str]) -> str:
     if _is_any(key, paths) and not text.startswith("run:"):
-        return str(Path(text).expanduser().absolute())
+        return str(expanded(text).absolute())
     return function_from_folder(text, Path.cwd()) if _is_any(key, FUNCTIONS) else text
 
 
@@ -115,6 +117,8 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
         console.print_json(report.model_dump_json(exclude_none=True))
     else:
         _PRINTERS[report.kind](report, outcome.path)
+    if report.kind == "league":
+        return 2 if any(one.is_failure for one in report.left_out) else 0
     return _fail_if_tasks_failed(report) if report.kind in ("eval", "pipeline") else 0
 
 
@@ -138,7 +142,7 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
 
 def _print_grpo(report: "GrpoReport", path: Path) -> None:
     from rookery.ui import wording
-    from rookery.ui.grpo import SETTING_COLUMNS, grpo_sentence, setting_rows
+    from rookery.ui.loops import SETTING_COLUMNS, grpo_sentence, setting_rows
     from rookery.ui.wording import GRPO_COLUMNS, report_rows
 
     console.print(grpo_sentence(report), style="bold", markup=False)
@@ -171,10 +175,10 @@ def _print_sampled(rows: "Sequence[ReportRow | ModelRow]") -> None:
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:
-    from rookery.ui.icm import COLUMNS, icm_rows, verdict_words
+    from rookery.ui.loops import ICM_COLUMNS, icm_rows, verdict_words
 
     title = f"{report.num_labelled} of {report.num_items} items labelled"
-    print_table(title, columns=COLUMNS, rows=icm_rows(report))
+    print_table(title, columns=ICM_COLUMNS, rows=icm_rows(report))
     console.print(f"verdict  [bold]{escape(verdict_words(report))}[/bold]", highlight=False)
     _print_warnings(report.warnings)
     tokens = report.tokens
@@ -193,14 +197,15 @@ def _print_icm(report: "IcmReport", path: Path) -> None:
 
 
 def _print_evolve(report: "EvolveReport", path: Path) -> None:
-    from rookery.ui.evolve import COLUMNS, evolve_rows, evolve_sentence
+    from rookery.ui.summary import summarize
 
-    console.print(evolve_sentence(report), style="bold", markup=False)
+    summary = summarize(report)
+    console.print(summary.sentence, style="bold", markup=False)
     _print_warnings(report.warnings)
-    rows = [[_printable(cell) for cell in row] for row in evolve_rows(report)]
-    print_table(path.name, columns=COLUMNS, rows=rows)
-    if report.stop_reason:
-        console.print(report.stop_reason, highlight=False, markup=False)
+    rows = [[_printable(cell) for cell in row] for row in summary.rows]
+    print_table(path.name, columns=summary.columns, rows=rows)
+    for context in filter(None, summary.contexts):
+        console.print(context, highlight=False, markup=False)
     places = {"best": path / "best", "checkpoints": path / "checkpoints"}
     _print_places({**places, "report": path / "report.html"})
 
@@ -239,7 +244,30 @@ def _print_pipeline(report: "PipelineReport", path: Path) -> None:
     from rookery.ui.summary import STEP_COLUMNS, step_rows
 
     print_table("Steps, each a run", columns=STEP_COLUMNS, rows=step_rows(report))
-    _print_evaluation(report, path)
+    if report.models:
+        _print_evaluation(report, path)
+    else:
+        _print_places({"run": path, "report": path / "report.html"})
+
+
+def _print_league(report: "LeagueReport", path: Path) -> None:
+    from rookery.ui import league, wording
+
+    console.print(league.league_sentence(report), style="bold", markup=False)
+    for context in league.league_contexts(report):
+        console.print(context, highlight=False, markup=False)
+    _print_warnings(report.warnings)
+    tasks = wording.tasks(report.num_tasks, report.num_questions, "report task")
+    title = escape(f"{report.taskset}: {tasks}")
+    print_table(title, columns=league.COLUMNS, rows=league.league_rows(report))
+    title = "What a seed took on average: answer tokens drawn and trained on"
+    print_table(title, columns=league.COST_COLUMNS, rows=league.cost_rows(report))
+    for line in league.setting_lines(report):
+        say(line)
+    columns, rows = league.pair_table(report)
+    print_table("Row above column; * the 95 % interval excludes zero", columns=columns, rows=rows)
+    console.print(f"{report.seconds or 0:.0f} s", highlight=False)
+    _print_places({"run": path, "report": path / "report.html"})
 
 
 def _print_sft(report: "SftReport", path: Path) -> None:
@@ -291,6 +319,7 @@ _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "genome": _print_genome,
     "grpo": _print_grpo,
     "icm": _print_icm,
+    "league": _print_league,
     "pipeline": _print_pipeline,
     "sft": _print_sft,
 }

@@ -14,7 +14,12 @@ import torch
 from pydantic import Field
 
 from rookery.compose.grpo.files import trainer_place
-from rookery.compose.running import open_shown_engine, quiet_libraries
+from rookery.compose.running import (
+    digest_adapters,
+    digest_models,
+    open_shown_engine,
+    quiet_libraries,
+)
 from rookery.compose.sft import base_name
 from rookery.config import Config, parse_config
 from rookery.embedded.folders import ModelFolder
@@ -23,6 +28,7 @@ from rookery.errors import ConfigError, RookeryError, TaskError
 from rookery.loops.evolve.config import LearnConfig, RookeryConfig
 from rookery.loops.evolve.learning import Lesson, Trained
 from rookery.loops.evolve.parts import Models
+from rookery.loops.evolve.prompt_tasks import Answerer
 from rookery.ports import Engine, TextModel
 from rookery.rollout.asking import EngineTextModel
 from rookery.slots import load_model
@@ -35,10 +41,9 @@ from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, Message, ModelRef, Task, TextReply, TextRequest
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
-from rookery.weights.init import zero_adapter
-from rookery.weights.stack import LayerShape, Layout
+from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
-__all__ = ["EngineLearner", "open_engine_models"]
+__all__ = ["EngineLearner", "digest_engine", "open_engine_models"]
 
 PASS_TOKENS = 2048
 """Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
@@ -57,8 +62,7 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
     """`base` and every adapter by name, and who trains further ones. What can be refused is refused
     before the engine is opened, or else before it is asked."""
     quiet_libraries()
-    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
-    parts = parse_config(_Parts, document, origin="the section rookery")
+    parts = _read_parts(config)
     adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
     ranks = {f"The rank of {name}": adapter.rank for name, adapter in adapters.items()}
     folder = find_model(parts.engine, tokenizer=parts.tokenizer)
@@ -82,7 +86,25 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
                 engine, config.learn, folder=folder, template=template,
                 place=trainer_place(parts),
             )  # fmt: skip
-        yield Models(models=models, learner=learner)
+        answerer = None
+        if config.tasks is not None:
+            ref = refs[config.tasks.model]
+            answerer = Answerer(sampler=engine, model=ref, template=template)
+        yield Models(models=models, learner=learner, answerer=answerer)
+
+
+def digest_engine(config: RookeryConfig) -> dict[str, str]:
+    """Of the model that answers tasks, and of the adapters. Reads all of their weights."""
+    parts = _read_parts(config)
+    folder = find_model(parts.engine, tokenizer=parts.tokenizer)
+    adapters = [read_adapter(path) for path in parts.adapters.values()]
+    known = {"adapters": digest_adapters(adapters)} if adapters else {}
+    return {**known, **digest_models({"the model": folder.path})}
+
+
+def _read_parts(config: RookeryConfig) -> _Parts:
+    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
+    return parse_config(_Parts, document, origin="the section rookery")
 
 
 async def _require_loading(engine: Engine, config: LearnConfig) -> None:

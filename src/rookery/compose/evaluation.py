@@ -1,8 +1,10 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -25,6 +27,7 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
+from rookery.embedded.engine import check_int4
 from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
@@ -41,7 +44,7 @@ from rookery.reports import (
 )
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.runs.references import in_folder, resolve_references
+from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
@@ -51,10 +54,22 @@ from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
 from rookery.weights import read_adapter
 
-__all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate", "plan_evaluation"]
+__all__ = [
+    "BASE",
+    "EVALUATION",
+    "EvaluationConfig",
+    "Split",
+    "anchored",
+    "evaluate",
+    "model_row",
+    "plan_evaluation",
+    "read_inputs",
+]
 
 Completed = TypeVar("Completed", bound=EvaluationReport)
 Split = Literal["all", "search", "select", "report"]
+BASE = "base"
+"""The model without an adapter, as the report calls it."""
 SHOWN_TASKS = 200
 """Tasks whose answers are on the page: more are not read there."""
 SHOWN_CHARACTERS = 2000
@@ -65,19 +80,26 @@ class EvaluationConfig(Config):
     """What one evaluation measures."""
 
     model: str
+    """A Hugging Face id, a local folder, or `smollm2`."""
     taskset: str
+    """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME."""
     adapters: tuple[str, ...] = ()
+    """PEFT folders to measure beside the model."""
     split: Split = "all"
+    """Which part of the taskset to answer."""
     limit: int | None = Field(default=None, ge=1)
+    """Answer at most this many tasks of the split; null: all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU when there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on the CPU and the model's own type on a GPU."""
     weights: Literal["auto", "int4"] = "auto"
     """`int4` rounds those of linear layers to 4 bit, as `weights` of the embedded engine."""
     report: ReportConfig = ReportConfig()
     """`{samples: 8}` draws answers to each task besides, for pass@k: at the temperature of the
     taskset's `sampling`, or at 1 where that is greedy."""
     fleet: FleetConfig | None = None
-    """The servers to run on; None computes in this process."""
+    """The servers to run on; null: this process computes."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
@@ -85,6 +107,7 @@ class EvaluationConfig(Config):
             raise ValueError(
                 f"weights is {self.weights}, and servers have their own weights: leave it out"
             )
+        check_int4(self.weights, device=self.device, dtype=self.dtype)
         return self
 
     def from_folder(self, folder: Path) -> Self:
@@ -92,9 +115,9 @@ class EvaluationConfig(Config):
         is_short = self.model.lower() == "smollm2"
         return self.model_copy(
             update={
-                "model": self.model if is_short else _anchored(self.model, folder),
-                "taskset": _anchored(self.taskset, folder),
-                "adapters": tuple(_anchored(path, folder) for path in self.adapters),
+                "model": self.model if is_short else anchored(self.model, folder),
+                "taskset": anchored(self.taskset, folder),
+                "adapters": tuple(anchored(path, folder) for path in self.adapters),
             }
         )
 
@@ -128,14 +151,14 @@ def evaluate(
     return EVALUATION.finish(config, open_run, Display(is_quiet=not progress))
 
 
-def _anchored(name: str, folder: Path) -> str:
+def anchored(name: str, folder: Path) -> str:
     """A path to something that is there, made absolute; any other name as it is.
 
     A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
     """
     for end in (len(name), name.find("?")):
-        path = folder / Path(name[:end]).expanduser()
-        if end > 0 and path.exists():
+        path = folder / os.path.expanduser(name[:end])
+        if end > 0 and os.path.exists(path):  # an option may be longer than a path
             return f"{path.absolute()}{name[end:]}"
     return name
 
@@ -152,7 +175,8 @@ class _Inputs:
     template: Template
 
 
-def _read_inputs(config: EvaluationConfig) -> _Inputs:
+def read_inputs(config: EvaluationConfig) -> _Inputs:
+    """All of it, or an error for what cannot be measured."""
     taskset = load_taskset_file(config.taskset)
     tasks = taskset.split(config.split)[: config.limit]
     if not tasks:
@@ -198,11 +222,11 @@ def plan_evaluation(
 ) -> RunPlan[Completed]:
     """The measurement of a model and its adapters, which the report calls by these names;
     `complete` makes the report that is written."""
-    inputs = _read_inputs(config)
+    inputs = read_inputs(config)
     return RunPlan(
-        digests=_digests(inputs),
+        digests=partial(_digests, inputs),
         scorers=digest_scorers([inputs.taskset]),
-        opened=_open(config, inputs, display, names=["base", *names], complete=complete),
+        opened=_open(config, inputs, display, names=[BASE, *names], complete=complete),
     )
 
 
@@ -283,7 +307,7 @@ async def _measure(
         num_skipped_rows=taskset.skipped.num_skipped,
         warnings=_warnings(config, taskset, engine),
         models=tuple(
-            _row(name, evaluation, evaluations[0], tasks, earned).model_copy(
+            model_row(name, evaluation, evaluations[0], tasks, earned).model_copy(
                 update={"sampled": sampled.get(name)}
             )
             for name, evaluation in zip(names, evaluations, strict=True)
@@ -328,10 +352,10 @@ def _answer(name: str, rollout: Rollout) -> AnswerRecord:
 def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
     """The folders' names where they tell the adapters apart, else their paths."""
     names = tuple(Path(path).name for path in paths)
-    return names if len({"base", *names}) == len(names) + 1 else paths
+    return names if len({BASE, *names}) == len(names) + 1 else paths
 
 
-def _row(
+def model_row(
     name: str,
     evaluation: Evaluation,
     base: Evaluation,

@@ -44,15 +44,22 @@ from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import evaluation_spec
-from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration
+from rookery.loops.evolve.problem import FirstProgram, evaluation_spec, read_first_program
 from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.prompt_tasks import PromptTasks
 from rookery.ports import Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
-from rookery.runs.run_folder import EVENTS, check_changes, find_changes
+from rookery.runs.run_folder import (
+    EVENTS,
+    Find,
+    check_changes,
+    find_changes,
+    in_folder,
+    resolve_text,
+)
 from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
 
@@ -67,6 +74,7 @@ __all__ = [
     "open_executor",
     "read_inputs",
     "read_status",
+    "resolve_problem",
     "run_config",
     "run_evolution",
     "run_evolve",
@@ -76,7 +84,7 @@ __all__ = [
 # What an evolution starts from: its files, read and checked, and where its programs are scored.
 
 
-OUTPUT = "openevolve_output"
+OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
 TELL_EVERY_S = 15.0
 """Between two lines while workers start."""
 
@@ -85,7 +93,9 @@ class EvolveRunConfig(Config):
     """All that an evolve run is made from."""
 
     program: Path
-    evaluator: Path
+    """A file or a folder; of prompts, the first one."""
+    evaluator: Path | None = None
+    """null: the program is a prompt, scored by `settings.rookery.tasks`."""
     output: Path
     config_file: Path | None = None
     """Where the keys of models are read again: they are not written with the run."""
@@ -102,14 +112,25 @@ class Problem:
 
     program: Path
     """A file or a folder."""
-    evaluator: Path
+    evaluator: Path | None
+    """None: the program is a prompt."""
     output: Path | None = None
-    """None: `openevolve_output` beside the program."""
+    """None: `openevolve_output` beside the program, `prompt_output` beside a prompt."""
     config_file: Path | None = None
 
     @property
     def folder(self) -> Path:
-        return (self.output or self.program.absolute().parent / OUTPUT).absolute()
+        name = OUTPUT if self.evaluator is not None else PROMPT_OUTPUT
+        return (self.output or self.program.absolute().parent / name).absolute()
+
+
+def resolve_problem(problem: Problem, *, find: Find) -> Problem:
+    """With the paths of `run:NAME/PART`: a program may be what another run found."""
+    program = resolve_text(str(problem.program), find=find, key="program")
+    evaluator = problem.evaluator
+    if evaluator is not None:
+        evaluator = Path(resolve_text(str(evaluator), find=find, key="evaluator"))
+    return replace(problem, program=Path(program), evaluator=evaluator)
 
 
 def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
@@ -117,7 +138,7 @@ def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
     file = problem.config_file
     return EvolveRunConfig(
         program=problem.program.absolute(),
-        evaluator=problem.evaluator.absolute(),
+        evaluator=None if problem.evaluator is None else problem.evaluator.absolute(),
         output=problem.folder,
         config_file=None if file is None else file.absolute(),
         warnings=loaded.warnings,
@@ -130,7 +151,10 @@ class Inputs:
     """Everything that can be refused before a worker starts or a model is asked."""
 
     programs: Sequence[FirstProgram | ProgramRecord]
-    spec: WorkerSpec
+    spec: WorkerSpec | None
+    """Of the workers; None for prompts."""
+    tasks: PromptTasks | None = None
+    """Of prompts."""
     warnings: tuple[str, ...]
     digests: Mapping[str, str]
     """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
@@ -139,6 +163,14 @@ class Inputs:
 def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     """Read the programs, the checkpoint and the evaluator's folder."""
     own = settings.rookery
+    if own.tasks is not None:
+        from rookery.compose.evolve_prompt import read_prompt_inputs
+
+        return read_prompt_inputs(config, settings)
+    if config.evaluator is None:
+        raise ConfigError(
+            "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
+        )
     paths = (config.program, *map(Path, own.first_programs))
     firsts = [read_first_program(path, config=settings) for path in paths]
     if not settings.llm.ensemble:
@@ -149,8 +181,13 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     programs: list[FirstProgram | ProgramRecord] = [*firsts]
     if own.checkpoint is not None:
         programs += read_checkpoint(Path(own.checkpoint)).programs
+    runs = config.output.parent
+    is_inside = runs != config.evaluator.parent and runs.is_relative_to(config.evaluator.parent)
     spec = evaluation_spec(
-        settings, evaluator=config.evaluator, first=firsts[0], output=config.output
+        settings,
+        evaluator=config.evaluator,
+        first=firsts[0],
+        output=runs if is_inside else config.output,
     )
     warnings = [warning for first in firsts for warning in first.warnings]
     if own.sandbox.backend == "none":
@@ -185,6 +222,18 @@ async def open_executor(
             yield executor
     finally:
         telling.cancel()
+
+
+@asynccontextmanager
+async def _open_workers(
+    config: EvolveConfig, spec: WorkerSpec | None, display: Display
+) -> AsyncIterator[Executor | None]:
+    """None for prompts, which the models of the run score."""
+    if spec is None:
+        yield None
+        return
+    async with open_executor(config, spec, display) as executor:
+        yield executor
 
 
 @asynccontextmanager
@@ -325,14 +374,15 @@ def run_evolve(
     """
     file = Path(config) if isinstance(config, str | Path) else None
     given = file if file is not None or not isinstance(config, Mapping) else config
-    loaded = read_config(given, environment=os.environ, flags=Flags(values=values))
+    find = in_folder(RUNS)
+    loaded = read_config(given, environment=os.environ, flags=Flags(values=values), find=find)
     problem = Problem(
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
         config_file=file,
     )
-    return start(problem, loaded, Display())
+    return start(resolve_problem(problem, find=find), loaded, Display())
 
 
 def _as_path(given: object, what: str) -> Path:
@@ -341,8 +391,8 @@ def _as_path(given: object, what: str) -> Path:
     if not is_path:
         kind = "code" if isinstance(given, str) else type(given).__name__
         raise ConfigError(
-            f"The {what} is given as {kind}: write it to a file and give the path. What runs in "
-            "the sandbox is a file."
+            f"The {what} is given as {kind}: write it to a file and give the path. The sandbox "
+            "runs files only."
         )
     return Path(str(given))
 
@@ -395,6 +445,11 @@ def go_on(
         if view.kind != "evolve":
             raise RunError(f"{problem.folder} is a run of kind {view.kind!r}: give another -o.")
         extended_from = _extended_from(view, iterations)
+        if loaded.config.rookery.tasks is not None and view.status == "finished":
+            raise RunError(
+                f"{problem.folder} has finished, and its report tasks are read once: start another "
+                "run with -o, from its best/ if you like."
+            )
         known = int(view.config["settings"]["max_iterations"])
         total = known if iterations is None else extended_from + iterations
         settings = loaded.config.model_copy(update={"max_iterations": total})
@@ -437,7 +492,8 @@ def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Out
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
     settings = with_keys(config.settings, keeper, environment=os.environ)
-    config = config.model_copy(update={"output": open_run.folder})  # it may have been moved
+    place = open_run.folder or config.output  # it may have been moved
+    config = config.model_copy(update={"output": place})
     return _finish(config, settings, open_run, display)
 
 
@@ -458,7 +514,7 @@ async def _evolve(
     inputs = await asyncio.to_thread(read_inputs, config, settings)
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
     async with (
-        open_executor(settings, inputs.spec, display) as executor,
+        _open_workers(settings, inputs.spec, display) as executor,
         open_models(settings, display) as opened,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
@@ -472,6 +528,7 @@ async def _evolve(
                     config=settings,
                     programs=inputs.programs,
                     executor=executor,
+                    tasks=inputs.tasks,
                     output_format=openevolve,
                     extended_from=config.extended_from,
                 )

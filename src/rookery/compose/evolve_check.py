@@ -11,8 +11,12 @@ from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import run_async
 from rookery.errors import SandboxError
 from rookery.fleet.http.external import ExternalEmbedder
-from rookery.loops.evolve.evaluation_task import FORGEABLE, EvaluationRequest, say_not_isolated
-from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.problem import (
+    FORGEABLE,
+    EvaluationRequest,
+    FirstProgram,
+    say_not_isolated,
+)
 from rookery.loops.evolve.search_state import search_config
 from rookery.ports import Executor, TextModel
 from rookery.sandbox import Outcome, decode_outcome
@@ -45,6 +49,7 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
     inputs = read_inputs(run_config(problem, loaded), config)
     limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
     display.note(inputs.warnings)
+    assert inputs.spec is not None, "an evaluator is named"
     async with open_executor(config, inputs.spec, display) as executor:
         lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
         firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]

@@ -28,7 +28,7 @@ from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, require_adapters
 from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.loops.genome.adapter_builder import check_device
-from rookery.loops.genome.checks import check_inputs, check_tasks
+from rookery.loops.genome.config import check_inputs, check_tasks
 from rookery.loops.genome.founders import (
     FileInit,
     RandomInit,
@@ -107,7 +107,7 @@ def _plan(config: GenomeConfig, open_run: OpenRun, display: Display) -> RunPlan[
     del open_run
     inputs = _read_inputs(config, display)
     return RunPlan(
-        digests=_digests(inputs),
+        digests=partial(_digests, inputs),
         scorers=digest_scorers(inputs.tasksets),
         opened=_open(config, inputs, display),
     )

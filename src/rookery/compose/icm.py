@@ -33,7 +33,7 @@ from rookery.loops.icm import (
     read_items,
 )
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.progress import ChainStep
+from rookery.loops.icm.loop import ChainStep
 from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
@@ -97,7 +97,7 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
 def _plan(config: IcmConfig, open_run: OpenRun, display: Display) -> RunPlan[IcmReport]:
     del open_run
     inputs = _read_inputs(config)
-    return RunPlan(digests=_digests(inputs), opened=_open(config, inputs, display))
+    return RunPlan(digests=partial(_digests, inputs), opened=_open(config, inputs, display))
 
 
 ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda config: config.track))

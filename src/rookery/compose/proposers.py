@@ -19,9 +19,10 @@ from rookery.fleet.http.external import (
     open_text_model,
 )
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
-from rookery.loops.evolve.config.sections import DEFAULT_API_BASE
+from rookery.loops.evolve.config_sections import DEFAULT_API_BASE
 from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.parts import Models
+from rookery.loops.evolve.prompt_tasks import Answerer
 from rookery.ports import TextModel
 from rookery.ui.display import Display
 
@@ -44,16 +45,18 @@ async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[M
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}
         learner: Learner | None = None
+        answerer: Answerer | None = None
         for name, model in by_name.items():
             if name not in own:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
-        if names := [name for name in by_name if name in own]:
+        names = [name for name in by_name if name in own]
+        if names or config.rookery.tasks is not None:
             from rookery.compose.engine_models import open_engine_models
 
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
             models |= {name: opened.models[name] for name in names}
-            learner = opened.learner
-        yield Models(models=models, learner=learner)
+            learner, answerer = opened.learner, opened.answerer
+        yield Models(models=models, learner=learner, answerer=answerer)
 
 
 def _models_by_name(config: EvolveConfig) -> dict[str, ModelConfig]:
@@ -104,7 +107,7 @@ def _key_hint(key: str) -> str:
     if not key:
         return "Export OPENAI_API_KEY=..., or write llm.api_key: ${VARIABLE}."
     names = [name for name, value in os.environ.items() if value == key]
-    return f"The key is that of {names[0]}." if names else "The key is that of llm.api_key."
+    return f"The key came from {names[0]}." if names else "The key came from llm.api_key."
 
 
 # The embedding model of an evolution, open for a block, or none where its config names none.

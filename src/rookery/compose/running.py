@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
+    AsyncExitStack,
     asynccontextmanager,
     contextmanager,
 )
@@ -42,7 +43,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rookery.concurrency import run_in_thread
+from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
 from rookery.errors import (
@@ -53,13 +54,13 @@ from rookery.errors import (
     RunError,
     boundary,
 )
+from rookery.paths import expanded
 from rookery.ports import Engine
 from rookery.reports import Report as AnyReport
 from rookery.rollout import set_scores_aside
 from rookery.runs import Run
-from rookery.runs.following import follow_metrics
-from rookery.runs.references import in_folder, resolve_references
-from rookery.runs.trackers import TrackerName, require_trackers
+from rookery.runs.run_folder import check_name, in_folder, resolve_references
+from rookery.runs.trackers import TrackerName, follow_metrics, require_trackers
 from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.tasks.python_function import read_source
 from rookery.tasks.scorers import PythonConfig, ScorerConfig
@@ -151,8 +152,9 @@ class OpenRun:
 class RunPlan(Generic[Report]):
     """A run whose inputs have all been read."""
 
-    digests: Mapping[str, str]
-    """Of what it reads, by name: see `on_same_inputs`."""
+    digests: Callable[[], Mapping[str, str]]
+    """Of what it reads, by name: see `on_same_inputs`. It reads all weights, while the engine
+    opens."""
     scorers: Mapping[str, str] = field(default_factory=dict)
     opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
     """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
@@ -195,7 +197,6 @@ def finisher(
         open_run = tracked(open_run, track(config))
         quiet_libraries()
         planned = plan(config, open_run, display)
-        open_run = on_same_inputs(open_run, planned.digests, planned.scorers)
         return run_async(_carry_out(planned, open_run, display))
 
     return finish
@@ -205,8 +206,15 @@ async def _carry_out(
     planned: RunPlan[Report], open_run: OpenRun, display: Display
 ) -> Outcome[Report]:
     """What can be refused is refused before the run is made."""
-    async with planned.opened as loop:
-        with open_run() as run, resumable(run.path, display):
+
+    def check() -> OpenRun:
+        return on_same_inputs(open_run, planned.digests(), planned.scorers)
+
+    async with AsyncExitStack() as stack:
+        async with task_group() as tasks:
+            checking = tasks.create_task(run_in_thread(check))
+            loop = await stack.enter_async_context(planned.opened)
+        with checking.result()() as run, resumable(run.path, display):
             report = await loop(run)
             await write_page(run)
     return Outcome(report, run.path)
@@ -267,6 +275,8 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
     """
     root = Path(runs_dir)
     _require_folder(root)
+    if name:
+        check_name(name, what="name of a run")
     if name and is_run(root / name):
         path = root / name
         raise RunError(
@@ -290,7 +300,7 @@ def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
 
 
 def _require_folder(runs_dir: Path) -> None:
-    root = runs_dir.absolute()
+    root = expanded(runs_dir).absolute()
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         problem = "may not be written" if nearest.is_dir() else "is a file"
@@ -542,6 +552,7 @@ KINDS = {
     "genome": "rookery.compose.genome:GENOME",
     "grpo": "rookery.compose.grpo:GRPO",
     "icm": "rookery.compose.icm:ICM",
+    "league": "rookery.compose.league:LEAGUE",
     "pipeline": "rookery.compose.pipeline:PIPELINE",
     "sft": "rookery.compose.sft:SFT",
 }

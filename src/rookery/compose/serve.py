@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
+from rookery.compat.serving import make_app, open_service
 from rookery.compose.http_server import answering, listen_all, open_or_create
 from rookery.compose.running import (
     ConfigSource,
@@ -34,20 +35,19 @@ from rookery.megatron import (
     open_megatron,
 )
 from rookery.model_names import is_named
+from rookery.paths import expanded
 from rookery.ports import Adapters, Engine, Trainees, Trainer
-from rookery.service.app import make_app
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys, default_key_file, list_keys
-from rookery.service.service import open_service
 from rookery.service.work import Backend
 from rookery.slots import SlottedModel, find_device, load_model
 from rookery.tasks.template import Template, load_template
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.losses import make_loss
 from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
-from rookery.ui.service import render_service_page
+from rookery.ui.live.export import render_service_page
 from rookery.weights import read_adapter, write_adapter
-from rookery.weights.merged_model import write_merged
+from rookery.weights.folder import write_merged
 
 __all__ = [
     "FolderAdapters",
@@ -260,7 +260,7 @@ def merge_into(model: Path, adapter: Path, target: Path) -> None:
 
 def tokenizer_of(model: str, folder: ModelFolder) -> str:
     """A model's id where it has one; else its folder, for clients on this machine."""
-    is_id = "/" in model and not Path(model).expanduser().exists()
+    is_id = "/" in model and not expanded(model).exists()
     return model if is_id else str(folder.path.resolve())
 
 

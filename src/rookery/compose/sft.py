@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,11 @@ from rookery.config import parse_config
 from rookery.embedded import resolve_model
 from rookery.errors import AdapterError, RunError, boundary
 from rookery.model_names import loadable_model
-from rookery.reports import SftReport
+from rookery.paths import expanded
+from rookery.reports import SftReport, SpentRecord
 from rookery.runs import Run, find_runs
-from rookery.runs.references import in_folder, resolve_references
+from rookery.runs.budget import Budget
+from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template
@@ -61,7 +64,7 @@ class SftRunConfig(SftConfig):
         place = folder.absolute()
         named = EvaluationConfig(model=self.model, taskset=self.taskset).from_folder(place)
         paths = {
-            key: None if path is None else place / path.expanduser()
+            key: None if path is None else expanded(path, place)
             for key, path in (("init_from", self.init_from), ("out", self.out))
         }
         return self.model_copy(update={**paths, "model": named.model, "taskset": named.taskset})
@@ -149,12 +152,14 @@ def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[
     display.note(taskset.notes)
     model = resolve_model(config.model)
     init = None if config.init_from is None else read_adapter(config.init_from)
-    split = taskset.split(config.split)
-    weights = [task.weight for task in split if task.weight != 1.0]
-    tasks = {taskset.name: digest([*split, *weights])}
-    digests = join_digests(tasks, digest_models({"the model": model.path}))
-    if init is not None:
-        digests["init_from"] = init.version
+
+    def digests() -> dict[str, str]:
+        split = taskset.split(config.split)
+        weights = [(task.id, task.weight) for task in split if task.weight != 1.0]
+        tasks = {taskset.name: digest([*split, *weights])}
+        start = {} if init is None else {"init_from": init.version}
+        return join_digests(tasks, digest_models({"the model": model.path})) | start
+
     return RunPlan(digests=digests, opened=_open(config, taskset, init, display))
 
 
@@ -180,6 +185,9 @@ async def _open(
     )
 
     async def train(run: Run) -> SftReport:
+        known = await run_in_thread(_find_trained, run, config)
+        if known is not None:
+            return await run_in_thread(_write, run, config, taskset, known, num_rows=len(data))
         with display.bar(
             taskset.name, total=count_steps(data, config), noun="step", run=run
         ) as bar:
@@ -189,7 +197,12 @@ async def _open(
                 bar.update(done=step.step, name=f"{taskset.name}  loss {step.loss:.3f}")
                 run.log_metrics(step.step, _metrics(step))
 
-            adapter = await training.run(checkpoints=run.path / CHECKPOINTS, on_step=stepped)
+            budget, num_done = Budget(config.budget, run), len(run.metrics())
+            adapter = await training.run(
+                checkpoints=run.path / CHECKPOINTS,
+                on_step=stepped,
+                has_room=lambda step: budget.has_room(step, num_done=num_done),
+            )
         return await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
 
     yield train
@@ -209,6 +222,15 @@ def _metrics(step: SftStep) -> dict[str, float]:
     }
 
 
+def _find_trained(run: Run, config: SftRunConfig) -> Adapter | None:
+    """Of a run that had written its adapter: the trainer's state may be gone."""
+    versions = [event.payload["version"] for event in run.events("trained")]
+    if not versions or not (run.path / TRAINED).is_dir():
+        return None
+    adapter = replace(read_adapter(run.path / TRAINED), name=_adapter_name(config))
+    return adapter if adapter.version == versions[-1] else None
+
+
 def _write(
     run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, num_rows: int
 ) -> SftReport:
@@ -218,6 +240,7 @@ def _write(
         write_adapter(adapter, config.out)
     run.append_blocking("trained", {"version": adapter.version}, key="trained")
     rows = run.metrics()
+    num_tokens = round(sum(row.values["train/num_tokens"] for row in rows))
     report = SftReport(
         run=run.name,
         model=config.model,
@@ -226,7 +249,9 @@ def _write(
         seed=config.seed,
         num_rows=num_rows,
         num_steps=len(rows),
-        num_tokens=round(sum(row.values["train/num_tokens"] for row in rows)),
+        num_tokens=num_tokens,
+        spent=SpentRecord(trained_tokens=num_tokens),
+        stop_reason=Budget(config.budget, run).stop_reason,
         first_loss=rows[0].values["train/loss"] if rows else None,
         last_loss=rows[-1].values["train/loss"] if rows else None,
         rank=adapter.rank,
@@ -242,6 +267,6 @@ def _write(
 def base_name(model: str) -> str:
     """The base model as an adapter names it: a folder as an absolute path, by which other programs
     find it from anywhere."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     is_folder = loadable_model(model) == model and path.is_dir()
     return str(path.absolute()) if is_folder else model

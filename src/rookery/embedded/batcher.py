@@ -275,7 +275,7 @@ class Batcher:
         if not slots:
             return []
         hidden = torch.cat(list(parts))
-        found: list[tuple[tuple[float, ...], TopLogprobs]] = []
+        readings: list[tuple[tuple[float, ...], TopLogprobs]] = []
         for first in range(0, len(hidden), _HEAD_ROWS):
             chunk = slice(first, first + _HEAD_ROWS)
             logits = self._logits(hidden[chunk], slots[chunk])
@@ -285,8 +285,8 @@ class Batcher:
             norms = torch.logsumexp(logits, dim=-1) if num_top else logits[:, 0]
             for row, tokens in enumerate(wanted[chunk]):
                 top = top_logprobs(logits[row], norms[row], num_top)
-                found.append((tuple(values[row][: len(tokens)]), top))
-        return found
+                readings.append((tuple(values[row][: len(tokens)]), top))
+        return readings
 
     def _logits(self, hidden: torch.Tensor, slots: Sequence[int | None]) -> torch.Tensor:
         rows_by_slot: dict[int, list[int]] = {}
@@ -338,12 +338,12 @@ class Batcher:
 
     def _draw(self, logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[Draw]:
         params = [s.job.request.params for s in sequences]
-        if any(own.penalties is not None for own in params):
+        if any(one.penalties is not None for one in params):
             logits = logits.clone()
             for row, sequence in zip(logits, sequences, strict=True):
-                if (own := sequence.job.request.params.penalties) is not None:
+                if (penalties := sequence.job.request.params.penalties) is not None:
                     prompt = sequence.job.request.prompt
-                    penalise(row, own, prompt=prompt, drawn=sequence.tokens)
+                    penalise(row, penalties, prompt=prompt, drawn=sequence.tokens)
         uniforms = [uniform(s.job.request.params.seed, s.index, len(s.tokens)) for s in sequences]
         return draw(logits, params, uniforms)
 

@@ -1,4 +1,5 @@
-"""The calls that wait for answers: every one ends with its answers or with a sentence.
+"""Requests -> jobs, checked before they are queued, and the calls that wait for them: every one
+ends with its answers or with a sentence.
 
     callers: await calls.answered(jobs)        driver: added, dropped = calls.take()
                                                        calls.leave(jobs)    # answered or dropped
@@ -9,15 +10,146 @@ the batcher may hold memory for it and compute with its adapter.
 """
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rookery.embedded.batcher import Job
+from rookery.embedded.batcher import Job, SampleJob, ScoreJob
+from rookery.embedded.prefill import Prompt
 from rookery.errors import EngineError, RookeryError
-from rookery.types import ModelRef
+from rookery.slots import ModelShape
+from rookery.types import ModelRef, Penalties, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "Limits", "sample_job", "score_job"]
+
+
+MIN_TEMPERATURE = 1e-6
+"""Logits over a smaller one overflow float32; 0 is greedy."""
+PENALTIES = "a repetition above 0, presence and frequency from -2 to 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What no request can exceed: the model's context, and the memory of the device."""
+
+    shape: ModelShape
+    memory_bytes: int
+    token_bytes: int
+    """What one cached token takes."""
+
+
+def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> SampleJob:
+    """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
+    shape = limits.shape
+    if request.json_schema:
+        raise EngineError(
+            "The embedded engine cannot hold answers to a JSON schema (response_format, or a "
+            "tool_choice other than auto and none): leave it out, or serve the model with vLLM."
+        )
+    _check_params(request.params, shape)
+    _check_prompt(request.prompt, limits, reserve=1)
+    _check_tokens(request.params.stop_tokens, shape)
+    return SampleJob(
+        request=request,
+        prompt=Prompt(tokens=request.prompt, slot=slot),
+        max_tokens=min(request.params.max_tokens, shape.context_tokens - len(request.prompt)),
+    )
+
+
+def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> ScoreJob:
+    _check_prompt(request.tokens, limits, reserve=0)
+    _check_tokens(request.labels, limits.shape)
+    _check_counts({"start": request.start, "top_logprobs": request.top_logprobs})
+    _check_top(request.top_logprobs, limits.shape)
+    if not 1 <= request.start <= len(request.tokens):
+        raise EngineError(
+            f"A score request starts at {request.start} of {len(request.tokens)} tokens; it may "
+            "start at 1 to their number: the first token has nothing to be predicted from."
+        )
+    return ScoreJob(request=request, prompt=Prompt(tokens=request.tokens, slot=slot))
+
+
+def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
+    if len(tokens) == 0:
+        raise EngineError("A request has no prompt tokens; give at least one.")
+    shape = limits.shape
+    limit = shape.context_tokens - reserve
+    if len(tokens) > limit:
+        raise EngineError(
+            f"A prompt has {len(tokens)} tokens; this model reads at most {limit}: "
+            f"{shape.beyond_context}."
+        )
+    needed_bytes = len(tokens) * limits.token_bytes
+    if needed_bytes > limits.memory_bytes:
+        raise EngineError(
+            f"A prompt has {len(tokens)} tokens, whose keys and values take "
+            f"{needed_bytes / 2**30:.3g} GiB; this device has "
+            f"{limits.memory_bytes / 2**30:.3g} GiB: shorten it, or load the model in bfloat16."
+        )
+    _check_tokens(tokens, shape)
+
+
+def _check_tokens(tokens: TokenIds, shape: ModelShape) -> None:
+    if type(tokens) is not tuple or not set(map(type, tokens)) <= {int}:
+        raise EngineError(
+            f"Tokens are a tuple of int, got {tokens!r:.80}: write tuple(tokenizer.encode(text))."
+        )
+    if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
+        wrong = next(t for t in tokens if not 0 <= t < shape.vocab_size)
+        raise EngineError(
+            f"Token {wrong} is not in the vocabulary 0 to {shape.vocab_size - 1}: was the prompt "
+            "made with another tokenizer?"
+        )
+
+
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        if type(count) is not int:
+            raise EngineError(f"{name} is {count!r}; it must be a whole number.")
+
+
+def _check_top(num_top: int, shape: ModelShape) -> None:
+    if not 0 <= num_top <= shape.vocab_size:
+        raise EngineError(f"top_logprobs is {num_top!r}; it must be 0 to the vocabulary.")
+
+
+def _check_params(params: SamplingParams, shape: ModelShape) -> None:
+    _check_counts(
+        {
+            "max_tokens": params.max_tokens,
+            "top_k": params.top_k,
+            "n": params.n,
+            "seed": params.seed,
+            "top_logprobs": params.top_logprobs,
+        }
+    )
+    _check_top(params.top_logprobs, shape)
+    is_warm = params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf
+    rules = (
+        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
+        (is_warm, "temperature", params.temperature, f"0 (greedy) or at least {MIN_TEMPERATURE}"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (params.n >= 1, "n", params.n, "1 or more"),
+        (_are_penalties(params.penalties), "penalties", params.penalties, PENALTIES),
+        (_are_texts(params.stop), "stop", params.stop, "a tuple of non-empty strings"),
+    )
+    for is_fine, name, given, allowed in rules:
+        if not is_fine:
+            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
+
+
+def _are_penalties(own: Penalties | None) -> bool:
+    if own is None:
+        return True
+    is_fine = 0 < own.repetition < math.inf
+    return is_fine and abs(own.presence) <= 2 and abs(own.frequency) <= 2
+
+
+def _are_texts(stop: tuple[str, ...]) -> bool:
+    return isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)
 
 
 @dataclass(slots=True, eq=False)

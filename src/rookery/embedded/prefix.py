@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "NO_MEMORY",
     "Node",
     "PrefixTree",
     "TokenPool",
@@ -113,9 +114,12 @@ class TokenPool:
         self._num_free += extra
 
 
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
 def is_short_memory(error: Exception) -> bool:
     """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+    return isinstance(error, NO_MEMORY) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 

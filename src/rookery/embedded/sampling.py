@@ -32,8 +32,8 @@ def penalise(
     """Change one row of logits [vocabulary] in place, before the temperature."""
     if penalties.repetition != 1.0:
         seen = torch.tensor(sorted({*prompt, *drawn}), device=logits.device)
-        own = logits[seen]
-        logits[seen] = torch.where(own > 0, own / penalties.repetition, own * penalties.repetition)
+        raw = logits[seen]
+        logits[seen] = torch.where(raw > 0, raw / penalties.repetition, raw * penalties.repetition)
     if drawn:
         answer = torch.tensor(list(drawn), device=logits.device)
         tokens, counts = torch.unique(answer, return_counts=True)

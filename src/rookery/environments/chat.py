@@ -27,15 +27,7 @@ from rookery.types import (
     TokenSequence,
 )
 
-__all__ = [
-    "ASSISTANT",
-    "Chat",
-    "Conversation",
-    "DrawReply",
-    "Said",
-    "Seat",
-    "draw_reply",
-]
+__all__ = ["Chat", "Conversation", "DrawReply", "Seat", "draw_reply"]
 
 # The tokens of one exchange between a game and a model: what was drawn is never encoded again.
 #

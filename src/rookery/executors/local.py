@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rookery.errors import signal_name
 from rookery.executors.folder import hold_folder
-from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
     Answer,
@@ -192,10 +192,6 @@ async def _start(name: str, spec: WorkerSpec, folder: Path | None) -> LocalWorke
     except OSError as error:  # no descriptors or processes left, for now
         raise WorkerGone(f"The worker could not be started: {error.strerror}.") from error
     worker = LocalWorker(name, process)
-    try:
+    async with closed_unless_opened(worker):
         await worker.open(spec, folder)
-    except BaseException:  # a cancelled start too: no worker is left behind
-        worker.kill()
-        await worker.close()
-        raise
     return worker

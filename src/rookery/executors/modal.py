@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.errors import ConfigError, ExecutorError, boundary
-from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
     Answer,
@@ -128,7 +128,8 @@ async def open_modal(
 
     async def start(slot: str) -> ModalWorker:
         worker = ModalWorker(slot, host)
-        await worker.open()
+        async with closed_unless_opened(worker):
+            await worker.open()
         return worker
 
     async with open_pool(start, down_s=0.0, startup_s=spec.startup_s) as pool:

@@ -39,7 +39,7 @@ from rookery.types import (
     WorkerLost,
 )
 
-__all__ = ["StartWorker", "WorkerPool", "check_num_workers", "open_pool"]
+__all__ = ["WorkerPool", "check_num_workers", "closed_unless_opened", "open_pool"]
 
 START_S = 120.0
 """For an interpreter and its imports, on a busy machine."""
@@ -321,6 +321,17 @@ def check_num_workers(number: int | None) -> None:
     """Refuse a number with which no job would ever run."""
     if number is not None and number < 1:
         raise ConfigError(f"`num_workers` is {number}; an executor needs at least 1.")
+
+
+@asynccontextmanager
+async def closed_unless_opened(worker: Worker) -> AsyncIterator[None]:
+    """Around its opening: a worker that fails then, or whose start is cancelled, is not left."""
+    try:
+        yield
+    except BaseException:
+        worker.kill()
+        await worker.close()
+        raise
 
 
 @asynccontextmanager

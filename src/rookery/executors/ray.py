@@ -21,7 +21,7 @@ from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary
-from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
     Answer,
@@ -35,11 +35,7 @@ from rookery.executors.worker import (
 )
 from rookery.types import Job, WorkerInfo
 
-__all__ = [
-    "RayHost",
-    "connect_ray",
-    "open_ray",
-]
+__all__ = ["RayHost", "connect_ray", "open_ray"]
 
 # The connection to a Ray cluster, for whoever places work there.
 #
@@ -233,7 +229,10 @@ async def open_ray(
             # It asks the head, and blocks while that does not answer. An actor that nobody waits
             # for any more ends with its handle.
             actor = await asyncio.to_thread(host.remote)
-            return await _start(RayWorker(slot, actor, ray), spec, content)
+            worker = RayWorker(slot, actor, ray)
+            async with closed_unless_opened(worker):
+                await worker.open(spec, content)
+            return worker
 
         opening = open_pool(start, down_s=DOWN_S, startup_s=spec.startup_s)
         pool = await stack.enter_async_context(opening)
@@ -253,16 +252,6 @@ def _placed(node_id: str) -> dict[str, Any]:
         "max_task_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
     }
-
-
-async def _start(worker: RayWorker, spec: WorkerSpec, content: list[Any]) -> RayWorker:
-    try:
-        await worker.open(spec, content)
-    except BaseException:  # a cancelled start too: no worker is left behind
-        worker.kill()
-        await worker.close()
-        raise
-    return worker
 
 
 async def _add_nodes(

@@ -22,7 +22,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "Answer",
     "Frame",
-    "OpenTask",
     "Worker",
     "WorkerGone",
     "WorkerHost",
@@ -94,7 +93,7 @@ class WorkerSpec:
 
     @property
     def task_name(self) -> str:
-        """`rookery.loops.evolve.evaluation_task:open_evaluation`."""
+        """`rookery.loops.evolve.problem:open_evaluation`."""
         return f"{self.task.__module__}:{self.task.__qualname__}"
 
     def __post_init__(self) -> None:

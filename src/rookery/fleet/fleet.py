@@ -23,10 +23,14 @@ import aiohttp
 
 from rookery.concurrency import run_to_end
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
-from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
-from rookery.fleet.adapters.residency import ServedAdapters, clear_left, require_adapter
-from rookery.fleet.adapters.staging import Staging, open_staging
-from rookery.fleet.http.capabilities import common_capabilities
+from rookery.fleet.http.capabilities import (
+    Fit,
+    base_names,
+    check_fit,
+    common_capabilities,
+    read_head,
+    read_shapes,
+)
 from rookery.fleet.http.client import Client, max_calls, open_session
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.wire import (
@@ -36,6 +40,8 @@ from rookery.fleet.http.wire import (
     read_reading,
     sample_fields,
 )
+from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.residency import ServedAdapters, clear_left, require_adapter
 from rookery.fleet.routing.load import Entry, Spread, make_batches
 from rookery.fleet.routing.paused import CallExclusion
 from rookery.fleet.routing.pool import Pool
@@ -43,6 +49,7 @@ from rookery.fleet.routing.replica import Replica
 from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.ray_placement import place_on_ray
 from rookery.fleet.servers.settings import FleetConfig
+from rookery.fleet.staging import Staging, open_staging
 from rookery.types import (
     Adapter,
     Completion,
@@ -54,12 +61,7 @@ from rookery.types import (
     Weights,
 )
 
-__all__ = [
-    "OBJECTS",
-    "Fleet",
-    "collected_rarely",
-    "open_fleet",
-]
+__all__ = ["OBJECTS", "Fleet", "collected_rarely", "open_fleet"]
 
 # Python's garbage collection while thousands of answers wait for the last one.
 #
@@ -114,6 +116,8 @@ class Fleet:
         )
         self._staging = staging
         self._exclusion = CallExclusion()
+        self._population: tuple[Population, Population] | None = None
+        """The last one that an adapter was a member of, and as servers get it."""
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)
         self._fit = Fit(
@@ -273,7 +277,7 @@ class Fleet:
         """The adapter as servers get it; FleetError or AdapterError when none can serve it."""
         if all(replica.route == "none" for replica in self.pool.replicas):
             raise self.pool.replicas[0].refuse_adapters()
-        fitted = check_fit(adapter, self._fit)
+        fitted = self._fit_adapter(adapter)
         if not self._fit.shapes:
             try:
                 await self.pool.hold(ref, fitted)
@@ -281,6 +285,17 @@ class Fleet:
                 await self._remove(ref)
                 raise
         return fitted
+
+    def _fit_adapter(self, adapter: Adapter) -> Adapter:
+        """All members of a population fit if its centre does: none of them is made to look."""
+        member = adapter.factors
+        if not isinstance(member, PerturbedFactors):
+            return check_fit(adapter, self._fit)
+        if self._population is None or self._population[0] is not member.population:
+            fitted = member.population.fitted(check_fit(member.population.centre, self._fit))
+            self._population = member.population, fitted
+        factors = PerturbedFactors(self._population[1], seed=member.seed, amount=member.amount)
+        return replace(adapter, factors=factors)
 
     async def _send(self, entries: Sequence[Entry]) -> list[list[Choice]]:
         """The choices of every entry, in order."""

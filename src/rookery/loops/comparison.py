@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.embedded import EngineConfig
-from rookery.engines import AnySamplerConfig
 from rookery.ports import Engine
 from rookery.reports import Estimate, ReportRow, SampledRecord, TasksetRecord
 from rookery.rollout import TasksetEvaluator, mean_by_source
@@ -27,13 +29,19 @@ from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.types import Group, ModelRef, Rollout, Task
 
+if TYPE_CHECKING:  # they need torch, and an evolution need not have it
+    from rookery.engines import AnySamplerConfig
+
 __all__ = [
     "ReportConfig",
     "Samples",
     "best_of",
     "compare",
+    "compare_pairs",
     "complete_means",
     "describe_taskset",
+    "elected",
+    "mean_rewards",
     "warn_of_batches",
     "warn_of_failed_tasks",
     "warn_of_precision",
@@ -55,27 +63,11 @@ def compare(
     Differences are paired by task, and tasks of one question are one cluster in all intervals.
     An entry may earn what any of them has earned: one that only lost may have won 10.
     """
-    strata = Strata(
-        names=tuple(task.source for task in tasks),
-        weights=weights,
-        clusters=tuple(question_of(task) for task in tasks),
-    )
-    whole = {
-        name: [own[task.id] for task in tasks]
-        for name, own in rewards.items()
-        if all(task.id in own for task in tasks)
-    }
-
-    earned = [reward for own in rewards.values() for reward in own.values()]
-    limits = (min([0.0, *earned]), max([1.0, *earned]))
+    paired = _Paired(rewards, tasks, weights)
+    whole, strata, limits = paired.whole, paired.strata, paired.limits
 
     def difference(ours: str, theirs: str, key: str) -> Estimate | None:
-        if ours == theirs or not {ours, theirs} <= set(whole):
-            return None
-        rng = stream(seed, key, ours)
-        return _estimate(
-            paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata, limits=limits)
-        )
+        return paired.difference(ours, theirs, rng=stream(seed, key, ours))
 
     winner, reference = list(rewards)[:2]
     rows = []
@@ -102,6 +94,56 @@ def compare(
             )
         )
     return rows
+
+
+class _Paired:
+    """What entries earned on the same tasks, of those that miss none."""
+
+    def __init__(
+        self, rewards: Mapping[str, Rewards], tasks: Sequence[Task], weights: Mapping[str, float]
+    ) -> None:
+        self.strata = Strata(
+            names=tuple(task.source for task in tasks),
+            weights=weights,
+            clusters=tuple(question_of(task) for task in tasks),
+        )
+        self.whole = {
+            name: [own[task.id] for task in tasks]
+            for name, own in rewards.items()
+            if all(task.id in own for task in tasks)
+        }
+        earned = [reward for own in rewards.values() for reward in own.values()]
+        self.limits = (min([0.0, *earned]), max([1.0, *earned]))
+
+    def difference(self, ours: str, theirs: str, *, rng: np.random.Generator) -> Estimate | None:
+        """Paired by task; None with itself, or with one that misses a task."""
+        if ours == theirs or not {ours, theirs} <= set(self.whole):
+            return None
+        pair = (self.whole[ours], self.whole[theirs])
+        return _estimate(paired_difference(*pair, rng=rng, strata=self.strata, limits=self.limits))
+
+
+def compare_pairs(
+    rewards: Mapping[str, Rewards],
+    tasks: Sequence[Task],
+    *,
+    weights: Mapping[str, float],
+    seed: int,
+) -> dict[tuple[str, str], Estimate]:
+    """How much each entry earned above each later one, paired by task; entries that miss a task are
+    left out."""
+    paired = _Paired(rewards, tasks, weights)
+    found = {
+        (ours, theirs): paired.difference(ours, theirs, rng=stream(seed, "pair", ours, theirs))
+        for ours, theirs in combinations(paired.whole, 2)
+    }
+    return {pair: difference for pair, difference in found.items() if difference is not None}
+
+
+def mean_rewards(rewards: Sequence[Rewards]) -> dict[str, float]:
+    """What several earned on average, of tasks that all have a reward for."""
+    common = set.intersection(*(set(own) for own in rewards))
+    return {task: fmean(own[task] for own in rewards) for task in rewards[0] if task in common}
 
 
 class ReportConfig(Config):
@@ -185,7 +227,7 @@ def _sampled(
         },
         majority=interval(
             "majority",
-            [_elected(map(read, g.rollouts), own) for g, own in zip(groups, rewards, strict=True)],
+            [elected(map(read, g.rollouts), own) for g, own in zip(groups, rewards, strict=True)],
         ),
     )
 
@@ -202,11 +244,11 @@ def best_of(rewards: Sequence[float], k: int) -> float:
     return math.fsum(reward * (math.comb(place, k - 1) / ways) for place, reward in ordered)
 
 
-def _elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
+def elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
     """What the answer that most gave has earned; that of the first where none can be read."""
     found = list(answers)
-    elected = vote(found)
-    return rewards[0 if elected is None else found.index(elected)]
+    most = vote(found)
+    return rewards[0 if most is None else found.index(most)]
 
 
 def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
@@ -252,14 +294,14 @@ def warn_of_batches(engine: Engine) -> list[str]:
     if engine.is_remote or engine.is_batch_invariant:
         return []
     return [
-        "The model is a mixture of experts: the last bits of an answer depend on what is computed "
-        "beside it, so that close choices may come out otherwise in another run."
+        "The model is a mixture of experts: the last bits of an answer depend on its batch. In "
+        "another run close choices may come out otherwise."
     ]
 
 
-def warn_of_precision(engine: AnySamplerConfig) -> list[str]:
+def warn_of_precision(engine: "AnySamplerConfig") -> list[str]:
     """Of weights that were rounded to fewer bits than numbers are computed in."""
-    if not isinstance(engine, EngineConfig) or engine.weights == "auto":
+    if engine.type != "embedded" or engine.weights == "auto":
         return []
     return [
         f"The linear layers had {engine.weights} weights (`weights: {engine.weights}`), so that "

@@ -5,7 +5,6 @@ wire.py       records as JSON, adapters as safetensors
 server.py     HTTP routes over a trainer and an engine
 engine.py     the trainer and the engine of all tensor-parallel ranks in step
 model.py      a slotted model whose layers are megatron-core's
-gpt.py        megatron-core's GPTModel with the weights of a Hugging Face folder
 
 The client needs no megatron-core; the server runs in an environment that has it:
 
@@ -20,10 +19,4 @@ from rookery.megatron.client import (
 )
 from rookery.megatron.wire import LoraStart
 
-__all__ = [
-    "LoraStart",
-    "MegatronEngine",
-    "MegatronServer",
-    "MegatronTrainer",
-    "open_megatron",
-]
+__all__ = ["LoraStart", "MegatronEngine", "MegatronServer", "MegatronTrainer", "open_megatron"]

@@ -24,17 +24,11 @@ from rookery.embedded.batcher import Batcher, Job
 from rookery.errors import RookeryError, TrainError, boundary
 from rookery.slots import SlottedModel
 from rookery.train import LoraTrainer
-from rookery.train.mixed import Turn
 from rookery.train.processes import STEP_S, Call, Processes
+from rookery.train.running_request import Turn
 from rookery.types import Adapter, Datum
 
-__all__ = [
-    "Ranks",
-    "RanksEngine",
-    "RanksTrainer",
-    "follow",
-    "join_ranks",
-]
+__all__ = ["Ranks", "RanksEngine", "RanksTrainer", "follow", "join_ranks"]
 
 # The processes that torchrun started as tensor-parallel ranks: all compute every pass, each with
 # its part of every layer.

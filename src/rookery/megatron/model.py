@@ -12,28 +12,233 @@ whole by every rank, which multiplies by its part of them:
 so that the sum of a factor's gradients over the ranks is its gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rookery.errors import ModelError, boundary
 from rookery.megatron.engine import Ranks
-from rookery.megatron.gpt import CurrentPass, make_gpt
 from rookery.model_names import model_names
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
-from rookery.slots.attention import Attend
+from rookery.slots.attention import Attend, Heads, Probe, agree, gap
 from rookery.slots.linear import SlottedLinear
-from rookery.slots.probe import Probe, agree, gap
 from rookery.slots.rows import SlotFactors
 
-__all__ = ["ParallelModel", "load_parallel_model"]
+__all__ = ["load_parallel_model"]
+
+
+# A Hugging Face decoder as megatron-core's GPTModel, of which every rank holds its part.
+#
+#     gpt = make_gpt(model.config, weights, ranks=ranks, current=CurrentPass())
+#
+# Attention and positions are Rookery's own: megatron-core's need a GPU, and here sequences lie
+# end to
+# end in one batch.
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class CurrentPass:
+    """What attention needs of the pass that is computed; megatron-core's layers pass on no
+    arguments of ours."""
+
+    attend: Attend
+    cos: torch.Tensor
+    """[rows, head]"""
+    sin: torch.Tensor
+
+
+class PackedAttention(SelfAttention):  # type: ignore[misc]
+    """Self-attention over packed rows [rows, 1, hidden]."""
+
+    def __init__(self, *args: Any, current: CurrentPass, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._current = current
+        size = self.hidden_size_per_attention_head
+        self._heads = Heads(
+            layer=self.layer_number - 1, scale=size**-0.5, softcap=None, window=None
+        )
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        query, key, value = (x[:, 0] for x in self.get_query_key_value_tensors(hidden_states))
+        kv = torch.stack((self._rotated(key), value), dim=1)
+        mixed = self._current.attend(self._rotated(query), kv, self._heads)
+        return self.linear_proj(mixed.reshape(len(mixed), 1, -1))
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head], each head by the angles of its row's position."""
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * self._current.cos[:, None] + turned * self._current.sin[:, None]
+
+
+def make_gpt(config: Any, weights: Tensors, *, ranks: Ranks, current: CurrentPass) -> Any:
+    """`config` is that of transformers; `weights` by their names there."""
+    _check_divisible(config, ranks)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks.size)
+    rank_weights = _RankWeights(config, weights, ranks)
+    any_weight = next(iter(weights.values()))
+    spec = get_gpt_layer_local_spec(qk_layernorm=rank_weights.has_qk_norm, normalization="RMSNorm")
+    attention = spec.submodules.self_attention
+    attention.module = PackedAttention
+    attention.params = {"attn_mask_type": AttnMaskType.causal, "current": current}
+    attention.submodules.core_attention = IdentityOp
+    gpt = GPTModel(
+        config=_transformer_config(config, rank_weights, ranks, any_weight),
+        transformer_layer_spec=spec,
+        vocab_size=rank_weights.padded_vocab,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights="lm_head.weight" not in weights,
+    )
+    result = gpt.load_state_dict(rank_weights.state(), strict=False)
+    missing = [name for name in result.missing_keys if "_extra_state" not in name]
+    wrong = [*missing, *result.unexpected_keys, *rank_weights.unused]
+    if wrong:
+        raise ModelError(
+            f"megatron-core's layers and the weights of this {config.model_type} model do not "
+            f"match: {wrong[0]}. The server runs models of the Llama and Qwen kind."
+        )
+    return gpt.to(any_weight.device).eval().requires_grad_(requires_grad=False)
+
+
+def _check_divisible(config: Any, ranks: Ranks) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % ranks.size:
+            raise ModelError(
+                f"{name} of this model is {getattr(config, name)}, which {ranks.size} ranks cannot "
+                "share: give torchrun an --nproc-per-node that divides it, such as 1."
+            )
+
+
+def _transformer_config(
+    config: Any, rank_weights: "_RankWeights", ranks: Ranks, like: torch.Tensor
+) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=rank_weights.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        tensor_model_parallel_size=ranks.size,
+        params_dtype=like.dtype,
+        bf16=like.dtype == torch.bfloat16,
+        fp16=like.dtype == torch.float16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        add_bias_linear=False,
+        add_qkv_bias=rank_weights.has_qkv_bias,
+        qk_layernorm=rank_weights.has_qk_norm,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+class _RankWeights:
+    """The weights of one rank under megatron-core's names.
+
+    Queries, keys and values are one layer there, group by group: with 4 query and 2 key heads
+    q0 q1 k0 v0 q2 q3 k1 v1. Gate and up are one, too, on each rank.
+    """
+
+    def __init__(self, config: Any, weights: Tensors, ranks: Ranks) -> None:
+        self._config = config
+        self._weights = weights
+        self._ranks = ranks
+        self._used: set[str] = set()
+        heads = config.num_attention_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.padded_vocab = -(-config.vocab_size // ranks.size) * ranks.size
+        self.has_qkv_bias = "model.layers.0.self_attn.q_proj.bias" in weights
+        self.has_qk_norm = "model.layers.0.self_attn.q_norm.weight" in weights
+
+    @property
+    def unused(self) -> list[str]:
+        return sorted(self._weights.keys() - self._used)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = {
+            "embedding.word_embeddings.weight": self._vocabulary("model.embed_tokens.weight"),
+            "decoder.final_layernorm.weight": self._take("model.norm.weight"),
+        }
+        if "lm_head.weight" in self._weights:
+            state["output_layer.weight"] = self._vocabulary("lm_head.weight")
+        for layer in range(self._config.num_hidden_layers):
+            theirs, ours = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            state |= {theirs + name: tensor for name, tensor in self._layer(ours).items()}
+        return state
+
+    def _layer(self, prefix: str) -> dict[str, torch.Tensor]:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        gate_up = [self._rows(f"{mlp}{name}_proj.weight") for name in ("gate", "up")]
+        layer = {
+            "input_layernorm.weight": self._take(f"{prefix}input_layernorm.weight"),
+            "pre_mlp_layernorm.weight": self._take(f"{prefix}post_attention_layernorm.weight"),
+            "self_attention.linear_qkv.weight": self._qkv(attention, "weight"),
+            "self_attention.linear_proj.weight": self._columns(f"{attention}o_proj.weight"),
+            "mlp.linear_fc1.weight": torch.cat(gate_up),
+            "mlp.linear_fc2.weight": self._columns(f"{mlp}down_proj.weight"),
+        }
+        if self.has_qkv_bias:
+            layer["self_attention.linear_qkv.bias"] = self._qkv(attention, "bias")
+        if self.has_qk_norm:
+            for name in "qk":
+                norm = self._take(f"{attention}{name}_norm.weight")
+                layer[f"self_attention.{name}_layernorm.weight"] = norm
+        return layer
+
+    def _qkv(self, prefix: str, kind: str) -> torch.Tensor:
+        groups = self._config.num_key_value_heads // self._ranks.size
+        parts = [self._rows(f"{prefix}{name}_proj.{kind}") for name in "qkv"]
+        grouped = [part.view(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self._weights:
+            raise ModelError(
+                f"This model has no {name}: the server runs models of the Llama and Qwen kind."
+            )
+        self._used.add(name)
+        return self._weights[name].detach()
+
+    def _rows(self, name: str) -> torch.Tensor:
+        return self._take(name).chunk(self._ranks.size)[self._ranks.rank]
+
+    def _columns(self, name: str) -> torch.Tensor:
+        return self._take(name).chunk(self._ranks.size, dim=1)[self._ranks.rank]
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        """Padded by rows of zeros, so that all ranks have as many."""
+        whole = self._take(name)
+        padded = functional.pad(whole, (0, 0, 0, self.padded_vocab - len(whole)))
+        return padded.chunk(self._ranks.size)[self._ranks.rank]
+
 
 Hook = Callable[[nn.Module, Any, Any], Any]
 

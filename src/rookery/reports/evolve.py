@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Measured, Record, Report, Text, parse_record
+from rookery.reports.loops import ReportRow, TasksetRecord
+from rookery.reports.record import Measured, Record, Report, SpentRecord, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "CurvePoint",
     "EvolveReport",
     "FailureRecord",
+    "FinalistRow",
     "LearnedRow",
     "OperatorRow",
     "ProgramRow",
+    "TasksReport",
     "TokensRecord",
     "parse_evolve_report",
 ]
@@ -145,6 +148,38 @@ class BaselineRecord(Record):
     note: Text = ""
 
 
+class FinalistRow(Record):
+    """A prompt that met others on the select tasks."""
+
+    id: Text = ""
+    iteration: int = 0
+    search: Measured = None
+    select: Measured = None
+    """Missing where there are no select tasks, or an answer to one has no reward."""
+    error: Text = ""
+
+
+class TasksReport(Record):
+    """Prompts on tasks: chosen on the select tasks, measured once on the report tasks."""
+
+    taskset: TasksetRecord = TasksetRecord()
+    num_search: int = 0
+    """Search tasks that were used."""
+    model: Text = ""
+    """Who answered."""
+    num_rollouts: int = 0
+    """Answers that the search took."""
+    num_final_rollouts: int = 0
+    """Answers to the select and the report tasks."""
+    num_choice_tokens: int = 0
+    """Of the answers to the select tasks."""
+    finalists: tuple[FinalistRow, ...] = ()
+    chosen: Text = ""
+    """The id of the prompt that was chosen."""
+    rows: tuple[ReportRow, ...] = ()
+    """The chosen prompt and the first one on the report tasks; empty where there are none."""
+
+
 class EvolveReport(Report):
     """Everything the page and the table show."""
 
@@ -172,6 +207,7 @@ class EvolveReport(Report):
     num_programs: int = 0
     """Kept in the population."""
     stop_reason: Text = ""
+    spent: SpentRecord = SpentRecord()
     """Why it ended before all iterations were done; empty when they were."""
     first: ProgramRow | None = None
     """The best of the programs that the evolution started from."""
@@ -200,6 +236,8 @@ class EvolveReport(Report):
     """Evaluations of programs with other numbers (`tune`); they cost no tokens."""
     num_workers_lost: int = 0
     baselines: tuple[BaselineRecord, ...] = ()
+    tasks: TasksReport | None = None
+    """Where programs are prompts."""
     is_forgeable: bool = False
     """Whether programs ran in their evaluator's process, and so could write their own scores."""
 

@@ -29,6 +29,7 @@ __all__ = [
     "SampledRecord",
     "ServiceStatus",
     "SftReport",
+    "SpentRecord",
     "TaskRecord",
     "TenantStatus",
     "Text",
@@ -84,6 +85,19 @@ class Estimate(Record):
     mean: Measured = None
     low: Measured = None
     high: Measured = None
+
+
+class SpentRecord(Record):
+    """Tokens of answers that finding the result took, without those of the report."""
+
+    drawn_tokens: int = 0
+    """Drawn, or chosen."""
+    trained_tokens: int = 0
+    """As often as they were trained on."""
+
+    @property
+    def tokens(self) -> int:
+        return self.drawn_tokens + self.trained_tokens
 
 
 class SampledRecord(Record):
@@ -234,6 +248,9 @@ class SftReport(Report):
     num_steps: int = 0
     num_tokens: int = 0
     """Of answers, in all steps."""
+    spent: SpentRecord = SpentRecord()
+    stop_reason: Text = ""
+    """Why a budget ended it early."""
     first_loss: Measured = None
     """-log p per token of the answers of the first step, before it."""
     last_loss: Measured = None

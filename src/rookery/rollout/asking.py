@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from rookery.concurrency import together
 from rookery.errors import (
     EngineDownError,
     EngineError,
@@ -17,11 +18,13 @@ from rookery.errors import (
 )
 from rookery.ports import Sampler
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
-from rookery.tasks.scorers.choice import correct_choice
+from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import (
     Completion,
+    Draw,
+    Group,
     ModelRef,
     Rollout,
     SampleRequest,
@@ -32,14 +35,15 @@ from rookery.types import (
     TextReply,
     TextRequest,
     TokenIds,
+    TokenSequence,
     TokenUsage,
 )
 
-__all__ = [
-    "Answer",
-    "Asking",
-    "EngineTextModel",
-]
+__all__ = ["Answer", "Asking", "EngineTextModel", "GroupSampler"]
+
+
+MAX_ENCODED = 65_536
+"""Prompts with choices that are kept as tokens."""
 
 # reply = await EngineTextModel(engine, model=engine.base, template=template).reply(request)
 
@@ -99,8 +103,8 @@ class Asking:
         asked = [self.is_choice, self._normalize, asdict(taskset.sampling)]
         scored = config.model_dump(mode="json")
         self._fingerprint = f"{_digest(json.dumps(asked))}|{_digest(json.dumps(scored))}"
-        self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
-        """Prompts with their choices by task id: a search puts them to many models."""
+        self._encoded: dict[tuple[object, ...], list[tuple[TokenIds, int]]] = {}
+        """Prompts with their choices: a search puts them to many models."""
 
     @property
     def is_choice(self) -> bool:
@@ -193,11 +197,14 @@ class Asking:
         return Rollout(task=task, completion=completion, reward=reward, metrics=metrics)
 
     def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:
-        encoded = self._encoded.get(task.id)
+        key = (task.id, task.prompt)  # a search of prompts asks one task in many ways
+        encoded = self._encoded.get(key)
         if encoded is None:
             encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
             _require_distinct(task, encoded)
-            self._encoded[task.id] = encoded
+            if len(self._encoded) >= MAX_ENCODED:
+                self._encoded.clear()
+            self._encoded[key] = encoded
         return encoded
 
 
@@ -210,4 +217,88 @@ def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> No
         raise TaskError(
             f"Task {task.id}: two of its choices {list(task.choices)} are the same tokens to this "
             "model's tokenizer: write them differently, or take another model."
+        )
+
+
+# Groups to train on: several answers to each task, drawn at random and judged.
+#
+# sampler = GroupSampler(engine, template=template, tasksets=tasksets, params=SamplingParams(n=8))
+# groups = await sampler.draw(policy, [Draw(task=task, seed=7)])
+#
+# An evaluation puts the same question to many models and never asks twice; here every draw is a new
+# one, named by its seed, and the caller keeps what came of it.
+
+
+class GroupSampler:
+    """Draws groups from one sampler, with one set of sampling parameters."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        template: Template,
+        tasksets: Sequence[Taskset],
+        params: SamplingParams,
+    ) -> None:
+        self._sampler = sampler
+        self._template = template
+        self._params = params
+        self._askings = {
+            taskset.name: Asking(taskset, sampler=sampler, template=template)
+            for taskset in tasksets
+        }
+        for taskset in tasksets:
+            if self._askings[taskset.name].is_choice:
+                raise TaskError(
+                    f"{taskset.name} has choices to be scored, and training needs answers that "
+                    "are drawn: give it another scorer, exact or numeric for example."
+                )
+
+    async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        answers = await self._answers(model, draws)
+        judged = iter(await together(self._judge(draw.task, answer) for draw, answer in answers))
+        rollouts = [tuple(next(judged) for _ in range(self._params.n)) for _ in draws]
+        return [
+            Group(task=draw.task, model=model, rollouts=own)
+            for draw, own in zip(draws, rollouts, strict=True)
+        ]
+
+    async def _answers(
+        self, model: ModelRef, draws: Sequence[Draw]
+    ) -> list[tuple[Draw, Completion | str]]:
+        """`n` answers to each draw, or `n` times why there are none."""
+        try:
+            drawn = await self._sampler.sample([self._request(model, draw) for draw in draws])
+        except (EngineDownError, FleetDownError):
+            raise  # nobody can answer anything: the run ends, and goes on when somebody can
+        except (EngineError, FleetError) as error:
+            if len(draws) == 1:
+                return [(draws[0], str(error))] * self._params.n
+            alone = await together(self._answers(model, [draw]) for draw in draws)
+            return [pair for pairs in alone for pair in pairs]
+        pairs = zip(draws, drawn, strict=True)
+        return [(draw, completion) for draw, completions in pairs for completion in completions]
+
+    def _request(self, model: ModelRef, draw: Draw) -> SampleRequest:
+        return SampleRequest(
+            model=model,
+            prompt=self._template.encode(draw.task),
+            params=replace(self._params, seed=draw.seed),
+            affinity=draw.task.id,
+        )
+
+    async def _judge(self, task: Task, answer: Completion | str) -> Rollout:
+        if isinstance(answer, str):
+            return Rollout(task=task, completion=None, reward=None, error=answer)
+        rollout = await self._askings[task.source].judge(task, answer)
+        return replace(rollout, sequences=(self._sequence(task, answer),))
+
+    def _sequence(self, task: Task, answer: Completion) -> TokenSequence:
+        prompt = self._template.encode(task)
+        return TokenSequence(
+            tokens=prompt + answer.tokens,
+            drawn=tuple(range(len(prompt), len(prompt) + len(answer.tokens))),
+            logprobs=answer.logprobs,
+            kept=answer.kept,
         )

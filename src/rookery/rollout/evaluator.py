@@ -24,10 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rookery.concurrency import run_in_thread, together
+from rookery.concurrency import AskOnce, run_in_thread, together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
-from rookery.rollout.ask_once import AskOnce
 from rookery.rollout.asking import Answer, Asking
 from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.tasks.taskset import Taskset
@@ -42,13 +41,7 @@ from rookery.types import (
     Task,
 )
 
-__all__ = [
-    "Progress",
-    "RolloutLog",
-    "TasksetEvaluator",
-    "mean_by_source",
-    "set_scores_aside",
-]
+__all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
 
 # The rollouts of a run, so that nothing is asked twice and a failed answer stays failed.
 #
@@ -214,6 +207,8 @@ class TasksetEvaluator:
         counts as one that was never stopped."""
         self.num_tokens = 0
         """Tokens of these answers and their prompts."""
+        self.num_answer_tokens = 0
+        """Tokens of these answers alone."""
         self._counted: set[bytes] = set()
         self._once = AskOnce[Pair, Rollouts]()
         self._askings: dict[str, Asking] = {}
@@ -270,7 +265,7 @@ class TasksetEvaluator:
         rewards: dict[str, float] = {}
         certainties: dict[str, float] = {}
         errors: dict[str, str] = {}
-        num_tokens = 0
+        num_tokens = num_answer_tokens = 0
         for group in groups:
             failed = [rollout.error for rollout in group.rollouts if rollout.error]
             if failed:
@@ -281,19 +276,20 @@ class TasksetEvaluator:
                 if "certainty" in group.rollouts[0].metrics:
                     certainties[group.task.id] = group.rollouts[0].metrics["certainty"]
             num_tokens += sum(self._cost(rollout) for rollout in group.rollouts)
+            num_answer_tokens += sum(map(_answer_tokens, group.rollouts))
         return Evaluation(
             model=model,
             rewards=rewards,
             errors=errors,
             num_tokens=num_tokens,
+            num_answer_tokens=num_answer_tokens,
             seconds=seconds,
             certainties=certainties,
         )
 
     def _cost(self, rollout: Rollout) -> int:
         """Tokens of a prompt and its answer."""
-        answer = rollout.completion.tokens if rollout.completion is not None else ()
-        return len(self._template.encode(rollout.task)) + len(answer)
+        return len(self._template.encode(rollout.task)) + _answer_tokens(rollout)
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
         """Every task under every model: the groups of the first model, then of the second, ..."""
@@ -316,8 +312,8 @@ class TasksetEvaluator:
 
     async def _answer(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
         """Find or ask the questions of one block."""
-        found = await self._find_all(questions)
-        missing = {key: pair for key, pair in questions.items() if key not in found}
+        logged = await self._find_all(questions)
+        missing = {key: pair for key, pair in questions.items() if key not in logged}
         answered = await self._find_answers(missing)
         judged = self._judge([missing[key] for key in answered], list(answered.values()))
         news = dict(zip(answered, await judged, strict=True))
@@ -328,7 +324,7 @@ class TasksetEvaluator:
             # In a thread: the next block's requests need not wait for the disk.
             await run_in_thread(self._keep, self._log, questions, news)
         self._tell_progress(len(questions), news.values())
-        return found | news
+        return logged | news
 
     def _tell_progress(self, num_rollouts: int, asked: Iterable[Rollouts]) -> None:
         if self._on_progress is not None:
@@ -344,6 +340,7 @@ class TasksetEvaluator:
                 self._counted.add(mark.digest())
             self.num_rollouts += len(rollouts)
             self.num_tokens += sum(self._cost(rollout) for rollout in rollouts)
+            self.num_answer_tokens += sum(map(_answer_tokens, rollouts))
 
     def read_answer(self, rollout: Rollout) -> str | None:
         """What the scorer takes as the answer: equal for answers that mean the same."""
@@ -456,9 +453,13 @@ class TasksetEvaluator:
         ]
 
 
-def _drawn_by(own: SamplingParams, num: int, params: Mapping[str, float]) -> SamplingParams:
-    given: dict[str, Any] = {"temperature": own.temperature or 1.0, **params}
-    return replace(own, n=num, **given)
+def _answer_tokens(rollout: Rollout) -> int:
+    return 0 if rollout.completion is None else len(rollout.completion.tokens)
+
+
+def _drawn_by(usual: SamplingParams, num: int, params: Mapping[str, float]) -> SamplingParams:
+    changes: dict[str, Any] = {"temperature": usual.temperature or 1.0, **params}
+    return replace(usual, n=num, **changes)
 
 
 def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:

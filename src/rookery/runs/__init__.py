@@ -7,12 +7,11 @@ list_runs(Path("runs"))
 """
 
 from rookery.runs.blobs import BlobStore, BlobView
+from rookery.runs.disk import Owner, is_locked, read_owner
 from rookery.runs.event_log import FORMER, Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
-from rookery.runs.lock import Owner, is_locked, read_owner
 from rookery.runs.metrics import MetricsRow, read_metrics, read_rows
-from rookery.runs.run import EXTENDED, SET_ASIDE, Run
-from rookery.runs.run_view import FINISHED, Outcome, RunView, Status
+from rookery.runs.run import EXTENDED, FINISHED, SET_ASIDE, Outcome, Run, RunView, Status
 from rookery.runs.summary import (
     Attempt,
     AttemptLog,

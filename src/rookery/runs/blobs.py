@@ -55,7 +55,7 @@ class BlobView:
     def read_bytes(self, digest: str, *, verify: bool = False) -> bytes:
         """The content of a blob that was put as bytes."""
         path = self.path(digest, verify=verify)
-        if path.is_dir():
+        if not path.is_file():
             raise RunError(f"The blob {digest} is a folder: use path(digest).")
         with disk_boundary(f"Reading the blob {path}"):
             return path.read_bytes()

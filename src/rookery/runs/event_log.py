@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from rookery.errors import RunError, boundary
-from rookery.runs.database import (
+from rookery.runs.disk import canonical, decode, encode, is_utf8
+from rookery.runs.journal import (
     FileFormat,
+    GroupCommit,
     connect,
     damage,
     open_writer,
     sqlite_boundary,
     transaction,
 )
-from rookery.runs.disk import canonical, decode, encode, is_utf8
-from rookery.runs.journal import GroupCommit
 
 __all__ = [
     "COLUMNS",
@@ -70,6 +70,7 @@ CREATE UNIQUE INDEX event_keys ON events (kind, key) WHERE key <> '';
 )
 PAGE_ROWS = 256
 """Events are read in pages, as one long read would keep the write-ahead log from shrinking."""
+FIELD_ROWS = 4096
 COLUMNS = "seq, kind, key, payload, time_s"
 CLIP = 400
 """Characters of a payload in a list of events."""
@@ -161,6 +162,25 @@ class EventView:
         query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key = ? AND key <> ''"
         rows = self._fetch(query, kind, key)
         return read_event(rows[0], self._path) if rows else None
+
+    def fields(self, kind: str, names: Sequence[str], *, after: int = 0) -> Iterator[list[Any]]:
+        """The seq of each event of a kind with some numbers and texts of its payload, in order.
+        What else it holds is not decoded."""
+        columns = ", ".join("json_extract(payload, ?)" for _ in names)
+        query = (
+            f"SELECT seq, {columns} FROM events WHERE kind = ? AND seq > ? ORDER BY seq LIMIT "
+            f"{FIELD_ROWS}"
+        )
+        paths = [f"$.{name}" for name in names]
+        while rows := self._fetch(query, *paths, kind, after):
+            yield from rows
+            after = rows[-1][0]
+
+    def keyed(self, kind: str, prefix: str) -> list[Event]:
+        """The events of a kind whose key begins so, in order of `seq`; only they are read."""
+        query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key > ? AND key < ? AND key <> ''"
+        rows = self._fetch(query, kind, prefix, f"{prefix}\U0010ffff")
+        return [read_event(row, self._path) for row in sorted(rows)]
 
     def page(
         self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100

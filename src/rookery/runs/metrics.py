@@ -28,6 +28,8 @@ __all__ = ["MetricsFile", "MetricsRow", "read_metrics", "read_rows"]
 
 METRIC = re.compile(r"[^/\s][^/]*(/[^/]+)+")
 CHUNK_BYTES = 1 << 16
+LINE_BYTES = 1 << 24
+"""More than a line has: what is longer is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,31 +99,35 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     return [rows[step] for step in sorted(rows)]
 
 
-def read_rows(path: Path, *, after_bytes: int = 0) -> tuple[list[MetricsRow], int]:
-    """The lines behind so many bytes as they were written, and how many bytes are read then.
-
-    A last line that is still being written is left for the next call.
-    """
+def read_rows(
+    path: Path, *, after_bytes: int = 0, most: int | None = None
+) -> tuple[list[MetricsRow], int]:
+    """The lines behind so many bytes as they were written, `most` at a time, and how many bytes
+    are read then. A last line that is still being written is left for the next call."""
+    rows: list[MetricsRow] = []
     with disk_boundary(f"Reading {path}"):
-        data = b""
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(after_bytes)
-                data = file.read()
-    rows = []
-    for line in data.split(b"\n")[:-1]:
-        try:
-            rows.append(_decode(line))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            number = _line_number(path, after_bytes) + len(rows)
-            raise RunError(f"{path}, line {number} is damaged ({error}): remove it.") from error
-    return rows, after_bytes + data.rfind(b"\n") + 1
+        if not path.exists():
+            return rows, after_bytes
+        with path.open("rb") as file:
+            file.seek(after_bytes)
+            while most is None or len(rows) < most:
+                line = file.readline(LINE_BYTES)
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+                    break
+                try:
+                    rows.append(_decode(line))
+                except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                    what = f"{path}, line {_line_number(path, after_bytes)} is damaged"
+                    raise RunError(f"{what} ({error}): remove it.") from error
+                after_bytes += len(line)
+    return rows, after_bytes
 
 
 def _line_number(path: Path, offset_bytes: int) -> int:
     """Of the line that begins there; 1 is the first."""
     with path.open("rb") as file:
-        return file.read(offset_bytes).count(b"\n") + 1
+        blocks = (min(CHUNK_BYTES, offset_bytes - at) for at in range(0, offset_bytes, CHUNK_BYTES))
+        return sum(file.read(size).count(b"\n") for size in blocks) + 1
 
 
 def _encode(step: int, metrics: Mapping[str, float]) -> bytes:

@@ -18,20 +18,24 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, Self, get_args
 
 from rookery.errors import RunError
 from rookery.runs.blobs import BlobStore, BlobView
 from rookery.runs.disk import (
+    RunLock,
+    decode,
     disk_boundary,
     encode,
+    is_locked,
     recover_folders,
     replace_folder,
+    require_free,
     sweep,
     sync_folder,
     sync_tree,
@@ -39,8 +43,7 @@ from rookery.runs.disk import (
 )
 from rookery.runs.event_log import Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Journal
-from rookery.runs.lock import RunLock
-from rookery.runs.metrics import MetricsFile
+from rookery.runs.metrics import MetricsFile, MetricsRow, read_metrics
 from rookery.runs.run_folder import (
     BLOBS,
     CONFIG,
@@ -59,9 +62,142 @@ from rookery.runs.run_folder import (
     require_run,
     taken,
 )
-from rookery.runs.run_view import CREATED, FINISHED, OPENED, Outcome, RunView
 
-__all__ = ["EXTENDED", "SET_ASIDE", "Run"]
+__all__ = [
+    "CREATED",
+    "EXTENDED",
+    "FINISHED",
+    "OPENED",
+    "SET_ASIDE",
+    "Outcome",
+    "Run",
+    "RunView",
+    "Status",
+]
+
+
+Outcome = Literal["finished", "failed", "interrupted"]
+Status = Literal["running", "finished", "failed", "interrupted"]
+CREATED, OPENED, FINISHED = "run/created", "run/opened", "run/finished"
+
+
+class RunView:
+    """A run to look at. Needs no lock and changes nothing; the owner may be writing meanwhile."""
+
+    def __init__(self, path: Path, log: EventView, blobs: BlobView) -> None:
+        self.path = path
+        self.blobs = blobs
+        self._log = log
+        created = log.get(CREATED, CREATED)
+        if created is None:
+            raise RunError(f"{path} was stopped before it began: create it again under its name.")
+        self.created: Event = created
+
+    @property
+    def kind(self) -> str:
+        """What it executes: "genome", "grpo", "icm", "evolve", "eval", ..."""
+        return str(self.created.payload["kind"])
+
+    @property
+    def name(self) -> str:
+        return str(self.created.payload["name"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config it was created with, and with what `extend` changed."""
+        document = self.read_json(CONFIG)
+        if not isinstance(document, dict):
+            raise RunError(f"{self.path / CONFIG} is damaged: it holds no JSON object.")
+        return document
+
+    @property
+    def status(self) -> Status:
+        """How the last owner ended; while it did not say: running if it lives, else interrupted."""
+        lock = self.path / LOCK
+        had_owner = is_locked(lock)  # asked before too: it may finish and leave meanwhile
+        ending = self.ending
+        if ending is not None:
+            outcome: Outcome = ending.payload["outcome"]
+            return outcome
+        return "running" if had_owner or is_locked(lock) else "interrupted"
+
+    def require_free(self) -> None:
+        """Raise the RunError that `Run.open` would, when a process owns the run."""
+        require_free(self.path / LOCK)
+
+    @property
+    def ending(self) -> Event | None:
+        """What `finish` stored, {"outcome", "message"}; None when it was opened again since."""
+        finished, opened = self.last(FINISHED), self.last(OPENED)
+        if finished is None or (opened is not None and opened.seq > finished.seq):
+            return None
+        return finished
+
+    def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
+        """Events in order of `seq`, of one kind or all, beginning behind seq `after`."""
+        return self._log.events(kind, after=after)
+
+    def last(self, kind: str | None = None) -> Event | None:
+        """The newest event, of one kind or of all."""
+        return self._log.last(kind)
+
+    def get(self, kind: str, key: str) -> Event | None:
+        """The event that was appended under a key."""
+        return self._log.get(kind, key)
+
+    def fields(self, kind: str, names: Sequence[str], *, after: int = 0) -> Iterator[list[Any]]:
+        """The seq of each event of a kind with some numbers and texts of its payload, in order.
+        What else it holds is not decoded."""
+        return self._log.fields(kind, names, after=after)
+
+    def keyed(self, kind: str, prefix: str) -> list[Event]:
+        """The events of a kind whose key begins so, in order of `seq`; only they are read."""
+        return self._log.keyed(kind, prefix)
+
+    def page(
+        self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100
+    ) -> tuple[int, list[tuple[int, str, str, str, float]]]:
+        """Some rows of a long list of events, see `EventView.page`."""
+        return self._log.page(kind, text=text, offset=offset, limit=limit)
+
+    def counts(self) -> dict[str, int]:
+        """How many events there are of each kind."""
+        return self._log.counts()
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds from each opening of the run to the last event before the next one."""
+        openings = [self.created, *self.events(OPENED)]
+        newest = self.last() or self.created
+        ends = [self._log.time_s(opening.seq - 1) for opening in openings[1:]] + [newest.time_s]
+        spans = zip(openings, ends, strict=True)
+        return sum(max(0.0, end - opening.time_s) for opening, end in spans)
+
+    def metrics(self) -> list[MetricsRow]:
+        """What `log_metrics` wrote, one row per step."""
+        return read_metrics(self.path / METRICS)
+
+    def read_json(self, name: str) -> Any:
+        """A document that `write_json` wrote."""
+        check_name(name, what="file name")
+        path = self.path / name
+        with disk_boundary(f"Reading {path}"):
+            return decode(path.read_bytes(), what=str(path))
+
+    def close(self) -> None:
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 EXTENDED, JOURNAL_MADE, SET_ASIDE = "run/extended", "run/journal", "run/set_aside"
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rookery.errors import RunError
+from rookery.paths import expanded
 from rookery.runs.disk import disk_boundary, encode, sync_folder
 from rookery.runs.event_log import Event, NewEvent
-from rookery.runs.run import Run
+from rookery.runs.run import Run, RunView, Status
 from rookery.runs.run_folder import EVENTS
-from rookery.runs.run_view import RunView, Status
 
 __all__ = [
     "Attempt",
@@ -190,7 +190,7 @@ def list_runs(root: Path) -> list[RunSummary]:
 
 def find_runs(root: Path) -> list[Path]:
     """The folders of the runs directly below a folder, then those noted there."""
-    if not root.exists():
+    if not expanded(root).exists():
         return []
     if not root.is_dir():
         raise RunError(f"{root} is a file: give the folder that holds the runs.")

@@ -3,15 +3,12 @@
     async with open_sandbox(SandboxConfig(), EvaluatorConfig(file=path)) as sandbox:
         outcome = await sandbox.evaluate(text)
 
-config    what is stopped and what is let through       outcome       what an evaluation gave
-sandbox   one evaluator, one candidate at a time        probe         which backend works here
-server    the fork server, seen from outside            inside/       what runs in the jail
-backends/ bubblewrap, sandlock, unsafe                  box           files that go inside, cgroups
-process_tree   results and output with limits, memory and processes of a jail
+jail      what is stopped, and how                      outcome       what an evaluation gave
+sandbox   one evaluator; which backend works here       box           files that go inside, cgroups
+server    the fork server, its output and processes     inside/       what runs in the jail
 """
 
-from rookery.sandbox.backends import REMEDIES
-from rookery.sandbox.config import BackendName, EvaluatorConfig, SandboxConfig
+from rookery.sandbox.jail import BackendName, EvaluatorConfig, SandboxConfig
 from rookery.sandbox.outcome import (
     Artifact,
     Failure,
@@ -21,12 +18,17 @@ from rookery.sandbox.outcome import (
     decode_outcome,
     encode_outcome,
 )
-from rookery.sandbox.probe import Probe, choose_backend, open_sandbox, probe, probe_backend
-from rookery.sandbox.sandbox import Sandbox
+from rookery.sandbox.sandbox import (
+    Probe,
+    Sandbox,
+    choose_backend,
+    open_sandbox,
+    probe,
+    probe_backend,
+)
 from rookery.sandbox.server import Program
 
 __all__ = [
-    "REMEDIES",
     "Artifact",
     "BackendName",
     "EvaluatorConfig",

@@ -19,14 +19,9 @@ from pathlib import Path
 
 from rookery.errors import SandboxError
 from rookery.runtime.file_lock import FileLock
-from rookery.sandbox.inside.scratch import empty_folder
+from rookery.sandbox.inside.isolation import empty_folder
 
-__all__ = [
-    "Box",
-    "Cgroup",
-    "make_cgroup",
-    "open_box",
-]
+__all__ = ["Box", "Cgroup", "make_cgroup", "open_box"]
 
 # A control group of a sandbox: limits on memory and processes that the kernel holds.
 #

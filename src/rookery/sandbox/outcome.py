@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
-from rookery.sandbox.config import EvaluatorConfig
+from rookery.sandbox.jail import EvaluatorConfig
 
 __all__ = [
     "MAX_LINES",

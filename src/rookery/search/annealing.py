@@ -19,8 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.search.constraints import Constraints
-from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_items
 from rookery.search.racing import Race
 from rookery.seeding import shuffled, stream
 

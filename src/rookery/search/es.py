@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import ConfigError
-from rookery.search.fitness import Fitness, fitness_ranks
+from rookery.search.candidate import Fitness, fitness_ranks
 from rookery.seeding import stream, stream_seed
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.search.sequential import TOLERANCE, MeanTests
+from rookery.search.statistics import TOLERANCE, MeanTests
 
 __all__ = [
     "FloorTests",

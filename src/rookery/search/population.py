@@ -13,16 +13,32 @@ remembering: a population saved after any generation goes on as if it had never 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config, without_removed
-from rookery.search.candidate import Candidate, ChildPlan
-from rookery.search.children import Birth, ChildrenConfig, plan_children
-from rookery.search.fitness import Fitness, comparable_scores, rank_key
-from rookery.search.selection import SelectionConfig, elites, select
-from rookery.seeding import stream
+from rookery.errors import ConfigError
+from rookery.search.candidate import (
+    RANDOM_SUM,
+    Candidate,
+    ChildPlan,
+    Fitness,
+    comparable_scores,
+    rank_key,
+)
+from rookery.search.children import (
+    Birth,
+    ChildrenConfig,
+    SelectionConfig,
+    convex_weights,
+    elites,
+    plan_children,
+    select,
+)
+from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = [
     "Mark",
@@ -31,9 +47,74 @@ __all__ = [
     "SurvivalConfig",
     "ask",
     "found",
+    "pair_plans",
+    "random_plans",
+    "random_weights",
     "survivors",
     "tell",
 ]
+
+
+MAX_STRENGTH = 1.5
+"""A single founder is tried in strengths up to this."""
+
+
+def pair_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
+    """`count` merges of two: every pair once before any comes again, weights always fresh."""
+    if len(set(ids)) < 2:
+        raise ConfigError(
+            f"Got the founders {list(ids)}: a pair needs two different ones. Give more, "
+            "or write init.use: adapters."
+        )
+    pairs = shuffled(list(combinations(ids, 2)), rng=stream(seed, "pairs"))
+    plans = []
+    for index in range(count):
+        weights = convex_weights(2, rng=stream(seed, "pairs", index))
+        pair = pairs[index % len(pairs)]
+        plans.append(_plan(pair, weights, name=f"g000-c{index:02d}", seed=seed))
+    return tuple(plans)
+
+
+def random_weights(num_founders: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Of one sum: some founders, two at least, share a total from 1, their mean, up to their
+    number, their plain sum. The shares are uniform (Dirichlet), the total's logarithm is too."""
+    if num_founders == 1:
+        return MAX_STRENGTH * rng.random(1)
+    count = int(rng.integers(2, num_founders + 1))
+    weights = np.zeros(num_founders)
+    members = rng.permutation(num_founders)[:count]
+    weights[members] = rng.dirichlet(np.ones(count)) * count ** rng.random()
+    return weights
+
+
+def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
+    """`count` sums of founders: the uniform average, then random weights."""
+    plans = []
+    for index in range(count):
+        drawn = random_weights(len(ids), rng=stream(seed, "random", index))
+        if index == 0 and len(ids) > 1:
+            drawn = np.full(len(ids), 1.0 / len(ids))
+        weights = tuple(float(weight) for weight in drawn)
+        plan = _plan(tuple(ids), weights, name=f"r{index:04d}", seed=seed)
+        plans.append(replace(plan, merge=RANDOM_SUM))
+    return tuple(plans)
+
+
+def _plan(
+    parents: tuple[str, ...], weights: tuple[float, ...], *, name: str, seed: int
+) -> ChildPlan:
+    """A linear merge without mutation."""
+    return ChildPlan(
+        id=name,
+        generation=0,
+        merge="linear",
+        parents=parents,
+        weights=weights,
+        mutation=None,
+        sigma=0.0,
+        seed_key=stream_seed(seed, "plan", name),
+    )
+
 
 _REMOVED = {
     "swarm": (None, "leave it out: moves of a swarm found nothing that crossovers do not"),

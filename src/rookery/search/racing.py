@@ -43,9 +43,9 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import ConfigError
-from rookery.search.fitness import score_factors
+from rookery.search.candidate import score_factors
 from rookery.search.merit import FloorTests, violation_of
-from rookery.search.sequential import MeanTests, check_rewards, two_sum
+from rookery.search.statistics import MeanTests, check_rewards, two_sum
 from rookery.seeding import shuffled
 
 __all__ = [

@@ -22,7 +22,7 @@ from itertools import chain, islice, product
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.search.founders import random_weights
+from rookery.search.population import random_weights
 
 __all__ = ["Box", "Surrogate", "Worth", "propose"]
 

@@ -22,8 +22,7 @@ from rookery.service.records import (
     Session,
     StoredSequence,
 )
-from rookery.service.state import State
-from rookery.service.wire.requests import (
+from rookery.service.requests import (
     CopyWeights,
     CreateCustomLoss,
     CreateSamplingSession,
@@ -31,6 +30,7 @@ from rookery.service.wire.requests import (
     GetInfo,
     JoinSamplingSession,
 )
+from rookery.service.state import State
 from rookery.service.work import Command, bad, missing
 from rookery.types import LoraShape
 

@@ -1,23 +1,107 @@
-"""What the loops of the service share: the state, the futures, the write-ahead log, the models."""
+"""What the loops of the service share: state, futures, log, models, and what is counted."""
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as Count
 
 from rookery.service.config import ServiceConfig
 from rookery.service.fair_queue import FairSemaphore
 from rookery.service.futures import Futures
-from rookery.service.metrics import Metrics
-from rookery.service.state import State
-from rookery.service.wal import Wal
-from rookery.service.work import SAMPLING, Backend, Command, bad
+from rookery.service.state import State, Wal
+from rookery.service.work import SAMPLING, Backend, Command, Format, bad
 
-__all__ = [
-    "Pending",
-    "ServiceContext",
-]
+__all__ = ["Metrics", "Pending", "ServiceContext", "Throughput"]
+
+
+# How fast work is done: tokens per second while there is work, of the last half minute or so.
+
+
+MEMORY_S = 30.0
+"""What was measured this long ago counts about a third."""
+
+
+class Throughput:
+    """Works may run side by side; the time when none runs does not count."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._num_running = 0
+        self._since = 0.0
+
+    @property
+    def per_s(self) -> float:
+        """Tokens per second; 0 before the first work is done."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    @contextmanager
+    def running(self, tokens: int) -> Iterator[None]:
+        """A work of so many tokens is done inside the block; one that fails does not count."""
+        if not self._num_running:
+            self._since = time.monotonic()
+        self._num_running += 1
+        try:
+            yield
+            self._add(tokens)
+        finally:
+            self._num_running -= 1
+
+    def _add(self, tokens: int) -> None:
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        decay = math.exp(-seconds / MEMORY_S)
+        self._tokens = self._tokens * decay + tokens
+        self._seconds = self._seconds * decay + seconds
+
+
+SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
+
+
+class Metrics:
+    """What one service counts; a registry of its own, so that two services in one process do not
+    meet."""
+
+    def __init__(self) -> None:
+        self._registry, self._tenants = CollectorRegistry(), CollectorRegistry()
+        here = self._registry
+        labels = ["path", "status"]
+        self.requests = Count("rookery_requests", "HTTP requests", labels, registry=here)
+        about = "Time to answer HTTP requests"
+        self.seconds = Histogram(
+            "rookery_request_seconds", about, ["path"], buckets=SECONDS, registry=here
+        )
+        labels = ["kind", "tenant"]
+        self.tokens = Count("rookery_tokens", "Tokens computed", labels, registry=self._tenants)
+        about = "Requests in a queue"
+        self.waiting = Gauge("rookery_waiting_requests", about, ["queue"], registry=here)
+        self.passes = Count("rookery_passes", "Calls of the trainer", ["call"], registry=here)
+        about = "Requests in calls of the trainer"
+        self.pass_requests = Count("rookery_pass_requests", about, ["call"], registry=here)
+        self.snapshots = Count("rookery_snapshots", "Snapshots", registry=here)
+        self.models = Gauge("rookery_live_models", "Models in training", registry=here)
+
+    def tokens_by_tenant(self) -> dict[str, dict[str, int]]:
+        """Tenant -> kind -> tokens computed since the start."""
+        tokens: dict[str, dict[str, int]] = {}
+        for family in self.tokens.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    by_kind = tokens.setdefault(sample.labels["tenant"], {})
+                    by_kind[sample.labels["kind"]] = int(sample.value)
+        return tokens
+
+    def text(self, *, has_tenants: bool) -> bytes:
+        """The page, with what has the names of tenants or without."""
+        page: bytes = generate_latest(self._registry)
+        return page + generate_latest(self._tenants) if has_tenants else page
+
 
 # Accepted works that are not done, counted per tenant, and how often each began to be computed.
 #
@@ -134,6 +218,8 @@ class ServiceContext:
     config: ServiceConfig
     backends: Mapping[str, Backend]
     """By the names that clients may use for base models."""
+    format: Format
+    """What clients write, and read."""
     wal: Wal
     metrics: Metrics
     state: State = field(default_factory=State)

@@ -9,6 +9,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,25 +19,24 @@ from rookery.concurrency import task_group, together
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
 from rookery.ports import AdapterFolders, Codec
 from rookery.seeding import stream_seed
-from rookery.service.context import ServiceContext
+from rookery.service.context import ServiceContext, Throughput
 from rookery.service.fair_queue import FairSemaphore
-from rookery.service.metrics import Throughput
 from rookery.service.records import Rows, SamplingSession, encode
 from rookery.service.trainer_calls import ADAPTER
-from rookery.service.wire.records import ScoreBody, score_document
-from rookery.service.wire.requests import Sample
-from rookery.service.wire.samples import (
+from rookery.service.wire import ScoreBody, score_document
+from rookery.service.work import (
+    GIVEN_UP,
+    Array,
+    Command,
+    Draw,
     PromptScores,
-    encode_samples,
-    prompt_tokens,
-    sampling_params,
-    target_tokens,
+    Refusal,
+    Result,
+    bad,
+    failed,
 )
-from rookery.service.wire.schema import Array
-from rookery.service.work import GIVEN_UP, Command, Refusal, Result, bad, failed
 from rookery.types import (
     Completion,
-    CompletionDelta,
     ModelRef,
     SampleRequest,
     SamplingParams,
@@ -47,7 +47,6 @@ from rookery.types import (
 
 __all__ = [
     "ANSWER_MIB",
-    "Draw",
     "Drawing",
     "Drawn",
     "Residency",
@@ -115,39 +114,6 @@ class Residency:
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """What to draw from which model, and what to tell of the prompt."""
-
-    id: str
-    tenant: str
-    base_model: str
-    blob: str
-    """The sampler weights; "" for the base model."""
-    prompt: TokenIds
-    params: SamplingParams
-    scored: int = 0
-    """How many of the last prompt tokens get log-probabilities."""
-    top_k: int = 0
-    """Most likely tokens per scored prompt token."""
-    targets: Array | None = None
-    """[T - 1, K]: token ids to score after each prompt position, -1 for none."""
-    alternatives: int = 0
-    """Draws after each prompt position."""
-    has_text: bool = False
-    """Whether the texts are answered too."""
-    json_schema: str = ""
-    """What the answers must match, as `SampleRequest.json_schema`."""
-    on_delta: Callable[[CompletionDelta], None] | None = None
-    """Told what the answers gain, as `SampleRequest.on_delta`."""
-
-    @property
-    def tokens(self) -> int:
-        num_scored = 0 if self.targets is None else int((self.targets >= 0).sum())
-        num_drawn = self.params.n * self.params.max_tokens
-        return len(self.prompt) * (1 + self.alternatives) + num_scored + num_drawn
 
 
 Drawn = tuple[tuple[Completion, ...], PromptScores]
@@ -419,14 +385,8 @@ class Samples:
     async def _draw(self, work: Command) -> Result:
         draw = read_draw(self._context, self._drawing, work)
         async with self._drawing.drawn(draw) as (completions, scores):
-            payload = await asyncio.to_thread(
-                encode_samples,
-                completions,
-                scores,
-                top_k=draw.params.top_logprobs,
-                has_text=draw.has_text,
-            )
-        return Result(payload, form="proto")
+            write = self._context.format.write_samples
+            return await asyncio.to_thread(write, draw, completions, scores)
 
     async def _score(self, work: Command) -> Result:
         sampler = self._context.state.sampler(work.tenant, work.owner)
@@ -467,30 +427,7 @@ def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[Toke
 
 
 def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> Draw:
-    """What an accepted sample asks for; a refusal when it can never be drawn.
-
-    Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
-    restart.
-    """
-    request = Sample.model_validate_json(work.body)
-    prompt = prompt_tokens(request.prompt)
+    """What an accepted sample asks for; a refusal when it can never be drawn."""
     sampler = context.state.sampler(work.tenant, work.owner)
-    options = request.sampling_params
-    max_tokens = drawing.max_tokens(
-        sampler.base_model, asked=options.max_tokens, num_prompt=len(prompt)
-    )
-    has_scores = request.prompt_logprobs or request.topk_prompt_logprobs
-    seed = stream_seed(0, work.id) if options.seed is None else options.seed & (2**63 - 1)
-    return Draw(
-        id=work.id,
-        tenant=work.tenant,
-        base_model=sampler.base_model,
-        blob=sampler.blob,
-        prompt=prompt,
-        params=sampling_params(request, seed=seed, max_tokens=max_tokens),
-        scored=(request.prompt_logprobs_last_n or len(prompt)) if has_scores else 0,
-        top_k=request.topk_prompt_logprobs,
-        targets=target_tokens(request, num_prompt=len(prompt)),
-        alternatives=request.prompt_alt_tokens_k,
-        has_text=request.return_text,
-    )
+    max_tokens = partial(drawing.max_tokens, sampler.base_model)
+    return context.format.read_draw(work, sampler, max_tokens=max_tokens)

@@ -103,10 +103,10 @@ class Futures:
             )
         return future
 
-    def of_key(self, key: str, *, tenant: str) -> Future | None:
-        """The tenant's own request of this key, while its result is kept."""
+    def result_of_key(self, key: str, *, tenant: str) -> Result | None:
+        """Of the tenant's own request of this key, while it is kept."""
         future = self._futures.get(self._keys.get(key, ""))
-        return future if future is not None and future.tenant == tenant else None
+        return future.result if future is not None and future.tenant == tenant else None
 
     def get(self, future_id: str, *, tenant: str) -> Future:
         future = self._futures.get(future_id)

@@ -15,9 +15,8 @@ from rookery.service.commands import is_immediate
 from rookery.service.context import ServiceContext
 from rookery.service.futures import Future, Futures
 from rookery.service.records import Model
-from rookery.service.state import State
+from rookery.service.state import State, read_entry
 from rookery.service.trainer_calls import STATE, PassRecord
-from rookery.service.wal import read_entry
 from rookery.service.work import Command, Result
 
 __all__ = ["Restarted", "recover", "take_snapshot"]

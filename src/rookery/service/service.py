@@ -1,6 +1,6 @@
 """Service: accepts requests, keeps them durable, and joins the loops that do them.
 
-    async with open_service(run, backends, config) as service:
+    async with open_service(run, backends, config, format=format) as service:
         reply = await service.change("create_session", tenant, request)
         reply = await service.accept(command)
 
@@ -26,23 +26,160 @@ from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
 from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
-from rookery.service.context import ServiceContext
+from rookery.service.context import Metrics, ServiceContext
 from rookery.service.drawing import Drawing, Samples
 from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
-from rookery.service.limits import Admission
-from rookery.service.metrics import Metrics
 from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
+from rookery.service.requests import CreateModel, Sample, SaveForSampler
+from rookery.service.state import Wal
 from rookery.service.trainer_calls import PassRecord
 from rookery.service.training import TrainingLoop
-from rookery.service.wal import Wal
-from rookery.service.wire.body import as_json
-from rookery.service.wire.requests import CreateModel, Sample
-from rookery.service.work import SAMPLING, Backend, Command, bad, failed, finished
+from rookery.service.wire import as_json
+from rookery.service.work import SAMPLING, Backend, Command, Format, Refusal, bad, failed, finished
 from rookery.types import LoraShape
 
-__all__ = ["Service", "new_id", "open_service"]
+__all__ = ["Admission", "Service", "new_id", "open_service"]
+
+
+MAX_LOSSES = 256
+"""Of one tenant: their graphs are kept in memory until their sessions end."""
+
+
+class Admission:
+    """The limits of the config, per tenant."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._limits = context.config.limits
+        self._credit: dict[str, tuple[float, float]] = {}
+        """Requests that a tenant may still send, and when that was so."""
+
+    def check(self, command: Command) -> None:
+        """Refuse what is too much: 429 when it may be sent again later."""
+        num_own = self._context.pending.count(command.tenant)
+        if num_own >= self._limits.waiting:
+            raise _full(
+                f"{num_own} of your requests are waiting; at most {self._limits.waiting} may."
+            )
+        self._check_bytes(command)
+        self.check_results(command.tenant)
+        if command.kind == "create_model":
+            self._check_model(command)
+        if command.kind == "save_weights_for_sampler":
+            self._check_save(command)
+
+    def _check_bytes(self, command: Command) -> None:
+        """Whoever has less than a tenant's share is not refused because others have more."""
+        pending, most = self._context.pending, self._limits.waiting_mib * 2**20
+        num_bytes = pending.num_bytes_of(command.tenant) + len(command.body)
+        share = most / max(pending.num_tenants, 1)
+        if pending.num_bytes + len(command.body) > most and num_bytes > share:
+            raise _full(
+                f"The requests that wait hold {pending.num_bytes / 2**20:.0f} MiB, of at most "
+                f"{self._limits.waiting_mib:g}, and yours more than a tenant's share of it."
+            )
+
+    def check_results(self, tenant: str) -> None:
+        """Refuse new requests of whom does not fetch the results of earlier ones."""
+        futures, most_mib = self._context.futures, self._limits.results_mib
+        num_bytes = futures.bytes_unfetched(tenant) + self._context.answers[tenant]
+        num, mib = futures.num_unfetched(tenant), num_bytes / 2**20
+        if num >= self._limits.results or mib > most_mib:
+            raise _full(
+                f"{num} results of yours, {mib:.0f} MiB, were not fetched; at most "
+                f"{self._limits.results} and {most_mib:g} MiB are kept: fetch them."
+            )
+
+    def check_answers(self, tenant: str) -> None:
+        """Refuse to write another answer for whom does not read the earlier ones."""
+        mib = self._context.answers[tenant] / 2**20
+        if mib > self._limits.results_mib:
+            raise _full(
+                f"Answers to you of {mib:.0f} MiB are on their way, of at most "
+                f"{self._limits.results_mib:g}: read them."
+            )
+
+    def check_losses(self, tenant: str) -> None:
+        self.check_results(tenant)
+        num = sum(loss.tenant == tenant for loss in self._context.state.losses.values())
+        if num >= MAX_LOSSES:
+            raise bad(f"You have {num} custom losses, the most there may be: end their sessions.")
+
+    def check_rate(self, tenant: str) -> None:
+        """Count a request; refuse it when too many came within a second."""
+        rate, now = self._limits.requests_per_s, time.monotonic()
+        most = max(rate, 1.0)
+        credit, then = self._credit.get(tenant, (most, now))
+        credit = min(most, credit + (now - then) * rate)
+        if credit < 1:
+            raise _full(f"You sent more than {rate:g} requests per second.")
+        self._credit[tenant] = (credit - 1, now)
+
+    def check_draws(self, num_waiting: int, *, num: int) -> None:
+        """Count draws that are answered at once, beside those that wait."""
+        if num_waiting and num_waiting + num > self._limits.waiting:
+            raise _full(
+                f"{num_waiting} of your samples are waiting; at most {self._limits.waiting} may."
+            )
+
+    def check_sessions(self, tenant: str) -> None:
+        sessions = self._context.state.sessions.values()
+        num_open = sum(one.tenant == tenant and not one.is_over for one in sessions)
+        if num_open >= self._limits.sessions:
+            raise _full(
+                f"You have {num_open} open sessions; at most {self._limits.sessions} may be."
+            )
+
+    def check_samplers(self, tenant: str, sampler_id: str = "") -> None:
+        """Refuse a new sampling session; one that is known may be sent again."""
+        samplers = self._context.state.samplers
+        num = sum(one.tenant == tenant for one in samplers.values())
+        if num >= self._limits.samplers and sampler_id not in samplers:
+            raise _full(
+                f"You have {num} sampling sessions; at most {self._limits.samplers} may be: end "
+                "sessions, or delete samplers that you do not need."
+            )
+
+    def check_samples(self, num: int) -> None:
+        """Of one request, its prompts together."""
+        if num > self._limits.samples:
+            raise bad(f"The request asks for {num} samples; at most {self._limits.samples} may be.")
+
+    def check_checkpoints(self, tenant: str) -> None:
+        state = self._context.state
+        num = sum(checkpoint.tenant == tenant for checkpoint in state.checkpoints.values())
+        num += sum(who == tenant for who, _ in state.adapters)
+        if num >= self._limits.checkpoints:
+            raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
+
+    def _check_save(self, command: Command) -> None:
+        """Weights that are saved without a name are a sampling session."""
+        if SaveForSampler.model_validate_json(command.body).path is None:
+            self.check_samplers(command.tenant)
+
+    def _check_model(self, command: Command) -> None:
+        request = CreateModel.model_validate_json(command.body)
+        rank = request.lora_config.rank
+        most = min(self._limits.rank, self._context.backend(request.base_model).engine.max_rank)
+        if rank > most:
+            raise bad(f"rank is {rank}; this service trains ranks 1 to {most}.")
+        live = [
+            model
+            for model in self._context.state.models.values()
+            if model.tenant == command.tenant and model.is_live
+        ]
+        if len(live) >= self._limits.models:
+            raise bad(
+                f"You have {len(live)} models in training, and at most {self._limits.models} may "
+                "be: close the clients of those you do not need."
+            )
+
+
+def _full(sentence: str) -> Refusal:
+    return Refusal(429, f"{sentence} Send it again later.")
+
 
 HOUSEKEEPING_S = 10.0
 KEPT_SAMPLERS = 8
@@ -316,11 +453,13 @@ class Service:
 
 @asynccontextmanager
 async def open_service(
-    run: Run, backends: Mapping[str, Backend], config: ServiceConfig
+    run: Run, backends: Mapping[str, Backend], config: ServiceConfig, *, format: Format
 ) -> AsyncIterator[Service]:
     """The service, running inside the block, with all that was accepted before a restart."""
     wal = await run_in_thread(Wal, run)
-    context = ServiceContext(config=config, backends=backends, wal=wal, metrics=Metrics())
+    context = ServiceContext(
+        config=config, backends=backends, format=format, wal=wal, metrics=Metrics()
+    )
     secret = await _link_secret(run)
     async with task_group() as group:
         service = Service(context, group, link_secret=secret)

@@ -4,22 +4,16 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError, RunError, ServiceError, boundary
 from rookery.service.config import encrypt_folder
 from rookery.service.context import ServiceContext
-from rookery.service.futures import Futures
 from rookery.service.records import Checkpoint, Model, SamplingSession
-from rookery.service.wire.body import load_json
-from rookery.service.wire.losses import LOSSES, output_arrays, output_metrics, train_request
-from rookery.service.wire.records import RecordCall, output_document
-from rookery.service.wire.requests import (
+from rookery.service.requests import (
     AdamParams,
     LoadWeights,
     OptimStepRequest,
@@ -27,26 +21,19 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
-from rookery.service.wire.schema import Array, SampleResponse
-from rookery.service.wire.training import (
-    DatumArrays,
-    TargetSpan,
-    TrainCall,
-    encode_outputs,
-    read_train_json,
-    read_train_proto,
-)
 from rookery.service.work import (
     GIVEN_UP,
     Backend,
     Category,
     Command,
+    Known,
     Refusal,
     Result,
+    Training,
     failed,
     finished,
 )
-from rookery.types import OptimStep, TrainOutput, TrainRequest
+from rookery.types import OptimStep, TrainOutput
 
 __all__ = [
     "ADAPTER",
@@ -54,9 +41,7 @@ __all__ = [
     "Outcome",
     "PassRecord",
     "TrainerCalls",
-    "drawn_logprobs",
     "finish_pass",
-    "read_call",
 ]
 
 # What came of a work: its result, and what it changed; made durable before it can be fetched.
@@ -180,46 +165,6 @@ def _outnumbered(context: ServiceContext, outcomes: Sequence[Outcome]) -> list[s
     return paths
 
 
-# With which log-probabilities targets were drawn: data may carry spans that name the samples.
-#
-# span of 3 targets -> sequence SAMPLER:7:0, from its token 2 on -> the result of request 7
-
-
-def drawn_logprobs(futures: Futures, tenant: str, data: Sequence[DatumArrays]) -> tuple[Array, ...]:
-    """Of each datum one per target, NaN where it was not drawn here, or its result is not kept any
-    more; empty without spans. A result is read once, however many spans name it."""
-    result = cache(partial(_result_logprobs, futures, tenant))
-    answers = []
-    for datum in data:
-        rows: list[Array] = [np.zeros(0, dtype="<f4")]
-        for span in datum.target_spans:
-            owner, _, number = span.sequence_id.rpartition(":")
-            rows.append(_of_span(span, result(owner).get(number)))
-        answers.append(np.concatenate(rows))
-    return tuple(answers)
-
-
-def _result_logprobs(futures: Futures, tenant: str, request: str) -> dict[str, Array]:
-    """The log-probabilities of each sequence of `SAMPLER:7`, by its number."""
-    owner, _, seq = request.rpartition(":")
-    future = futures.of_key(f"{owner}#{seq}", tenant=tenant)
-    if future is None or future.result is None or future.result.form != "proto":
-        return {}
-    sequences = SampleResponse.FromString(future.result.payload).sequences
-    return {
-        str(place): np.frombuffer(sequence.logprobs, dtype="<f4")
-        for place, sequence in enumerate(sequences)
-    }
-
-
-def _of_span(span: TargetSpan, logprobs: Array | None) -> Array:
-    row: Array = np.full(span.length, np.nan, dtype="<f4")
-    if logprobs is not None:
-        known = logprobs[span.offset : span.offset + span.length]
-        row[: len(known)] = known
-    return row
-
-
 Read = TypeVar("Read")
 STATE, ADAPTER = "state", "adapter"
 """What a checkpoint is made of: the trainer's state as a file, the weights as a PEFT folder."""
@@ -231,13 +176,6 @@ _KINDS = {
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
-
-
-def read_call(work: Command) -> TrainCall | RecordCall:
-    """The forward_backward or forward of a work."""
-    if work.form == "proto":
-        return read_train_proto(work.body)[0]
-    return read_train_json(load_json(work.body))
 
 
 class TrainerCalls:
@@ -298,10 +236,18 @@ class TrainerCalls:
             return failures
         trainer = backend.trainer
         call = trainer.forward if works[0].kind == "forward" else trainer.forward_backward
-        outputs = await call([one.request for one in trained])
+        outputs = await call([training.request for _, training in trained])
         return failures + await asyncio.to_thread(
-            lambda: [one.outcome(output) for one, output in zip(trained, outputs, strict=True)]
+            lambda: [_trained(*one, output) for one, output in zip(trained, outputs, strict=True)]
         )
+
+    def _read(self, work: Command, *, context_tokens: int | None) -> tuple[Command, Training]:
+        known = Known(
+            context_tokens=context_tokens,
+            loss=partial(self._context.state.loss, work.tenant),
+            result=partial(self._context.futures.result_of_key, tenant=work.tenant),
+        )
+        return work, self._context.format.read_training(work, known)
 
     def _read_each(
         self, works: Sequence[Command], read: Callable[[Command], Read]
@@ -317,19 +263,6 @@ class TrainerCalls:
             except RookeryError as error:
                 failures.append(Outcome.failure(work, self._context.sentence(error), "user"))
         return requests, failures
-
-    def _read(self, work: Command, *, context_tokens: int | None) -> "_Trained":
-        call = read_call(work)
-        custom = partial(self._context.state.loss, work.tenant)
-        request = train_request(call, context_tokens=context_tokens, custom=custom)
-        drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
-        return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
-
-    def _drawn(self, work: Command, call: TrainCall) -> tuple[Array, ...]:
-        """The sampler's log-probabilities of each datum, where the loss does not have them."""
-        if call.loss in LOSSES and LOSSES[call.loss].is_policy:
-            return ()
-        return drawn_logprobs(self._context.futures, work.tenant, call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
         steps, outcomes = self._read_each(works, lambda work: (work, _optim_step(work)))
@@ -420,24 +353,10 @@ class TrainerCalls:
         return self._context.state.models[work.owner]
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """A work in the trainer."""
-
-    work: Command
-    request: TrainRequest
-    is_record: bool
-    """Whether it came as the trainer's own record, and is answered as one."""
-    drawn: tuple[Array, ...] = ()
-
-    def outcome(self, output: TrainOutput) -> Outcome:
-        if output.error:
-            return Outcome.failure(self.work, output.error, "user")
-        if self.is_record:
-            return Outcome(work=self.work, result=finished(output_document(output)))
-        arrays = output_arrays(self.request, output)
-        metrics = output_metrics(self.request, output, self.drawn)
-        return Outcome(work=self.work, result=Result(encode_outputs(arrays, metrics), form="proto"))
+def _trained(work: Command, training: Training, output: TrainOutput) -> Outcome:
+    if output.error:
+        return Outcome.failure(work, output.error, "user")
+    return Outcome(work=work, result=training.result(output))
 
 
 def _optim_step(work: Command) -> OptimStep:

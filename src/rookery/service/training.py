@@ -19,9 +19,8 @@ from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 from rookery.errors import RookeryError, ServiceError, boundary
-from rookery.service.context import ServiceContext
+from rookery.service.context import ServiceContext, Throughput
 from rookery.service.fair_queue import FairQueue
-from rookery.service.metrics import Throughput
 from rookery.service.records import Model
 from rookery.service.trainer_calls import Outcome, PassRecord, TrainerCalls, finish_pass
 from rookery.service.work import Command

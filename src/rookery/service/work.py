@@ -1,30 +1,55 @@
-"""One accepted request on its way: what was asked, by whom, what it costs; and its result."""
+"""One accepted request on its way: what was asked, by whom, what it costs; and its result.
+
+What the service asks of the format that its clients speak: the bodies of accepted requests as
+requests to the trainer and the engine, and what came of them as bodies.
+
+The journal has bodies as they came, so that they are read again after a restart.
+"""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from rookery.app_shell import Refusal
 from rookery.errors import EngineDownError, FleetDownError, RunError
 from rookery.ports import AdapterFolders, Codec, Engine, Trainees, Trainer
+from rookery.service.records import CustomLoss, SamplingSession
+from rookery.types import (
+    Completion,
+    CompletionDelta,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+    TrainOutput,
+    TrainRequest,
+)
 
 __all__ = [
     "GIVEN_UP",
     "SAMPLING",
+    "Array",
     "Backend",
     "Category",
     "Command",
+    "Draw",
     "Form",
+    "Format",
+    "Known",
+    "PromptScores",
     "Refusal",
     "Result",
+    "Training",
     "bad",
     "failed",
     "finished",
     "missing",
     "status_of",
 ]
+
 
 # What the service asks of the engine and the trainer of one base model; it holds no tensors.
 
@@ -131,3 +156,92 @@ def failed(sentence: str, category: Category) -> Result:
     """The SDK raises RequestFailedError with this sentence."""
     document = {"error": sentence, "category": category}
     return Result(json.dumps(document).encode(), is_failure=True)
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What to draw from which model, and what to tell of the prompt."""
+
+    id: str
+    tenant: str
+    base_model: str
+    blob: str
+    """The sampler weights; "" for the base model."""
+    prompt: TokenIds
+    params: SamplingParams
+    scored: int = 0
+    """How many of the last prompt tokens get log-probabilities."""
+    top_k: int = 0
+    """Most likely tokens per scored prompt token."""
+    targets: Array | None = None
+    """[T - 1, K]: token ids to score after each prompt position, -1 for none."""
+    alternatives: int = 0
+    """Draws after each prompt position."""
+    has_text: bool = False
+    """Whether the texts are answered too."""
+    json_schema: str = ""
+    """What the answers must match, as `SampleRequest.json_schema`."""
+    on_delta: Callable[[CompletionDelta], None] | None = None
+    """Told what the answers gain, as `SampleRequest.on_delta`."""
+
+    @property
+    def tokens(self) -> int:
+        num_scored = 0 if self.targets is None else int((self.targets >= 0).sum())
+        num_drawn = self.params.n * self.params.max_tokens
+        return len(self.prompt) * (1 + self.alternatives) + num_scored + num_drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """What was asked about the prompt; None where it was not."""
+
+    logprobs: Sequence[float | None] | None = None
+    top: Sequence[TopLogprobs] | None = None
+    top_k: int = 0
+    targets: Array | None = None
+    """[T - 1, K], NaN where nothing was asked."""
+    alternatives: tuple[Array, Array] | None = None
+    """Drawn tokens and their log-probabilities, [T - 1, K] each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a training request may refer to."""
+
+    context_tokens: int | None
+    loss: Callable[[str], CustomLoss]
+    """A loss that the tenant made, by its id; refuses others."""
+    result: Callable[[str], Result | None]
+    """Of an earlier request of the tenant, by its key; None when it is not kept."""
+
+
+class Training(Protocol):
+    """A forward_backward, or a forward, that can be computed."""
+
+    @property
+    def request(self) -> TrainRequest:
+        """For the trainer."""
+
+    def result(self, output: TrainOutput) -> Result:
+        """What its client gets for an output without an error."""
+
+
+class Format(Protocol):
+    """Both ways. Each function may take long for a long body: not in the event loop."""
+
+    def read_training(self, work: Command, known: Known) -> Training:
+        """Refused with a sentence when it can never be computed."""
+
+    def read_draw(
+        self, work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
+    ) -> Draw:
+        """What an accepted sample asks for; a refusal when it can never be drawn. `max_tokens` is
+        `Drawing.max_tokens` of the sampler's model."""
+
+    def write_samples(
+        self, draw: Draw, completions: Sequence[Completion], scores: PromptScores
+    ) -> Result:
+        """What its client gets."""

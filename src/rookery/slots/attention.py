@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 __all__ = [
     "ATTENTION",
@@ -21,12 +19,18 @@ __all__ = [
     "Attend",
     "CausalAttend",
     "Heads",
+    "HeadsSeen",
+    "Probe",
+    "agree",
     "attend_alike",
     "attend_heads",
     "attend_varlen",
     "causal_mask",
+    "gap",
     "has_varlen",
+    "register",
 ]
+
 
 ATTENTION = "rookery"
 """The `attn_implementation` that models are loaded with."""
@@ -154,6 +158,8 @@ def attend_varlen(
 ) -> torch.Tensor:
     """q [rows, H, D] against kv [keys, 2, KV, D], where `has_varlen`. Sequences lie end to end, cut
     at `ends` (of queries, of keys, both from 0 on); their queries are those of their last keys."""
+    from torch.nn.attention.varlen import varlen_attn  # seconds, and only GPUs have a kernel
+
     k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
     left = -1 if heads.window is None or heads.window >= longest[1] else heads.window - 1
     mixed = varlen_attn(
@@ -207,6 +213,15 @@ def attend_alike(
     return attend_heads(torch.cat((q, torch.zeros_like(q)), dim=2), k, v, mask, heads)[:, :, :1]
 
 
+def register() -> None:
+    """Have transformers know this attention, which takes seconds to import: before a model is
+    loaded."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _forward)
+    AttentionMaskInterface.register(ATTENTION, lambda *_args, **_kwargs: None)
+
+
 def _forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -230,5 +245,55 @@ def _forward(
     return attend(query[0].transpose(0, 1), kv, heads)[None], None
 
 
-AttentionInterface.register(ATTENTION, _forward)
-AttentionMaskInterface.register(ATTENTION, lambda *_args, **_kwargs: None)
+# A short pass that two ways of running a model must agree on.
+#
+# It reads the first positions of the context and its last ones: layers that treat positions in
+# another way from some point on differ there.
+
+
+_NUM_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+"""How far results may differ, as parts of the largest logit: other kernels sum in another order, a
+wrong pass is far off."""
+
+
+class Probe:
+    """Two sequences of the same tokens, [2, tokens]: at the start of the context and at its end.
+
+    Tokens are spread over the vocabulary: its first ones are special in most models, and half
+    precision rounds what follows them by ten times more.
+    """
+
+    def __init__(self, vocab_size: int, context_tokens: int, *, device: torch.device) -> None:
+        first = torch.arange(_NUM_TOKENS, device=device)
+        last = first + max(0, context_tokens - _NUM_TOKENS)
+        self.tokens = ((first * first * 7919 + first * 104729) % vocab_size).expand(2, -1)
+        self.positions = torch.stack((first, last))
+        self.lengths = [_NUM_TOKENS, _NUM_TOKENS]
+
+
+def gap(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> float:
+    """The largest difference of logits [2 * tokens, vocabulary]. In half precision that of a
+    sequence is the median of its positions': single ones are rounded by a lot."""
+    differences = (got - expected).abs().amax(dim=-1).view(2, -1)
+    if dtype != torch.float32:
+        differences = differences.median(dim=-1).values
+    return differences.max().item()
+
+
+def agree(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> bool:
+    """Whether two passes of a model of this type computed the same; NaN agrees with nothing."""
+    allowed = _TOLERANCE.get(dtype, 1e-3) * max(1.0, expected.abs().max().item())
+    return gap(got, expected, dtype=dtype) <= allowed
+
+
+class HeadsSeen:
+    """An attend that keeps what each layer asked of it, in order."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+        self.heads: list[Heads] = []
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        self.heads.append(heads)
+        return self._attend(q, kv, heads)

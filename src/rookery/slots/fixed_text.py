@@ -84,8 +84,8 @@ class _Slot:
         """That all of so many rows use it."""
         if not self._banks:
             return None
-        own = Segment(slot=0, rows=range(num_rows), block=num_rows)
-        return SlotRows([own], num_rows=num_rows, device=self._device, factors=self._banks)
+        every_row = Segment(slot=0, rows=range(num_rows), block=num_rows)
+        return SlotRows([every_row], num_rows=num_rows, device=self._device, factors=self._banks)
 
 
 class _Recording:

@@ -9,33 +9,51 @@ has that property in its strict mode, which it reads when it is first called.
 import ctypes
 import mmap
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from rookery.errors import ModelError
 from rookery.slots.rows import SlotFactors, SlotRows
 from rookery.types import LoraFactors
 
 __all__ = [
+    "FLOAT32",
     "ActiveRows",
+    "ArmInt4Product",
     "EvenActivation",
+    "HalfProduct",
     "LinearGroup",
     "MakeProduct",
     "PackedProduct",
+    "Packing",
     "SlottedLinear",
+    "X86Int4Product",
     "can_pack",
     "drop_pages",
+    "int4_packing",
 ]
+
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """With weights in a layout of its own: [rows, in] -> [rows, out]."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 """Of plain weights [out, in] and a bias."""
+
+
+class Packing(NamedTuple):
+    """The products that a model's linear layers are packed for."""
+
+    layers: MakeProduct
+    head: MakeProduct
+
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
@@ -103,6 +121,9 @@ class PackedProduct:
             x, self._weight, self._bias, "none", [], ""
         )
         return product
+
+
+FLOAT32 = Packing(PackedProduct, PackedProduct)
 
 
 class SlottedLinear(nn.Module):
@@ -311,3 +332,140 @@ def _stack_bank(
         b[:, ranks, place.start - whole.start : place.stop - whole.start] = part.transpose(1, 2)
         rank = ranks.stop
     return a.transpose(1, 2), b.transpose(1, 2)
+
+
+# Weights of four bits on the CPU: a linear product that reads a seventh of the memory.
+#
+# A weight is d q + m with q from 0 to 15; each group of 32 along a row of weights has its own d and
+# m. Symmetric groups would need no m, and cost SmolLM2 18 times the KL divergence. Numbers that lie
+# on such a grid, as those of a Q4_1 file do, are taken as they are.
+#
+#     weights    0.3  0.5  0.2 ... 1.7       d = 0.1, m = 0.2
+#     q            1    3    0 ...  15       d (q - 8) and m + 8 d = 1.0 to the kernel
+#
+# KleidiAI's kernel, which torch has on Arm, rounds d to bfloat16 and each row of inputs to 8 bit.
+# It knows d (q - 8) alone. The rest of a weight, m + 8 d, times the sum of the group's inputs is a
+# product of a 32nd of the size, in float32.
+#
+# The kernel of AVX2 and AVX512 rounds d, m + 8 d, inputs and outputs to bfloat16: too coarse for
+# logits, so the head has weights in float16 there. It is slower than float32 from about 20 rows on.
+
+
+_GROUP = 32
+_CHUNK_ROWS = 4096
+"""Rows of weights that are quantised at a time: a head is 30 times the size of a layer."""
+
+_pack_arm = torch.ops.aten._dyn_quant_pack_4bit_weight
+_multiply_arm = torch.ops.aten._dyn_quant_matmul_4bit
+_pack_x86 = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+_multiply_x86 = torch.ops.aten._weight_int4pack_mm_for_cpu
+_LEAST_OUT_X86 = 16
+"""That kernel takes multiples of these rows of weights."""
+
+
+def int4_packing() -> Packing:
+    """In four bits by this machine's kernel; ModelError unless there is one, and it gives a row the
+    same bits among any number."""
+    packing = _find_packing()
+    if packing is None:
+        raise ModelError(
+            f"weights is int4, for which torch {torch.__version__} has a kernel on Linux for Arm "
+            f"and for AVX2; here ({platform.machine()}) it would be slower than float32: leave "
+            "weights out."
+        )
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(37, 576, generator=random)
+    for make in dict.fromkeys(packing):
+        product = make(torch.randn(192, 576, generator=random), None)
+        together = product(rows)
+        if any(not torch.equal(product(rows[:n]), together[:n]) for n in (1, 2, 3, 4, 8, 16, 36)):
+            raise ModelError(
+                "weights is int4, and on this CPU the bits of its products depend on the number of "
+                "rows, so that results would depend on the batch: leave weights out."
+            )
+    return packing
+
+
+def _find_packing() -> Packing | None:
+    has_arm: bool = torch.backends.kleidiai.is_available()  # type: ignore[no-untyped-call]
+    if has_arm:
+        return Packing(_arm_product, _arm_product)
+    has_half = "fbgemm" in torch.backends.quantized.supported_engines
+    if has_half and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return Packing(_x86_product, HalfProduct)
+    return None
+
+
+def _arm_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """In float32 where rows are not whole groups."""
+    is_whole = weight.shape[1] % _GROUP == 0
+    return ArmInt4Product(weight, bias) if is_whole else PackedProduct(weight, bias)
+
+
+def _x86_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    is_whole = weight.shape[1] % _GROUP == 0 and weight.shape[0] % _LEAST_OUT_X86 == 0
+    return X86Int4Product(weight, bias) if is_whole else PackedProduct(weight, bias)
+
+
+class ArmInt4Product:
+    """A product with weights of four bits: [rows, in] -> [rows, out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._sizes = (weight.shape[1], weight.shape[0])
+        numbers, scales, rests = _quantise(weight.detach())
+        # A group that is a whole row goes through a kernel with float32 scales.
+        kind = torch.float32 if weight.shape[1] == _GROUP else torch.bfloat16
+        self._packed = _pack_arm(numbers, scales.to(kind), bias, _GROUP, *self._sizes)
+        self._rests = rests.t().contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        product: torch.Tensor = _multiply_arm(x, self._packed, _GROUP, *self._sizes)
+        sums = x.view(len(x), -1, _GROUP).sum(dim=2)
+        if len(x) > 1:
+            return product.addmm_(sums, self._rests)
+        # Alone it goes through another kernel, with other bits.
+        return torch.addmm(product.expand(2, -1), sums.expand(2, -1), self._rests)[:1]
+
+
+class X86Int4Product:
+    """The same with the kernel of AVX2 and AVX512."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        numbers, scales, rests = _quantise(weight.detach())
+        each = torch.stack((numbers & 15, numbers >> 4), dim=2).view(weight.shape)
+        self._packed = _pack_x86(each.int(), 1)
+        self._grids = torch.stack((scales, rests), dim=2).transpose(0, 1).contiguous().bfloat16()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _multiply_x86(x.bfloat16(), self._packed, _GROUP, self._grids)
+        return product.float() if self._bias is None else product + self._bias
+
+
+class HalfProduct:
+    """A product with weights in float16 on x86, computed in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return product
+
+
+def _quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two q in each byte [out, in / 2], d and m + 8 d [out, groups]."""
+    parts = [_quantise_rows(rows) for rows in torch.split(weight, _CHUNK_ROWS)]
+    numbers, scales, rests = (torch.cat(part) for part in zip(*parts, strict=True))
+    return numbers, scales, rests
+
+
+def _quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = weight.reshape(len(weight), -1, _GROUP)
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    scale = (high - low) / 15
+    whole = torch.where(scale > 0, scale, 1.0)  # a group of equal numbers is m alone
+    numbers = ((groups - low) / whole).round_().to(torch.uint8).view(len(weight), -1)
+    pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return pairs, scale[..., 0], (low + 8 * scale)[..., 0]

@@ -8,35 +8,31 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from accelerate import init_empty_weights
+import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 
 from rookery.errors import ModelError, boundary
 from rookery.model_names import model_names
-from rookery.slots.attention import ATTENTION, CausalAttend, Heads
+from rookery.slots.attention import (
+    ATTENTION,
+    CausalAttend,
+    Heads,
+    HeadsSeen,
+    Probe,
+    agree,
+    gap,
+    register,
+)
 from rookery.slots.linear import EvenActivation, drop_pages
 from rookery.slots.model import SlottedModel
-from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 from rookery.slots.rows import PositionEncoding
 
 __all__ = [
-    "FindWeights",
     "attach_model",
     "find_device",
-    "finish_model",
     "load_model",
     "make_empty_model",
     "read_weights",
-    "require_config",
     "require_decoder",
     "weight_shapes",
 ]
@@ -90,7 +86,7 @@ def load_model(
         kind = torch.float32 if device == "cpu" else "auto"
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
         require_decoder(folder)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, attn_implementation="eager"
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
@@ -108,12 +104,12 @@ def load_model(
 
 @_one_at_a_time
 def finish_model(
-    model: PreTrainedModel, *, folder: Path, names: frozenset[str] = frozenset()
+    model: "transformers.PreTrainedModel", *, folder: Path, names: frozenset[str] = frozenset()
 ) -> SlottedModel:
     """The slotted model of one that has its weights, if its layers can be driven from here."""
     _check_parts(model, folder)
-    own = getattr(model.config, "_name_or_path", "") or ""
-    known = {str(folder), str(folder.resolve()), own, *names}
+    configured = getattr(model.config, "_name_or_path", "") or ""
+    known = {str(folder), str(folder.resolve()), configured, *names}
     with boundary(
         ModelError,
         f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
@@ -131,11 +127,12 @@ def make_empty_model(
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
         config = require_decoder(folder)
-        own = getattr(config, "dtype", None) or torch.float32
-        kind = getattr(torch, dtype) if dtype != "auto" else own
+        stored = getattr(config, "dtype", None) or torch.float32
+        kind = getattr(torch, dtype) if dtype != "auto" else stored
         kind = torch.float32 if dtype == "auto" and device == "cpu" else kind
+        register()
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=kind, attn_implementation=ATTENTION
             )
         model = model.eval().requires_grad_(requires_grad=False)
@@ -147,7 +144,7 @@ def make_empty_model(
     return slotted
 
 
-def _even_activations(model: PreTrainedModel, *, is_exact: bool) -> None:
+def _even_activations(model: "transformers.PreTrainedModel", *, is_exact: bool) -> None:
     """On the CPU, where a row's bits would depend on the rows beside it: when threads share a pass,
     or its width is no multiple of a vector."""
     if model.device.type != "cpu":
@@ -167,7 +164,7 @@ def require_config(folder: Path) -> None:
         )
 
 
-def require_decoder(folder: Path) -> PreTrainedConfig:
+def require_decoder(folder: Path) -> "transformers.PreTrainedConfig":
     """The config of a model that continues texts; ModelError for another one.
 
     transformers would name all of the decoders that it has. It has a head for encoders such as
@@ -175,9 +172,10 @@ def require_decoder(folder: Path) -> PreTrainedConfig:
     """
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder)
-    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
-        type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False)
+        config = transformers.AutoConfig.from_pretrained(folder)
+    is_decoder = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and (
+        type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        or getattr(config, "is_decoder", False)
     )
     if getattr(config, "is_encoder_decoder", False) or not is_decoder:
         raise ModelError(
@@ -187,7 +185,9 @@ def require_decoder(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:
+def _slotted(
+    model: "transformers.PreTrainedModel", *, names: frozenset[str], folder: Path
+) -> SlottedModel:
     """The model with slots, once a probe came out of it as out of transformers."""
     text = model.config.get_text_config()
     context_tokens = PositionEncoding(model.get_decoder()).fixed_tokens(
@@ -197,6 +197,7 @@ def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> 
     with torch.inference_mode(), _reading_by_layers(model):
         expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     _check_finite(model, expected, folder)
+    register()
     model.set_attn_implementation(ATTENTION)
     slotted = SlottedModel(model, names=names)
     with _reading_by_layers(model):
@@ -206,7 +207,7 @@ def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> 
 
 
 @contextmanager
-def _reading_by_layers(model: PreTrainedModel) -> Iterator[None]:
+def _reading_by_layers(model: "transformers.PreTrainedModel") -> Iterator[None]:
     """On the CPU a pass holds one layer of a mapped file at a time, not all of it beside what the
     head takes."""
     layers = model.get_decoder().layers if model.device.type == "cpu" else ()
@@ -221,7 +222,7 @@ def _reading_by_layers(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
-def _check_parts(model: PreTrainedModel, folder: Path) -> None:
+def _check_parts(model: "transformers.PreTrainedModel", folder: Path) -> None:
     decoder = model.get_decoder()
     parts = ("embed_tokens", "layers", "rotary_emb")
     missing = [part for part in parts if not hasattr(decoder, part)]
@@ -233,7 +234,9 @@ def _check_parts(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def _check_finite(model: PreTrainedModel, logits: torch.Tensor, folder: Path) -> None:
+def _check_finite(
+    model: "transformers.PreTrainedModel", logits: torch.Tensor, folder: Path
+) -> None:
     if torch.isfinite(logits).all():
         return
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
@@ -261,7 +264,7 @@ def _check_probe(
     return attend.heads
 
 
-def _check_windows(model: PreTrainedModel, heads: list[Heads], folder: Path) -> None:
+def _check_windows(model: "transformers.PreTrainedModel", heads: list[Heads], folder: Path) -> None:
     """The probe is shorter than most windows: what each layer may see is compared by itself."""
     text = model.config.get_text_config()
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -290,12 +293,12 @@ def attach_model(
     its positions, is made by its own code.
     """
     model = _empty_model(folder)
-    given = find(_shapes(model))
-    _set_weights(model, given)
-    device = next(iter(given.values())).device
+    weights = find(_shapes(model))
+    _set_weights(model, weights)
+    device = next(iter(weights.values())).device
     model = model.to(device).eval().requires_grad_(requires_grad=False)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return finish_model(model, folder=folder, names=names)
 
 
@@ -309,28 +312,30 @@ def read_weights(folder: Path, *, dtype: torch.dtype) -> dict[str, torch.Tensor]
     """The weights in a model folder, by the same names."""
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @_one_at_a_time
-def _empty_model(folder: Path) -> PreTrainedModel:
+def _empty_model(folder: Path) -> "transformers.PreTrainedModel":
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
-        config = AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        from accelerate import init_empty_weights  # takes a second
+
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
             )
     model.tie_weights()  # making them empty has untied them
     return model
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def _shapes(model: "transformers.PreTrainedModel") -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _set_weights(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> None:
+def _set_weights(model: "transformers.PreTrainedModel", given: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in given.items():
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)

@@ -16,34 +16,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rookery.errors import AdapterError, ModelError, boundary
 from rookery.model_names import is_named
-from rookery.slots.attention import Attend, CausalAttend
+from rookery.slots.attention import Attend, CausalAttend, HeadsSeen, Probe, agree
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
 from rookery.slots.linear import (
+    FLOAT32,
     ActiveRows,
-    MakeProduct,
-    PackedProduct,
+    Packing,
     SlottedLinear,
     drop_pages,
 )
-from rookery.slots.probe import HeadsSeen, Probe, agree
 from rookery.slots.rows import PositionEncoding, SlotRows
 from rookery.types import Adapter, LoraFactors
 
-__all__ = [
-    "ModelShape",
-    "SlotBank",
-    "SlottedModel",
-    "decoder_layer",
-    "first_adapted_layer",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ModelShape", "SlotBank", "SlottedModel", "decoder_layer", "first_adapted_layer"]
 
 # The adapter slots of one model: checks an adapter against the model, then puts it in a slot.
 
@@ -137,7 +132,7 @@ class SlottedModel:
     """The model's parts, driven over packed rows; `bank` holds its adapter slots."""
 
     def __init__(
-        self, model: PreTrainedModel, *, names: frozenset[str], context_tokens: int | None = None
+        self, model: "PreTrainedModel", *, names: frozenset[str], context_tokens: int | None = None
     ) -> None:
         """The context is found out by computing positions, unless it is given."""
         self.is_exact = False
@@ -154,7 +149,7 @@ class SlottedModel:
         self._softcap: float | None = getattr(self._decoder.config, "final_logit_softcapping", None)
         self._active = ActiveRows()
         self._fused: list[FusedLayer] | None = None
-        self._make_product: MakeProduct = PackedProduct
+        self._packing = FLOAT32
         self.linears = self._slot_linears()
         self.bank = SlotBank(self.linears, base_names=names)
 
@@ -169,18 +164,19 @@ class SlottedModel:
         self._head = linears["lm_head"]
         return linears
 
-    def pack(self, *, product: MakeProduct = PackedProduct) -> None:
+    def pack(self, packing: Packing = FLOAT32) -> None:
         """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
-        self._make_product = product
+        self._packing = packing
         self._fused = self._agreeing_fusion()
         for layer, plain in zip(self._fused or (), self._decoder.layers, strict=False):
             weights = list(plain.parameters())
-            layer.pack(product)
-            if product is not PackedProduct:  # whose copies are as large
+            layer.pack(packing.layers)
+            if packing is not FLOAT32:  # whose copies are as large
                 drop_pages(weights)
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
             if linear.weight is not None:
+                product = packing.head if linear is self._head else packing.layers
                 linear.pack(keep_weight=linear.weight is tied, product=product)
         for weight in self.weights.values():
             # What is left may be part of a mapped file, which would stay in memory as a whole.
@@ -211,11 +207,11 @@ class SlottedModel:
             return
         tied = self._decoder.embed_tokens.weight
         for name, linear in self.linears.items():
-            given = tensors.get(f"{name}.weight")
-            weight = given if given is None else given.to(device=self.device, dtype=self.dtype)
+            stored = tensors.get(f"{name}.weight")
+            weight = stored if stored is None else stored.to(device=self.device, dtype=self.dtype)
             linear.unpack(tied if weight is None else nn.Parameter(weight, requires_grad=False))
         self._fused = None
-        self.pack(product=self._make_product)
+        self.pack(self._packing)
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelError unless they have the names and shapes of this model's weights."""
@@ -235,6 +231,8 @@ class SlottedModel:
         """The config and these weights, as a folder that transformers loads."""
         with boundary(ModelError, f"writing the model folder {folder}"):
             self._model.save_pretrained(folder, state_dict=dict(tensors))
+            for file in folder.glob("*.safetensors"):
+                file.chmod(0o644)  # safetensors lets the owner alone read; a server may be another
 
     @property
     def module(self) -> nn.Module:
@@ -354,7 +352,7 @@ def decoder_layer(name: str, *, default: int) -> int:
 
 
 def _shape(
-    model: PreTrainedModel, positions: PositionEncoding, context_tokens: int | None
+    model: "PreTrainedModel", positions: PositionEncoding, context_tokens: int | None
 ) -> ModelShape:
     config = model.config.get_text_config()
     declared: int = config.max_position_embeddings

@@ -19,12 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "PositionEncoding",
-    "Segment",
-    "SlotFactors",
-    "SlotRows",
-]
+__all__ = ["PositionEncoding", "Segment", "SlotFactors", "SlotRows"]
 
 # The rotary position encoding of a model, and how far it is a function of the position alone.
 #

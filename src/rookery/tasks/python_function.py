@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from rookery.errors import TaskError, boundary
+from rookery.paths import expanded
 
 __all__ = [
     "LARGEST",
@@ -54,7 +55,7 @@ FunctionName = Annotated[str, AfterValidator(_check_name)]
 def function_from_folder(name: str, folder: Path) -> str:
     """The name with the path in it, if any, taken from a folder."""
     place, _, function = name.rpartition(":")
-    return f"{(folder / place).resolve()}:{function}" if place.endswith(".py") else name
+    return f"{expanded(place, folder).resolve()}:{function}" if place.endswith(".py") else name
 
 
 def find_function(spec: str, *, what: str) -> Callable[..., Any]:

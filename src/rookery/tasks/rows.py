@@ -141,6 +141,11 @@ class RowReader:
         """Whether rows carry their own ids."""
         return bool(self._names["id"])
 
+    def open_fields(self, row: Row) -> dict[str, object]:
+        """What a prompt may show of the row: not the reference, which messages may end with."""
+        hidden = {self._names["reference"], self._names["messages"]}
+        return {name: value for name, value in row.fields.items() if name not in hidden}
+
     def _group(self, row: Row) -> str:
         """The row's group as text, "" when the data has none."""
         if not self._names["group"]:

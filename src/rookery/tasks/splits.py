@@ -50,6 +50,9 @@ class SplitsConfig(Config):
     """Read once, at the end."""
     salt: str = "rookery"
     """Another salt is another assignment, for repeating an experiment."""
+    hidden: tuple[SplitName, ...] = ()
+    """Splits whose tasks are left out, as they are another run's: `report` for a search whose
+    result is measured elsewhere."""
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> Self:
@@ -62,6 +65,11 @@ class SplitsConfig(Config):
         return self
 
     def fraction(self, name: SplitName) -> float:
+        """Of all rows; 0 of a hidden split."""
+        return 0.0 if name in self.hidden else self.share(name)
+
+    def share(self, name: SplitName) -> float:
+        """Of all rows, with those that are left out."""
         return {"search": self.search, "select": self.select, "report": self.report}[name]
 
 
@@ -84,10 +92,10 @@ def question_of(task: Task) -> str:
 def split_of(key: str, splits: SplitsConfig) -> SplitName:
     """The split of a key, by where its hash falls in 0..1."""
     place = hash_fraction(key, salt=f"split/{splits.salt}")
-    used = [name for name in SPLITS if splits.fraction(name) > 0.0]
+    used = [name for name in SPLITS if splits.share(name) > 0.0]
     reached = 0.0
     for name in used[:-1]:
-        reached += splits.fraction(name)
+        reached += splits.share(name)
         if place < reached:
             return name
     return used[-1]

@@ -9,8 +9,9 @@ load_taskset_file("generated:arithmetic?size=500&seed=1")
 """
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,12 +21,11 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config, override, parse_config, read_document
 from rookery.errors import ConfigError, TaskError, did_you_mean, near_path
-from rookery.tasks.files import read_jsonl
+from rookery.paths import expanded
+from rookery.tasks.files import LOCAL_FORMATS, read_dataset, read_jsonl
 from rookery.tasks.generators import GENERATORS, generate
-from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
 from rookery.tasks.python_function import function_from_folder
-from rookery.tasks.reading import BadRows, BadRowsPolicy, ReadTask, SkippedRows, read_tasks
-from rookery.tasks.rows import FieldsConfig, Row
+from rookery.tasks.rows import FieldsConfig, Row, RowReader
 from rookery.tasks.scorers import (
     ChoiceConfig,
     ExactConfig,
@@ -47,10 +47,14 @@ from rookery.tasks.template import check_prompt_template
 from rookery.types import SamplingParams, Task
 
 __all__ = [
+    "BadRows",
+    "BadRowsPolicy",
     "GeneratedConfig",
     "HfConfig",
     "JsonlConfig",
+    "ReadTask",
     "SamplingConfig",
+    "SkippedRows",
     "Taskset",
     "TasksetConfig",
     "from_folder",
@@ -58,7 +62,125 @@ __all__ = [
     "load_taskset",
     "load_taskset_file",
     "load_tasksets",
+    "read_tasks",
+    "taskset_config",
 ]
+
+
+BadRowsPolicy = Literal["refuse", "skip"]
+
+NUM_EXAMPLES = 3
+"""Sentences about bad rows that are kept: enough to see a pattern, few enough to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTask:
+    """A task and its place: "data.jsonl line 17"."""
+
+    task: Task
+    where: str
+    fields: Mapping[str, object]
+    """Of the row, without the one that holds the reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRows:
+    """The rows that were left out: how many of how many, and what is wrong with the first."""
+
+    num_skipped: int = 0
+    num_rows: int = 0
+    examples: tuple[str, ...] = ()
+
+
+class BadRows:
+    """The rows that cannot be used, while a taskset is read."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._examples: list[str] = []
+
+    def add(self, error: TaskError) -> None:
+        """Count one row."""
+        self._count += 1
+        if len(self._examples) < NUM_EXAMPLES:
+            self._examples.append(f"{str(error).rstrip('.')}.")
+
+    def settle(self, policy: BadRowsPolicy, *, num_good: int) -> SkippedRows:
+        """What was skipped; a TaskError when rows are refused, or none is left."""
+        num_rows = self._count + num_good
+        if self._count and not num_good:
+            raise TaskError(
+                f"{self._examples[0]} None of {num_rows:,} rows can be used: check which fields "
+                "they have, fields and scorer."
+            )
+        if self._count and policy == "refuse":
+            raise TaskError(
+                f"{self._examples[0]} {self._count:,} of {num_rows:,} rows cannot be used: fix "
+                "them, or leave them out with bad_rows: skip in the taskset's config "
+                "(FILE?bad_rows=skip on the command line)."
+            )
+        return SkippedRows(
+            num_skipped=self._count, num_rows=num_rows, examples=tuple(self._examples)
+        )
+
+
+def read_tasks(
+    rows: Iterable[Row],
+    *,
+    fields: FieldsConfig,
+    prompt_template: str,
+    source: str,
+    bad: BadRows,
+    complaint: Callable[[Task], str],
+) -> list[ReadTask]:
+    """The tasks of all rows that fit; the others are added to `bad`.
+
+    The first row that can be read, and of whose task there is no `complaint`, settles the fields.
+    """
+    settled: RowReader | None = None
+    read: list[ReadTask] = []
+    places: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    grouped: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        try:
+            reader = settled or RowReader(fields, prompt_template=prompt_template, first=row)
+            task = reader.read(row, source=source)
+            name = task.id
+            if counts[name]:
+                task = _renamed(task, row, counts[name], places, has_ids=reader.has_ids)
+            if settled is None and (words := complaint(task)):
+                raise TaskError(f"{row.where}: {words}")
+            _require_one_group(grouped, task, row)
+        except TaskError as error:
+            bad.add(error)
+            continue
+        settled = reader
+        counts[name] += 1
+        places[task.id] = row.where
+        read.append(ReadTask(task=task, where=row.where, fields=reader.open_fields(row)))
+    return read
+
+
+def _renamed(task: Task, row: Row, count: int, places: Mapping[str, str], *, has_ids: bool) -> Task:
+    """A row that is there `count` times gets the next number; a given id twice is an error."""
+    if has_ids:
+        name = task.id.removeprefix(f"{task.source}/")
+        raise TaskError(
+            f"{row.where}: the id {name!r} is taken by {places[task.id]}. Ids must differ: "
+            "fields: {id: null} makes them from the content."
+        )
+    return dataclasses.replace(task, id=f"{task.id}-{count + 1}")
+
+
+def _require_one_group(grouped: dict[str, tuple[str, str]], task: Task, row: Row) -> None:
+    before, where = grouped.setdefault(content_key(task), (task.group, row.where))
+    if before != task.group:
+        what = "prompt and choices" if task.choices else "prompt"
+        raise TaskError(
+            f"{row.where}: has the {what} of {where} and another group ({task.group}, there "
+            f"{before}), and would be in two splits: give both rows one group."
+        )
 
 
 class SamplingConfig(Config):
@@ -187,6 +309,8 @@ class Taskset:
     skipped: SkippedRows = field(default_factory=SkippedRows)
     moved: Mapping[str, SplitName] = field(default_factory=dict)
     """By task id, the split of tasks that another taskset of the run has too: see `join_splits`."""
+    fields: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By task id, the fields of its row but the reference; empty unless they were asked for."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -259,12 +383,18 @@ class Taskset:
         ]
 
 
-def load_taskset(config: TasksetConfig) -> Taskset:
-    """Read, check and split a taskset. Bad rows are refused or skipped as the config says."""
+def load_taskset(config: TasksetConfig, *, with_fields: bool = False) -> Taskset:
+    """Read, check and split a taskset. Bad rows are refused or skipped as the config says.
+    `with_fields`: keep what else the rows hold, for prompts that are written later."""
+    taskset, fields = _load(config)
+    return dataclasses.replace(taskset, fields=fields) if with_fields else taskset
+
+
+def _load(config: TasksetConfig) -> tuple[Taskset, dict[str, Mapping[str, object]]]:
     bad = BadRows()
     match config:
         case JsonlConfig():
-            path = config.path.expanduser()
+            path = expanded(config.path)
             rows = read_jsonl(path, on_bad=bad.add)
             return _assemble(config, rows, bad, name=path.stem, origin=str(path))
         case HfConfig():
@@ -300,14 +430,15 @@ def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
     return joined
 
 
-def load_taskset_file(path_or_spec: str) -> Taskset:
+def load_taskset_file(path_or_spec: str, *, with_fields: bool = False) -> Taskset:
     """A taskset as the command line names one: a file, `hf://datasets/ID` or `generated:NAME`."""
-    return load_taskset(_config_of(path_or_spec))
+    return load_taskset(taskset_config(path_or_spec), with_fields=with_fields)
 
 
 def _assemble(
     config: TasksetConfig, rows: Iterable[Row], bad: BadRows, *, name: str, origin: str
-) -> Taskset:
+) -> tuple[Taskset, dict[str, Mapping[str, object]]]:
+    """The taskset, and the fields of each task's row."""
     name = config.name or name
     options = RowsOptions() if isinstance(config, GeneratedConfig) else config
     read = read_tasks(
@@ -331,7 +462,9 @@ def _assemble(
         raise TaskError(f"{origin} has no rows; a taskset needs at least one.")
     if config.limit is not None and config.limit < len(good):
         good = _draw(good, config.limit)
-    return Taskset(
+    if hidden := config.splits.hidden:
+        good = [g for g in good if split_of(question_of(g.task), config.splits) not in hidden]
+    taskset = Taskset(
         name=name,
         tasks=tuple(item.task for item in good),
         scorer=scorer,
@@ -340,6 +473,7 @@ def _assemble(
         splits=config.splits,
         skipped=skipped,
     )
+    return taskset, {item.task.id: item.fields for item in good}
 
 
 def _scorer(config: TasksetConfig, tasks: Sequence[Task], is_all: bool = True) -> ScorerConfig:
@@ -360,7 +494,8 @@ def _draw(read: Sequence[ReadTask], limit: int) -> list[ReadTask]:
     return [item for item in read if item.task.id in kept]
 
 
-def _config_of(spec: str) -> TasksetConfig:
+def taskset_config(spec: str) -> TasksetConfig:
+    """The config of a taskset as the command line names it."""
     kind, _, rest = spec.partition(":")
     if kind == "generated":
         name, pairs = _query(rest)
@@ -370,8 +505,8 @@ def _config_of(spec: str) -> TasksetConfig:
         if not rest.startswith("//datasets/") or not dataset:
             raise TaskError(f"Got {spec!r}; a dataset of the hub is hf://datasets/ID.")
         return _parsed("hf", {"dataset": dataset}, pairs, spec)
-    place, pairs = _query(spec) if not Path(spec).expanduser().exists() else (spec, [])
-    path = Path(place).expanduser()
+    place, pairs = (spec, []) if os.path.exists(os.path.expanduser(spec)) else _query(spec)
+    path = expanded(place)
     if not path.exists():
         raise TaskError(
             f"There is no taskset {spec}.{near_path(path)} A taskset is a .jsonl, .csv, .json or "
@@ -410,7 +545,7 @@ def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
     """The config with the paths in it taken from the folder of its file."""
     update: dict[str, object] = {}
     if isinstance(config, JsonlConfig):
-        update["path"] = (folder / config.path.expanduser()).resolve()
+        update["path"] = expanded(config.path, folder).resolve()
     elif isinstance(config, HfConfig) and (folder / config.dataset).exists():
         update["dataset"] = str((folder / config.dataset).resolve())
     if isinstance(config.scorer, PythonConfig):

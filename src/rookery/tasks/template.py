@@ -21,6 +21,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rookery.errors import ModelError, TaskError, boundary
+from rookery.paths import expanded
 from rookery.types import Json, Message, Task, TokenIds
 
 __all__ = [
@@ -278,7 +279,7 @@ def _essence(text: str) -> str:
 
 def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Template:
     """The template of a model folder's tokenizer; a name such as owner/model is a model's id."""
-    folder = Path(model_folder).expanduser()
+    folder = expanded(model_folder)
     is_id = isinstance(model_folder, str) and not model_folder.startswith((".", "/", "~"))
     if not folder.is_dir() and not is_id:
         raise ModelError(f"There is no model folder {folder}: give one that holds tokenizer.json.")

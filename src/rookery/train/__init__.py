@@ -1,29 +1,25 @@
 """Training: data -> gradients -> adapters, over a slotted model.
 
-losses/       what is minimised
+losses/       what is minimised, and how the tokens of a step are averaged
 packing.py    data -> passes without padding
 stacks.py     factors of several trainees as the slots of one pass; the layers below them, once
-mixed.py      passes of several requests as one
 head.py       hidden states -> log-probabilities of targets, in chunks
-averaging.py  how the tokens and the metrics of a step are averaged, over all its calls
 trainee.py    weights in training: gradients, AdamW, save and load
 lora_trainee.py     an adapter in training: its layers, its start, its factors in one tensor
-running_request.py  one request on its way through the passes
-slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out
+running_request.py  one request on its way through the passes; passes of several as one
+slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out; publishers
 lora_trainer.py     LoraTrainer: any number of adapters over one model, on device, memory or disk
 full.py       FullTrainer, ShardedTrainer: a model's own weights, also spread over processes
 processes.py  the processes of torchrun: who computes which data, sums of gradients
 memory.py     what a step holds in memory, without weights
-checkpoints.py      folders of weights with the trainer's state; new weights to engines
 schedule.py   the rows, the learning rate and the optimizer of every step
 sft.py        supervised fine-tuning from tasks to adapter
 """
 
-from rookery.train.checkpoints import AdapterPublisher, ModelPublisher
 from rookery.train.full import FullConfig, FullTrainer, FullWeights
 from rookery.train.lora_trainee import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
-from rookery.train.slotted_trainer import TrainerConfig
+from rookery.train.slotted_trainer import AdapterPublisher, ModelPublisher, TrainerConfig
 
 __all__ = [
     "AdapterPublisher",

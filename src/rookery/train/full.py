@@ -47,7 +47,6 @@ __all__ = [
     "FullTrainer",
     "FullWeights",
     "ShardedTrainer",
-    "SharingEngine",
     "read_model_weights",
     "write_model_folder",
 ]

@@ -20,7 +20,7 @@ from rookery.slots import SlotRows, SlottedModel
 from rookery.train.packing import PackedPass
 from rookery.train.stacks import padding_rows
 
-__all__ = ["CHUNK_BYTES", "RowsOf", "target_logprobs"]
+__all__ = ["CHUNK_BYTES", "target_logprobs"]
 
 CHUNK_BYTES = 2**28
 """Float32 logits at a time: 1,365 rows of SmolLM2's 49,152 tokens."""

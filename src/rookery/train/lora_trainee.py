@@ -23,17 +23,9 @@ from rookery.train.schedule import plain_moments
 from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Json, LoraFactors
 from rookery.weights import make_adapter
-from rookery.weights.init import zero_adapter
-from rookery.weights.stack import LayerShape, Layout
+from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
-__all__ = [
-    "FlatTensors",
-    "LayerGroup",
-    "LoraConfig",
-    "LoraTrainee",
-    "initial_adapter",
-    "target_layers",
-]
+__all__ = ["FlatTensors", "LoraConfig", "LoraTrainee", "initial_adapter", "target_layers"]
 
 # Which linear layers an adapter gets, and the adapter a training starts from.
 #

@@ -30,19 +30,15 @@ from rookery.slots import FixedText, SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.lora_trainee import LoraTrainee
-from rookery.train.mixed import MixedRows, Turn, mixed_turns
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Call, Processes
-from rookery.train.running_request import RunningRequest
+from rookery.train.running_request import MixedRows, RunningRequest, Turn, mixed_turns
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import Stacks, Trunk, padding_rows, pads_alone
 from rookery.types import Adapter, TrainOutput, TrainRequest
 from rookery.weights import write_adapter
 
-__all__ = [
-    "LoraTrainer",
-    "TraineeCache",
-]
+__all__ = ["LoraTrainer"]
 
 # Where trainees are while they are not used: on the model's device, in main memory, in files.
 #

@@ -30,7 +30,7 @@ from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Datum, LoraFactors
 
-__all__ = ["Lengths", "ModelPlace", "StepMemory", "adapter_shapes", "measure_step"]
+__all__ = ["Lengths", "ModelPlace", "StepMemory", "measure_step"]
 
 MEASURED_TOKENS = 2**16
 """Passes of more are not run: each further datum adds the same."""

@@ -26,16 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rookery.errors import TrainError, boundary
 from rookery.types import Datum
 
-__all__ = [
-    "ALONE",
-    "Call",
-    "Method",
-    "Processes",
-    "fill",
-    "join_processes",
-    "own_part",
-    "whole",
-]
+__all__ = ["ALONE", "Call", "Method", "Processes", "fill", "join_processes", "own_part", "whole"]
 
 # Tensors that are spread over processes (torch's DTensor) beside plain ones.
 #

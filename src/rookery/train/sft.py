@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,8 +22,9 @@ from pydantic import Field
 
 from rookery.errors import TaskError, TrainError
 from rookery.ports import Trainer
+from rookery.runs.budget import BudgetConfig
 from rookery.slots import SlottedModel
-from rookery.tasks.scorers.choice import correct_choice
+from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.template import Template
 from rookery.train.lora_trainee import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
@@ -38,9 +39,12 @@ from rookery.train.schedule import (
 from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 
-__all__ = ["SftConfig", "SftStep", "SftTraining", "prepare_sft", "sft", "sft_data"]
+__all__ = ["SftConfig", "SftStep", "prepare_sft", "sft", "sft_data"]
 
 logger = logging.getLogger(__name__)
+
+HasRoom = Callable[[int], Awaitable[bool]]
+"""Whether a step, counted from 0, may begin."""
 
 
 class SftConfig(ScheduleConfig, LoraConfig):
@@ -68,6 +72,9 @@ class SftConfig(ScheduleConfig, LoraConfig):
     """AdamW."""
     trainer: TrainerConfig = TrainerConfig()
     """Memory."""
+    budget: BudgetConfig = BudgetConfig()
+    """Fewer steps where these would take more: the learning rate falls over those that there
+    are. Hours end the training where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +142,11 @@ class SftTraining:
     start: Adapter
 
     async def run(
-        self, *, checkpoints: Path | None, on_step: Callable[[SftStep], None] | None
+        self,
+        *,
+        checkpoints: Path | None,
+        on_step: Callable[[SftStep], None] | None,
+        has_room: HasRoom | None = None,
     ) -> Adapter:
         trainer, data, config, name = self.trainer, self.data, self.config, self.start.name
         state = None if checkpoints is None else checkpoints / _state_name(self.start, data, config)
@@ -143,14 +154,16 @@ class SftTraining:
             await trainer.load(name, state)
         batches = _batches(data, config)
         for step in range(trainer.trainee(name).num_steps, len(batches)):
+            if has_room is not None and not await has_room(step):
+                break
             request = TrainRequest(
                 trainee=name, data=_mean_weights([data[row] for row in batches[step]])
             )
             report = await _step(trainer, request, config, step=step, num_steps=len(batches))
+            if on_step is not None:
+                on_step(report)  # before it is saved: what is saved is not done again
             if state is not None and report.step % config.save_every == 0:
                 await trainer.save(name, state)
-            if on_step is not None:
-                on_step(report)
         if state is not None:
             await trainer.save(name, state)
         return await asyncio.to_thread(trainer.adapter, name)
@@ -249,7 +262,19 @@ def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
     batches = order_batches(
         sizes, rows=rows, batch_size=config.batch_size, batch_tokens=config.batch_tokens
     )
-    return list(islice(batches, config.steps))
+    return list(_within(config.budget, islice(batches, config.steps), data))
+
+
+def _within(
+    budget: BudgetConfig, batches: Iterable[list[int]], data: Sequence[Datum]
+) -> Iterator[list[int]]:
+    """The batches that a budget of answer tokens has room for, one at least."""
+    most, spent = budget.max_answer_tokens, 0
+    for number, batch in enumerate(batches):
+        spent += sum(weight != 0.0 for row in batch for weight in data[row].weights)
+        if most is not None and spent > most and number:
+            return
+        yield batch
 
 
 def _mean_weights(batch: Sequence[Datum]) -> tuple[Datum, ...]:
@@ -266,7 +291,8 @@ def _mean_weights(batch: Sequence[Datum]) -> tuple[Datum, ...]:
 
 
 def _state_name(start: Adapter, data: Sequence[Datum], config: SftConfig) -> str:
-    settings = config.model_dump(mode="json", exclude={"save_every", "init_from"})
+    left_out = {"save_every", "init_from"} | (set() if config.budget.has_limit else {"budget"})
+    settings = config.model_dump(mode="json", exclude=left_out)
     digest = hashlib.blake2b(digest_size=8)
     for part in (start.version, settings, *map(asdict, data)):
         digest.update(json.dumps(part).encode() + b"\n")

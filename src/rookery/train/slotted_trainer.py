@@ -11,7 +11,7 @@ them and gradients.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -22,14 +22,16 @@ from torch.utils.checkpoint import checkpoint
 
 from rookery.config import Config
 from rookery.errors import RookeryError, TrainError, boundary
-from rookery.ports import Publisher
+from rookery.ports import Adapters, Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Call, Method, Processes
 from rookery.train.running_request import RunningRequest, join_parts
 from rookery.train.trainee import Trainee
 from rookery.types import (
+    Adapter,
     ModelRef,
+    ModelWeights,
     OptimStep,
     StepOutput,
     TrainOutput,
@@ -37,7 +39,16 @@ from rookery.types import (
     Weights,
 )
 
-__all__ = ["CPU_TOKENS", "MOST_TOKENS", "PASS_PART", "SlottedTrainer", "TrainerConfig"]
+__all__ = [
+    "CPU_TOKENS",
+    "MOST_TOKENS",
+    "PASS_PART",
+    "AdapterPublisher",
+    "ModelPublisher",
+    "SlottedTrainer",
+    "TrainerConfig",
+]
+
 
 Result = TypeVar("Result")
 Trained = TypeVar("Trained", bound=Trainee)
@@ -350,3 +361,49 @@ class SlottedTrainer(ABC, Generic[Trained]):
                 run, hidden, range(layer, layer + 1), use_reentrant=False, preserve_rng_state=False
             )
         return hidden
+
+
+# Publishing: adapters are loaded beside the version before, whole models take its place.
+
+
+class AdapterPublisher:
+    """A Publisher over anything adapters can be loaded into, the embedded engine for one.
+
+    Publications of one name follow one another: await one before the next.
+    """
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._published: dict[str, ModelRef] = {}
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        if not isinstance(weights, Adapter):
+            raise TrainError(
+                f"{weights.name} is a whole model; only adapters can be loaded here. Train an "
+                "adapter, or publish to an engine that takes whole weights."
+            )
+        ref = await self._adapters.load(weights)
+        before = self._published.get(weights.name)
+        self._published[weights.name] = ref
+        if before is not None:
+            # Equal weights are the same version, loaded twice and now unloaded once.
+            await self._adapters.unload(before)
+        return ref
+
+
+class ModelPublisher:
+    """A Publisher of whole models to an engine that has one base model.
+
+    `replace_base` is the embedded engine's, for one: it waits for requests in flight.
+    """
+
+    def __init__(self, replace_base: Callable[[ModelWeights], Awaitable[ModelRef]]) -> None:
+        self._replace_base = replace_base
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        if isinstance(weights, Adapter):
+            raise TrainError(
+                f"{weights.name} is an adapter; this publisher takes whole models. Use an "
+                "AdapterPublisher."
+            )
+        return await self._replace_base(weights)

@@ -27,12 +27,7 @@ from rookery.slots.rows import SlotFactors
 from rookery.train.lora_trainee import FlatTensors, LoraTrainee
 from rookery.types import TokenIds
 
-__all__ = [
-    "Stacks",
-    "Trunk",
-    "padding_rows",
-    "pads_alone",
-]
+__all__ = ["Stacks", "Trunk", "padding_rows", "pads_alone"]
 
 # The layers below the first adapted one: they never change, so each sequence is run once.
 #

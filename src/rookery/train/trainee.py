@@ -27,11 +27,7 @@ from rookery.train.schedule import (
 )
 from rookery.types import Json, OptimStep
 
-__all__ = [
-    "Trainee",
-    "read_state",
-    "write_state",
-]
+__all__ = ["Trainee", "read_state"]
 
 # A trainer's state as one safetensors file: tensors, and a JSON object in its header.
 #

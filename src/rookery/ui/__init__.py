@@ -1,8 +1,8 @@
 """What a person sees of runs: a page over all of them, one page of each, the rows of a table.
 
 display    progress while something runs               wording  numbers and rows as people read them
-headline   the result of a search in one sentence      grpo, icm, evolve  the same of other loops
-summary    the top of any report, as HTML too          service  the status page of a service
+headline   the result of a search in one sentence      loops    the same of other loops
+summary    the top of any report, as HTML too          time_left  how long a run still takes
 live/      the page: `rookery ui` over all runs, `report.html` of one
 vendor/    the chart library, as published
 

@@ -55,6 +55,12 @@ class Display:
         self.is_quiet = is_quiet
         self._console = Console(stderr=True, quiet=is_quiet)
 
+    @property
+    def _can_draw(self) -> bool:
+        """Whether bars can be drawn: FORCE_COLOR, which notebooks set, only colours a pipe."""
+        console = self._console
+        return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+
     def say(self, line: str) -> None:
         """A line about what is being done."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -78,7 +84,7 @@ class Display:
         self, name: str, *, total: int | None, noun: str = "answer", run: Run | None = None
     ) -> Iterator["Bar"]:
         """A bar with counts, tokens per second, elapsed time and time left."""
-        can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+        can_draw = self._can_draw
         progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -110,7 +116,7 @@ class Display:
             TextColumn("{task.fields[line]}", style="dim", markup=False),
             console=self._console,
             transient=True,
-            disable=self.is_quiet or not self._console.is_terminal,
+            disable=self.is_quiet or not self._can_draw,
         )
         lines: dict[int, TaskID] = {}
         ready: set[int] = set()
@@ -127,7 +133,7 @@ class Display:
             progress.update(lines[now.index], description=text, line=line)
             if now.is_ready:
                 ready.add(now.index)
-                if not self._console.is_terminal:
+                if not self._can_draw:
                     self.say(f"{text}  ready")
             if len(ready) == now.num_servers:
                 progress.stop()
@@ -163,17 +169,23 @@ class _ProgressFile:
     def __init__(self, run: Run, task: Task, noun: str) -> None:
         self._run, self._task, self._noun = run, task, noun
         self._written: tuple[float, float | None] | None = None
+        self._written_s = 0.0
+        self._had_left = False
+        """Whether a time left was written last."""
 
     def write(self) -> None:
-        """What stays the same is not written again."""
-        task = self._task
+        """What stays the same is seldom written again: then the time left may be another."""
+        task, now = self._task, time.time()
         done, total = counts = (task.completed, task.total)
-        if counts == self._written:
+        left_s = _left_s(task)  # asked every time: it looks at what other jobs take
+        has_left = left_s is not None
+        is_soon = not has_left or now < self._written_s + LINE_EVERY_S
+        if counts == self._written and has_left == self._had_left and is_soon:
             return
-        told = {"done": done, "total": total, "noun": self._noun, "left_s": _left_s(task)}
+        told = {"done": done, "total": total, "noun": self._noun, "left_s": left_s}
         with suppress(RookeryError):
-            self._run.write_json(PROGRESS, {**told, "time_s": time.time()})
-            self._written = counts
+            self._run.write_json(PROGRESS, {**told, "time_s": now})
+            self._written, self._written_s, self._had_left = counts, now, has_left
 
 
 class Bar:

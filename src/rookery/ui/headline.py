@@ -17,11 +17,12 @@ from rookery.reports import (
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_league_report,
 )
 from rookery.types import Json
 from rookery.ui import wording
 
-__all__ = ["Headline", "Verdict", "gain_verdict", "make_headline", "short_result"]
+__all__ = ["ELSEWHERE", "Headline", "Verdict", "gain_verdict", "make_headline", "short_result"]
 
 BASE = "base model"
 """The row of the model without any adapter."""
@@ -37,6 +38,8 @@ SENTENCES: dict[Verdict, str] = {
     "unmeasured": "No gain over the best founder was measured.",
     "unfinished": "No result yet. The report tasks are read once, when the search is over.",
 }
+ELSEWHERE = "Not measured here: the report tasks are read by the run that this one is a part of."
+"""Of a search whose report tasks are hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,10 @@ def make_headline(report: GenomeReport) -> Headline:
     """The winner against the best founder, or how far an unfinished search has come."""
     winner = report.winner
     if winner is None:
+        is_done = report.winner_id and not any(each.num_report for each in report.tasksets)
         return Headline(
-            verdict="unfinished",
-            sentence=SENTENCES["unfinished"],
+            verdict="unmeasured" if is_done else "unfinished",
+            sentence=ELSEWHERE if is_done else SENTENCES["unfinished"],
             winner=None,
             context=_progress(report),
         )
@@ -99,8 +103,14 @@ def short_result(document: Mapping[str, Json]) -> str:
         case "icm":
             return parse_icm_report(document).verdict
         case "evolve":
-            best = parse_evolve_report(document).best
+            report = parse_evolve_report(document)
+            if report.tasks is not None:
+                return _with_gain(report.tasks.rows[0] if report.tasks.rows else None)
+            best = report.best
             return "" if best is None or best.score is None else f"{best.score:.6g}"
+        case "league":
+            rows = parse_league_report(document).rows
+            return f"{rows[0].name} {wording.score(rows[0].mean)}" if rows else ""
         case "eval" | "pipeline":
             models = parse_evaluation_report(document).models
             return ", ".join(wording.score(row.mean) for row in models[:3])

@@ -19,6 +19,7 @@ from rookery.reports import (
     GenomeReport,
     GrpoReport,
     IcmReport,
+    LeagueReport,
     PipelineReport,
     Report,
     SftReport,
@@ -27,11 +28,13 @@ from rookery.reports import (
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_league_report,
     parse_pipeline_report,
     parse_sft_report,
 )
-from rookery.ui import evolve, grpo, icm, wording
-from rookery.ui.headline import make_headline
+from rookery.reports.evolve import TasksReport
+from rookery.ui import league, loops, wording
+from rookery.ui.headline import gain_verdict, make_headline
 
 __all__ = [
     "STEP_COLUMNS",
@@ -46,8 +49,8 @@ __all__ = [
 MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
 SFT_DONE = (
-    "The adapter is trained. The loss is that of its own rows: what it is worth on others, "
-    "`rookery eval` measures."
+    "The adapter is trained. The loss is of the rows it was trained on: `rookery eval` measures "
+    "it on others."
 )
 PIPELINE_SENTENCES = {
     "better": "The last step is better than the base model.",
@@ -60,6 +63,7 @@ PARSERS = {
     "icm": parse_icm_report,
     "evolve": parse_evolve_report,
     "eval": parse_evaluation_report,
+    "league": parse_league_report,
     "pipeline": parse_pipeline_report,
     "sft": parse_sft_report,
 }
@@ -111,6 +115,8 @@ def summarize(report: Report) -> Summary:
             return _evolve(report)
         case PipelineReport():
             return _pipeline(report)
+        case LeagueReport():
+            return _league(report)
         case EvaluationReport():
             return _evaluation(report)
         case SftReport():
@@ -191,10 +197,10 @@ def _grpo(report: GrpoReport) -> Summary:
             Tasks=", ".join(taskset.name for taskset in report.tasksets),
             Seed=report.seed,
         ),
-        verdict=grpo.grpo_verdict(report),
+        verdict=loops.grpo_verdict(report),
         numbers=numbers,
-        sentence=grpo.grpo_sentence(report),
-        contexts=[grpo.grpo_context(report)],
+        sentence=loops.grpo_sentence(report),
+        contexts=[loops.grpo_context(report)],
         columns=wording.GRPO_COLUMNS,
         rows=wording.report_rows(report.rows),
         costs=[*costs, wording.duration(report.seconds)] if report.seconds else costs,
@@ -216,7 +222,7 @@ def _icm(report: IcmReport) -> Summary:
             )
         )
         if support is not None and support.strength is not None:
-            word = "weak" if support.strength < icm.WEAK else "clear"
+            word = "weak" if support.strength < loops.WEAK_SUPPORT else "clear"
             numbers.append(
                 Number(
                     label="Strength, 0 to 1",
@@ -233,7 +239,7 @@ def _icm(report: IcmReport) -> Summary:
                     interval=f"95 % interval {ends}, chance {wording.score(winner.chance)}",
                 )
             )
-        contexts = icm.icm_contexts(report)
+        contexts = loops.icm_contexts(report)
     return Summary(
         facts=_facts(
             Model=report.model,
@@ -243,23 +249,25 @@ def _icm(report: IcmReport) -> Summary:
         ),
         verdict="better" if report.verdict == "coherent" else "unclear",
         numbers=numbers,
-        sentence=icm.SENTENCES.get(report.verdict, report.verdict),
+        sentence=loops.ICM_SENTENCES.get(report.verdict, report.verdict),
         contexts=contexts,
-        columns=icm.COLUMNS,
-        rows=icm.icm_rows(report),
-        costs=icm.icm_costs(report),
+        columns=loops.ICM_COLUMNS,
+        rows=loops.icm_rows(report),
+        costs=loops.icm_costs(report),
     )
 
 
 def _evolve(report: EvolveReport) -> Summary:
-    best, first, gain = report.best, report.first, evolve.gain_over_first(report)
+    if report.tasks is not None:
+        return _prompts(report, report.tasks)
+    best, first, gain = report.best, report.first, loops.gain_over_first(report)
     numbers = []
     if best is not None and best.score is not None:
         when = f"iteration {wording.count(best.iteration)}"
-        value = evolve.six_digits(best.score)
+        value = loops.six_digits(best.score)
         numbers.append(Number(label="Best score", value=value, interval=when, is_gain=True))
         if first is not None and first.score is not None:
-            numbers.append(Number(label="First program", value=evolve.six_digits(first.score)))
+            numbers.append(Number(label="First program", value=loops.six_digits(first.score)))
         numbers.append(
             Number(
                 label="Iterations",
@@ -276,11 +284,37 @@ def _evolve(report: EvolveReport) -> Summary:
         ),
         verdict="better" if (gain or 0.0) > 0 else "unclear",
         numbers=numbers,
-        sentence=evolve.evolve_sentence(report),
+        sentence=loops.evolve_sentence(report),
         contexts=[report.stop_reason],
-        columns=evolve.COLUMNS,
-        rows=evolve.evolve_rows(report),
-        costs=evolve.evolve_costs(report),
+        columns=loops.EVOLVE_COLUMNS,
+        rows=loops.evolve_rows(report),
+        costs=loops.evolve_costs(report),
+    )
+
+
+def _prompts(report: EvolveReport, tasks: TasksReport) -> Summary:
+    row = tasks.rows[0] if tasks.rows else None
+    gained = None if row is None else row.gain
+    ends = "" if row is None else f"95 % interval {wording.interval(row)}"
+    mean = None if row is None else row.mean
+    return Summary(
+        facts=_facts(
+            Model=tasks.model,
+            Proposers=", ".join(model.name for model in report.models),
+            Tasks=tasks.taskset.name,
+            Mode=report.mode,
+            Seed=report.seed,
+        ),
+        verdict=gain_verdict(gained),
+        numbers=[
+            *([] if gained is None else [_gain("Gain over the first prompt", gained)]),
+            Number(label="Chosen prompt", value=wording.score(mean), interval=ends),
+        ],
+        sentence=loops.prompt_sentence(report, tasks),
+        contexts=[loops.prompt_context(tasks), report.stop_reason],
+        columns=loops.PROMPT_COLUMNS,
+        rows=loops.prompt_rows(report, tasks),
+        costs=loops.evolve_costs(report),
     )
 
 
@@ -324,6 +358,30 @@ def _pipeline(report: PipelineReport) -> Summary:
         verdict=verdict,
         numbers=[measured, _gain("Gain over the base model", last.gain)],
         sentence=PIPELINE_SENTENCES[verdict],
+    )
+
+
+def _league(report: LeagueReport) -> Summary:
+    best = report.rows[0] if report.rows else None
+    numbers = []
+    if best is not None and best.mean is not None:
+        ends = f"95 % interval {wording.interval(best)}"
+        numbers.append(
+            Number(label=f"Accuracy of {best.name}", value=wording.score(best.mean), interval=ends)
+        )
+        if best.gain is not None:
+            numbers.append(_gain("Gain over the model as it is", best.gain))
+    costs = {row[0]: row[1:] for row in league.cost_rows(report)}
+    blank = ("",) * (len(league.COST_COLUMNS) - 1)
+    return Summary(
+        facts=_facts(Model=report.model, Tasks=report.taskset, Budget=report.budget),
+        verdict=league.league_verdict(report),
+        numbers=numbers,
+        sentence=league.league_sentence(report),
+        contexts=league.league_contexts(report),
+        columns=(*league.COLUMNS, *league.COST_COLUMNS[1:]),
+        rows=[(*row, *costs.get(row[0], blank)) for row in league.league_rows(report)],
+        costs=[wording.duration(report.seconds)] if report.seconds else [],
     )
 
 

@@ -6,16 +6,21 @@
     left.did(64, "answer")                           # since the call before
     left.seconds()
 
-Work of one kind goes on at its pace so far, without its beginning: what is known from an
-interrupted run takes no time, and the first units take longer than others. A kind that has not
-begun takes what its worth takes in the others. A load that comes or goes cannot be foretold.
+Each kind of work has its pace, without its beginning: what is known from an interrupted run takes
+no time, and the first units take longer than others. A kind that has not begun takes what its worth
+takes in the others. Where Linux tells for how long other jobs had the processors, paces are without
+these times, and the time left is with them. Servers elsewhere get slower and faster for all kinds
+at once: a speed that has lasted a minute is expected for `AHEAD` minutes, and for what comes after
+that the mean of a longer time. Nobody can foretell a load that has not come yet, or when one goes.
 """
 
+import os
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 __all__ = ["PROGRESS", "TimeLeft"]
 
@@ -27,52 +32,95 @@ FIRST = 0.1
 BURST = 0.25
 """The part of the time after the first unit in which nothing is foretold: units that were computed
 side by side come together."""
+AHEAD = 4.0
+"""So many times as long as a speed has lasted it is expected to last: lower values notice a change
+later, higher ones take noise for a change."""
+SHORTEST = 1 / 16
+"""The part of the time that a speed is measured over at least, and `GAPS` of the longest waits for
+a unit in it: units that come together say nothing of speed."""
+GAPS = 3
 MOST_MARKS = 512
-"""Of a kind; beyond that every second one is forgotten."""
+"""Beyond that every second one is forgotten."""
+LOAD_S = 10.0
+"""What other jobs take is measured over so long at least."""
+LOOK_S = 1.0
+"""Between two looks at it."""
+
+
+class Clock:
+    """Seconds that pass, and of these the ones in which no other program had the processors that
+    this one and those that it started waited for. Other systems than Linux do not tell it."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._delayed_s = 0.0
+        self._seen = dict(_threads())
+
+    def __call__(self) -> tuple[float, float]:
+        now = time.monotonic()
+        if now > self._at + LOOK_S:
+            before, self._seen = self._seen, dict(_threads())
+            ran_s, waited_s = (
+                sum(
+                    max(0, times[k] - before.get(id, (0, 0))[k]) for id, times in self._seen.items()
+                )
+                / 1e9
+                for k in range(2)
+            )
+            # Threads that wait side by side are delayed once.
+            self._delayed_s += (now - self._at) * waited_s / max(now - self._at, ran_s + waited_s)
+            self._at = now
+        return now, now - self._delayed_s
+
+
+def _threads() -> Iterator[tuple[str, tuple[int, int]]]:
+    """The threads of this program and of those that it started: nanoseconds in which each ran, and
+    waited to."""
+    open_ids = [str(os.getpid())]
+    while open_ids:
+        tasks = f"/proc/{open_ids.pop()}/task"
+        try:
+            for id in os.listdir(tasks):
+                with open(f"{tasks}/{id}/schedstat") as file:
+                    ran, waited, _ = file.read().split()
+                yield id, (int(ran), int(waited))
+                with open(f"{tasks}/{id}/children") as file:
+                    open_ids += file.read().split()
+        except OSError:
+            continue  # it has ended, or there are no such files
 
 
 @dataclass(slots=True)
 class _Kind:
     left: float = 0.0
     worth: float = 1.0
-    marks: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
-    """Seconds spent on it, and units done by then."""
+    spent_s: float = 0.0
+    done: float = 0.0
 
-    @property
-    def done(self) -> float:
-        return self.marks[-1][1]
 
-    def add(self, units: float, spent_s: float) -> None:
-        seconds, done = self.marks[-1]
-        if len(self.marks) > MOST_MARKS:
-            del self.marks[1:-1:2]
-        self.marks.append((seconds + spent_s, done + units))
-        self.left = max(0.0, self.left - units)
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What was done when a unit was."""
 
-    @property
-    def pace(self) -> float | None:
-        """Seconds for a unit, as they were after the beginning; the shorter this is, the more its
-        own pace counts. None before the first."""
-        seconds, done = self.marks[-1]
-        if not done:
-            return None
-        first = bisect_right(self.marks, (FIRST * seconds, float("inf"))) - 1
-        began_s, before = self.marks[max(first, 1)]
-        if done == before or not seconds:
-            return seconds / done
-        share = min(1.0, (1 - began_s / seconds) / (1 - FIRST))
-        return share * (seconds - began_s) / (done - before) + (1 - share) * seconds / done
+    spent_s: float
+    kinds: dict[str, tuple[float, float]]
+    """Seconds spent on each kind, and its units."""
 
 
 class TimeLeft:
     """Foretells the end of one run."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = self._last = clock()
+    def __init__(self, clock: Callable[[], tuple[float, float]] | None = None) -> None:
+        self._clock = clock or Clock()
+        self._looks = [self._clock()]
+        """At the clock, in the order of time."""
+        self._began = self._last = self._looks[0][1]
         self._first: float | None = None
         """When something was done first."""
         self._kinds: dict[str, _Kind] = {}
+        self._marks = [_Mark(0.0, {})]
+        self._known: float | None = None
+        """What was foretold since the last change."""
         self._lock = threading.Lock()
         """What shows the time left is a thread of its own."""
 
@@ -83,31 +131,121 @@ class TimeLeft:
             known.left = max(0.0, units)
             if worth is not None:
                 known.worth = worth
+            self._known = None
 
     def did(self, units: float, kind: str = "") -> None:
         """So many more are done, in the time since the call before."""
         with self._lock:
-            now = self._clock()
-            self._kinds.setdefault(kind, _Kind()).add(units, now - self._last)
-            self._last = now
-            if units and self._first is None:
+            now = self._look()
+            spent_s, self._last = now - self._last, now
+            if not units:
+                return  # nobody's time
+            if self._first is None:
                 self._first = now
+            known = self._kinds.setdefault(kind, _Kind())
+            known.spent_s += spent_s
+            known.done += units
+            known.left = max(0.0, known.left - units)
+            last = self._marks[-1]
+            if len(self._marks) > MOST_MARKS:
+                del self._marks[1:-1:2]
+            kinds = {**last.kinds, kind: (known.spent_s, known.done)}
+            self._marks.append(_Mark(last.spent_s + spent_s, kinds))
+            self._known = None
 
     def seconds(self) -> float | None:
         """None before anything is done, and when nothing is left."""
         with self._lock:
-            now = self._clock()
+            now = self._look()
             if self._first is None or now - self._first < BURST * (now - self._began):
                 return None
-            left_s = self._left_s()
+            if self._known is None:
+                self._known = self._foretell()
             # What is overdue says nothing of what comes after it.
-            return max(left_s - (now - self._last), left_s / 2) or None
+            left_s = max(self._known - (now - self._last), self._known / 2)
+            loads = _Speeds(self._looks)
+            return loads.stretch(left_s * loads.mean, shortest_s=LOAD_S) or None
 
-    def _left_s(self) -> float:
-        """At the end of the last unit."""
-        kinds = self._kinds
-        paces = {name: pace for name, kind in kinds.items() if (pace := kind.pace) is not None}
-        worth = sum(kinds[name].done * kinds[name].worth for name in paces)
-        spent_s = sum(kinds[name].done * pace for name, pace in paces.items())
+    def _look(self) -> float:
+        """The time without that of other jobs."""
+        now = self._clock()
+        if len(self._looks) > MOST_MARKS:
+            del self._looks[1:-1:2]
+        if now[0] > self._looks[-1][0] + LOOK_S:
+            self._looks.append(now)
+        return now[1]
+
+    def _foretell(self) -> float:
+        """Seconds left at the end of the last unit."""
+        kinds = {name: kind for name, kind in self._kinds.items() if kind.done}
+        paces = {name: self._pace(name) for name in kinds}
+        worth = sum(kind.done * kind.worth for kind in kinds.values())
+        spent_s = sum(kind.done * paces[name] for name, kind in kinds.items())
         mean = spent_s / worth if worth else 0.0
-        return sum(kind.left * paces.get(name, kind.worth * mean) for name, kind in kinds.items())
+        left_s = sum(
+            kind.left * paces.get(name, kind.worth * mean) for name, kind in self._kinds.items()
+        )
+        all_s = self._marks[-1].spent_s
+        began = bisect_right(self._marks, FIRST * all_s, key=lambda mark: mark.spent_s) - 1
+        marks = [
+            (mark.spent_s, sum(paces[name] * done for name, (_, done) in mark.kinds.items()))
+            for mark in self._marks[max(began, 1) :]
+        ]
+        return _Speeds(marks).stretch(left_s, shortest_s=SHORTEST * all_s)
+
+    def _pace(self, kind: str) -> float:
+        """Seconds for a unit, as they were after the beginning; the shorter this is, the more its
+        own pace counts."""
+        rows = [mark.kinds[kind] for mark in self._marks if kind in mark.kinds]
+        seconds, done = rows[-1]
+        first = bisect_right(rows, (FIRST * seconds, float("inf"))) - 1
+        began_s, before = rows[max(first, 0)]
+        if done == before or not seconds:
+            return seconds / done
+        share = min(1.0, (1 - began_s / seconds) / (1 - FIRST))
+        return share * (seconds - began_s) / (done - before) + (1 - share) * seconds / done
+
+
+class _Speeds:
+    """How fast the last seconds went, against all of them."""
+
+    def __init__(self, marks: Sequence[tuple[float, float]]) -> None:
+        """Seconds spent by then, and seconds that it takes at the mean pace."""
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+        steps.reverse()
+        self.spent_s = list(accumulate((took for took, _ in steps), initial=0.0))
+        self.usual_s = list(accumulate((usual for _, usual in steps), initial=0.0))
+        products = [(took * took, took * usual, usual * usual) for took, usual in steps]
+        self.squares = [list(accumulate(one, initial=0.0)) for one in zip(*products, strict=True)]
+        self.mean = self.spent_s[-1] / self.usual_s[-1] if self.usual_s[-1] else 1.0
+        self.longest_s = list(accumulate((took for took, _ in steps), max, initial=0.0))
+
+    def _longest(self, last_s: float) -> float:
+        """The longest wait for a unit that reaches into the last seconds."""
+        return self.longest_s[min(bisect_left(self.spent_s, last_s), len(self.spent_s) - 1)]
+
+    def factor(self, last_s: float) -> float:
+        """Of the mean pace in the last seconds: nearer to 1 the more the units of these differ."""
+        num = min(bisect_left(self.spent_s, last_s), len(self.spent_s) - 1)
+        took, usual = self.spent_s[num], self.usual_s[num]
+        if usual <= 0 or took <= 0:
+            return 1.0
+        ratio, mean = took / usual, self.mean
+        both, cross, one = (sums[num] for sums in self.squares)
+        noise = max(0.0, both - 2 * ratio * cross + ratio**2 * one) / (usual * mean) ** 2
+        change = ratio / mean - 1
+        return 1 + change**3 / (change**2 + noise) if change else 1.0
+
+    def stretch(self, left_s: float, *, shortest_s: float) -> float:
+        """Seconds at the mean pace as they will be: the next at the speed of the last, what is
+        farther away at that of a longer time."""
+        foretold_s, last_s = 0.0, shortest_s
+        while (wait_s := GAPS * self._longest(last_s)) > last_s < self.spent_s[-1]:
+            last_s = wait_s
+        while left_s and last_s < self.spent_s[-1]:
+            factor = self.factor(last_s)
+            part_s = min(left_s, (AHEAD * last_s - foretold_s) / factor)
+            foretold_s += part_s * factor
+            left_s -= part_s
+            last_s *= 2
+        return foretold_s + left_s

@@ -21,7 +21,7 @@ from rookery.errors import AdapterError
 from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.folder import make_adapter
-from rookery.weights.init import bernoulli_positions, normal
+from rookery.weights.stack import bernoulli_positions, normal
 
 __all__ = [
     "GaussianConfig",

@@ -1,5 +1,6 @@
 """The command tree: help, hints for what is misspelt, and how a process ends."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from driving import Command
+from marks import long
 
 import rookery
+from rookery.cli.doctor import Finding, examine
 
 
 def test_help_and_version(rookery: Command) -> None:
@@ -57,6 +60,7 @@ def test_examples_have_a_line_each(rookery: Command, words: list[str]) -> None:
         (["sft", "tiny", "tasks.jsonl", "out", "--splt", "all"], "Did you mean --split?"),
         (["sft", "tiny", "tasks.jsonl", "out", "--stpes", "3"],
          "stpes is not a key. Did you mean steps?"),
+        (["sft", "tiny", "tasks.jsonl", "--stpes", "3"], "stpes is not a key."),
         (["sft", "tiny", "tasks.jsonl", "out", "--targets", "q_proj"],
          'targets is "q_proj"; it should be a list'),
     ],
@@ -82,6 +86,7 @@ def test_processes_end_with_0_or_with_2_and_a_sentence(tmp_path: Path) -> None:
     assert misspelt.returncode == 2 and 'Did you mean "eval"?' in misspelt.stderr
 
 
+@long
 def test_libraries_that_a_command_loads_say_nothing(tmp_path: Path) -> None:
     """torchao, which transformers imports where it is installed, warns of its own code."""
     ended = spawn("grpo", "run", "nowhere.yaml", folder=tmp_path)
@@ -126,3 +131,63 @@ def test_no_keys_are_an_answer(rookery: Command, tmp_path: Path) -> None:
     ended = rookery("keys", "list", "--file", tmp_path / "keys.json")
     place = tmp_path / "keys.json"
     assert ended.out == f"No keys in {place}. Make one with `rookery keys add NAME`.\n"
+
+
+# `rookery doctor`.
+
+
+def test_a_sound_machine_is_ready(
+    rookery: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rookery.cli.doctor._MIN_FREE_GB", 0)
+    ended = rookery("doctor")
+    assert ended.code == 0 and ended.out.endswith("Ready.\n")
+    torch = importlib.metadata.version("torch")
+    assert f"✓ torch        {torch}\n" in ended.out
+    assert f"✓ cache        {tmp_path / 'cache'}\n" in ended.out
+    assert list((tmp_path / "cache").iterdir()) == [], "its probe is removed"
+
+
+def test_what_is_missing_is_named_with_its_remedy(
+    rookery: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    version = importlib.metadata.version
+
+    def without(package: str) -> str:
+        if package in {"peft", "ray"}:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    ended = rookery("doctor")
+    assert ended.code == 2 and "Something that is needed is missing." in ended.out
+    assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
+    assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
+    assert "· serve        not installed: zstandard\n  → pip install 'rookery[serve]'" in ended.out
+
+
+def test_the_sandbox_is_tried_and_not_only_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'namespaces are off' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sandlock", None)
+    finding = {finding.thing: finding for finding in examine()}["sandbox"]
+    assert not finding.is_fine and not finding.is_needed
+    assert "namespaces are off" in finding.seen
+    assert finding.remedy.startswith("pip install sandlock ("), "bubblewrap is installed"
+
+
+def test_a_full_disk_is_no_good_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ROOKERY_CACHE", raising=False)
+    monkeypatch.setattr("rookery.cli.doctor._MIN_FREE_GB", 10**9)
+    findings: dict[str, Finding] = {finding.thing: finding for finding in examine()}
+    assert not findings["disk"].is_fine and "free some room" in findings["disk"].remedy
+    assert findings["cache"].seen == str(tmp_path / "rookery")
+    assert all(finding.is_fine or finding.remedy for finding in findings.values())

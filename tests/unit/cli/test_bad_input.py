@@ -49,6 +49,32 @@ def test_evaluations_that_cannot_be(
     assert re.search(sentence.replace("?", r"\?"), refused("eval", *words).words)
 
 
+LONG = "a prompt " * 40
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["eval", "tiny", LONG], "cannot be read: File name too long."),
+        (["eval", "~no-such-user/x", "tasks.jsonl"], "is not a path: "),
+        (["eval", "tiny", "tasks.jsonl", "--adapter", LONG], "File name too long."),
+        (["eval", "tiny", "tasks.jsonl", "--name", "n" * 300], "one word of at most 200 letters"),
+        (["eval", "tiny", f"tasks.jsonl?prompt_template={LONG}&limit=0"], "limit is 0"),
+        (["evolve", "run", LONG, "evaluator.py"], "File name too long."),
+        (["evolve", "prompt", LONG, "--taskset", "tasks.jsonl", "--model", "tiny"],
+         "File name too long."),
+        (["runs", "show", LONG], "File name too long."),
+        (["new", "genome", LONG], "File name too long."),
+        (["ui", "--port", "70000"], "--port is 70000; ports are 0,"),
+        (["ui", "tasks.jsonl"], "tasks.jsonl is a file: give the folder"),
+        (["fleet", "status", "gpu1:8000"], "write http://gpu1:8000."),
+        (["fleet", "restore", "http://gpu1:70000"], "'http://gpu1:70000': Port out of range"),
+    ],
+)  # fmt: skip
+def test_names_that_nothing_can_have(refused: Command, words: list[str], sentence: str) -> None:
+    assert re.search(sentence, refused(*words).words)
+
+
 @pytest.mark.parametrize("command", ["eval", "doctor"])
 def test_a_cache_that_is_a_file(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -160,6 +186,7 @@ tasksets: [{type: jsonl, path: tasks.jsonl}]
         ("init: {type: zero, targets: [nope]}", "No linear layer is called nope"),
         ("engine: {model: ./nowhere}", "There is no model folder ./nowhere"),
         ("engine: {model: nan-model}", "holds NaN or infinity"),
+        ("engine: {model: tiny, cache_gib: 900000}", "Write a smaller one"),
         ("engine: {model: tiny, max_rank: 2}", "raise engine.max_rank to 4, or give a lower"),
         ("tasksets: [{type: jsonl, path: empty.jsonl}]", "has no rows"),
         ("tasksets: [{type: jsonl, path: tasks.jsonl}, {type: jsonl, path: tasks.jsonl}]",

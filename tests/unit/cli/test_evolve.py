@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from driving import Command
 from scripted import Scripted, serve_scripted
+from tiny import write_chat_model
 
+from rookery.compose.evolve_prompt import evolve_prompt
 from rookery.runs import Run
+from rookery.tasks.taskset import load_taskset_file
 
 PROGRAM = """# EVOLVE-BLOCK-START
 def solve():
@@ -240,56 +243,48 @@ def test_patience_that_ended_a_run_does_not_end_what_is_asked_for_more(
     assert json.loads(report.read_text())["num_iterations"] == num_first + 1
 
 
-def test_the_same_command_goes_on_with_an_extension(
-    rookery: Command, problem: Path, model: Scripted
-) -> None:
-    assert rookery(*RUN, "-i", 3, *model.flags).code == 0
-    with Run.open(problem / "openevolve_output") as run:  # as a command that was killed leaves it
-        document = run.config | {"extended_from": 3}
-        document["settings"]["max_iterations"] = 5
+def cut_off(folder: Path, *, before: int, after: int) -> None:
+    """As a command leaves it that was killed when it had extended the run."""
+    with Run.open(folder) as run:
+        document = run.config | {"extended_from": before}
+        document["settings"]["max_iterations"] = after
         run.extend(document, may_change=["extended_from", "settings.max_iterations"])
-    assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
 
 
-def test_what_finished_and_was_opened_in_vain_is_extended(
+def test_a_run_is_extended_wherever_it_stopped_before(
     rookery: Command, problem: Path, model: Scripted
 ) -> None:
-    assert rookery(*RUN, "-i", 3, *model.flags).code == 0
-    Run.open(problem / "openevolve_output").close()  # killed before anything was extended
-    assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
-    report = json.loads((problem / "openevolve_output/report.json").read_text())
-    assert report["num_iterations"] == 5
-
-
-def test_a_run_that_was_moved_is_kept_from_programs(
-    rookery: Command, problem: Path, model: Scripted
-) -> None:
+    """Also one that was moved, whose folder is still kept from programs."""
     listing = "import os\n" + EVALUATOR.replace(
         "}", ', "beside": len(os.listdir(os.path.dirname(__file__)))}'
     )
     (problem / "evaluator.py").write_text(listing)
     assert rookery(*RUN, "-i", 1, *model.flags).code == 0
-    with Run.open(problem / "openevolve_output") as run:  # as a command that was killed leaves it
-        document = run.config | {"extended_from": 1}
-        document["settings"]["max_iterations"] = 3
-        run.extend(document, may_change=["extended_from", "settings.max_iterations"])
+    Run.open(problem / "openevolve_output").close()  # killed before anything was extended
+    assert "of 2" in rookery(*RUN, "-i", 1, "--resume", *model.flags).words
+    report = json.loads((problem / "openevolve_output/report.json").read_text())
+    assert report["num_iterations"] == 2
+    cut_off(problem / "openevolve_output", before=2, after=3)
+    assert "of 3" in rookery(*RUN, "-i", 1, "--resume", *model.flags).words
+    cut_off(problem / "openevolve_output", before=3, after=4)
     (problem / "openevolve_output").rename(problem / "moved")
     assert rookery("runs", "resume", problem / "moved").code == 0
     assert rookery("evolve", "export", "moved", "all.jsonl").code == 0
     lines = [json.loads(line) for line in (problem / "all.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 and len({line["metrics"]["beside"] for line in lines}) == 1
+    assert len(lines) == 5 and len({line["metrics"]["beside"] for line in lines}) == 1
 
 
-@pytest.mark.parametrize("name", ["program.py", "evaluator.py"])
 def test_a_run_does_not_go_on_with_another_evaluator_or_program(
-    rookery: Command, problem: Path, model: Scripted, name: str
+    rookery: Command, problem: Path, model: Scripted
 ) -> None:
     assert rookery(*RUN, "-i", 1, *model.flags).code == 0
-    with (problem / name).open("a") as file:
-        file.write("# changed\n")
     before = model.stats()["calls"]
-    ended = rookery(*RUN, "-i", 1, *model.flags)
-    assert ended.code == 2 and f"{name} changed since" in ended.words
+    for name in ("program.py", "evaluator.py"):
+        text = (problem / name).read_text()
+        (problem / name).write_text(f"{text}# changed\n")
+        ended = rookery(*RUN, "-i", 1, *model.flags)
+        assert ended.code == 2 and f"{name} changed since" in ended.words
+        (problem / name).write_text(text)
     assert model.stats()["calls"] == before
     with Run.view(problem / "openevolve_output") as run:
         assert run.status == "finished", "as it was"
@@ -311,3 +306,60 @@ def test_answers_that_improved_a_program_are_exported(
     ended = rookery("evolve", "export", "none", "--training-data", "none.jsonl")
     assert ended.code == 2 and "there is nothing to learn" in ended.words
     assert not (problem / "none.jsonl").exists()
+
+
+# Prompts.
+
+PROMPT = ("evolve", "prompt", "prompt.txt")
+CHAT = ("--model", "chat")
+TASKS = ("--taskset", "../tasks.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        (" \n", (*CHAT, *TASKS), "prompt.txt is empty: write what the model is told"),
+        ("Hi", CHAT, "No tasks are named: give --taskset FILE"),
+        ("Hi", TASKS, "answered by a model of rookery.engine, and none is named"),
+        ("Hi", (*CHAT, "--taskset", "none.jsonl"), "none.jsonl"),
+        ("Hi", (*CHAT, *TASKS, "--rookery.tasks.model", "x"), "the engine's models are base"),
+        ("Hi", (*CHAT, *TASKS, "--rookery.tune", "{evaluations: 9}"), "tune is for programs"),
+        ("x" * 20_000, (*CHAT, *TASKS), "max_code_length is 10000"),
+        ("Hi", ("--model", "../tiny", *TASKS), "no chat template"),
+        ("Hi", (*CHAT, *TASKS, "--fleet", "gpu1"), "gpu1"),
+    ],
+)
+def test_prompts_that_cannot_be_asked_are_refused(
+    refused: Command, problem: Path, text: str, words: tuple[str, ...], sentence: str
+) -> None:
+    write_chat_model(problem / "chat")
+    (problem / "prompt.txt").write_text(text)
+    ended = refused(*PROMPT, *words)
+    assert sentence in ended.words
+
+
+def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
+    """From Python, with a taskset that another run left."""
+    write_chat_model(problem / "chat")
+    text = "Say {{ nothing }} of {% raw %} {0} or {{"
+    (problem / "prompt.txt").write_text(text)
+    with Run.create(problem / "runs", kind="icm", name="a", config={}) as run:
+        run.write_text("rows.jsonl", (problem / "../tasks.jsonl").read_text())
+    outcome = evolve_prompt(
+        "prompt.txt", "run:a/rows.jsonl", "chat", max_iterations=2, llm={"max_tokens": 4}
+    )
+    tasks = outcome.report.tasks
+    assert tasks is not None and tasks.taskset.num_report == len(
+        load_taskset_file("../tasks.jsonl").split("report")
+    )
+    assert "first1" in {row.id for row in tasks.finalists}
+    assert (outcome.path / "best/best_program.txt").exists()
+    assert any("{{ nothing }} of the prompt is no field" in w for w in outcome.report.warnings)
+    with Run.view(outcome.path) as run:
+        assert run.counts()["prompt/chosen"] == 1
+
+
+def test_a_prompt_that_no_context_holds_is_refused(refused: Command, problem: Path) -> None:
+    write_chat_model(problem / "chat", max_position_embeddings=64)
+    (problem / "prompt.txt").write_text("x" * 100)
+    assert "gets no score (no_reward)" in refused(*PROMPT, *CHAT, *TASKS).words

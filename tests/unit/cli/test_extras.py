@@ -26,6 +26,7 @@ NEEDS = {
     "demo serve": ["demo", "serve"],
     "eval": ["eval", "model", "tasks.jsonl"],
     "eval on servers": ["eval", "model", "tasks.jsonl", "--fleet", "http://127.0.0.1:9"],
+    "evolve prompt": ["evolve", "prompt", "p.txt", "--taskset", "tasks.jsonl", "--model", "model"],
     "genome run": ["genome", "run", "genome.yaml"],
     "grpo atropos": ["grpo", "atropos", "--model-name", "model"],
     "grpo gateway": ["grpo", "gateway", "gateway.yaml"],
@@ -162,11 +163,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_command_that_needs_an_extra_names_it(ended: dict[str, Ended], name: str) -> None:
-    how = ended[name]
+    how, extra = ended[name], "serve" if name == "serve" else "hf"
     assert how.code == 2, how
     assert re.fullmatch(
         r"error: This needs the package \w+, which is not installed: "
-        r"pip install 'rookery\[hf\]'\.\n",
+        rf"pip install 'rookery\[{extra}\]'\.\n",
         how.err,
     )
 

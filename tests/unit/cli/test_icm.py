@@ -1,19 +1,13 @@
-"""`rookery icm run`: what is left behind, what is refused, and Ctrl-C."""
+"""`rookery icm run`: what is left behind and what is refused."""
 
-import asyncio
 import json
-import os
-import shutil
-import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import Command, change_weights, status_of, write_rows
-
-from rookery.runs import Run
+from driving import Command, write_rows
 
 CONFIG: dict[str, Any] = {
     "engine": {"model": "tiny"},
@@ -60,15 +54,6 @@ def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
     )
 
 
-def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
-    shutil.copytree(config / "tiny", config / "own")
-    assert rookery("icm", "run", "c.json", "--name", "x", "--engine.model", "own").code == 0
-    change_weights(config / "own/model.safetensors")
-    ended = rookery("runs", "resume", "x")
-    assert ended.code == 2 and "The data of the model changed since" in ended.words
-    assert status_of(config / "runs/x") == "finished", "a refusal leaves it as it was"
-
-
 def test_paths_of_flags_are_where_the_user_is(rookery: Command, config: Path) -> None:
     folder = config / "configs"
     folder.mkdir()
@@ -97,6 +82,7 @@ def test_paths_of_flags_are_where_the_user_is(rookery: Command, config: Path) ->
         (["--engine.model", "nan-model"], "holds NaN or infinity"),
         (["--engine.model", "./tinny"], "There is no model folder ./tinny"),
         (["--resume"], "--resume needs the run: add --name NAME"),
+        (["--resume", "--name", "y"], "There is no run runs/y"),
         (["--exports.pairs", "{type: group, prompt: 'w{{ a }}', response: 'w{{ gone }}'}"],
          "exports.pairs, item i0"),
         (["--exports.pairs", "{type: group, prompt: '{{ a }}', response: '{{ b }}', label: w92}"],
@@ -125,32 +111,6 @@ def test_a_batch_longer_than_the_context(refused: Command, config: Path) -> None
     ended = refused("icm", "run", "c.json")
     assert "A batch of 60 items makes prompts of" in ended.words
     assert "the model reads 128: write batch_size:" in ended.words
-
-
-def test_interrupted_and_resumed(
-    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rookery.embedded import EmbeddedEngine
-
-    score, calls = EmbeddedEngine.score, []
-
-    async def press_in_the_third(self: EmbeddedEngine, requests: Any) -> Any:
-        calls.append(len(requests))
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(60)
-        return await score(self, requests)
-
-    monkeypatch.setattr(EmbeddedEngine, "score", press_in_the_third)
-    ended = rookery("icm", "run", "c.json", "--name", "x")
-    assert ended.code == 130
-    assert f"Go on with: rookery runs resume {config / 'runs/x'}" in ended.err
-    with Run.view(config / "runs/x") as run:
-        assert run.status == "interrupted" and run.counts()["score"] == sum(calls[:2])
-    assert rookery("runs", "resume", "x").code == 0
-    assert rookery("icm", "run", "c.json", "--name", "whole").code == 0
-    labels = [(config / f"runs/{name}/labels.jsonl").read_text() for name in ("x", "whole")]
-    assert labels[0] == labels[1]
 
 
 class _Answers(BaseHTTPRequestHandler):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from driving import Command
 from evolve_command import require_sandbox
+from tiny import write_chat_model
 
-from rookery.cli.new import Kind
+from rookery.cli.demo import Kind
 from rookery.starters.number_changer import NAME, serve_number_changer
 
 ENGINE = ("--engine.model", "tiny", "--engine.cache-gib", "0.01")
@@ -15,6 +16,11 @@ FLAGS: dict[Kind, tuple[str, ...]] = {
     "genome": ENGINE,
     "grpo": ENGINE,
     "game": ENGINE,
+    "league": (
+        *ENGINE,
+        *("--num-seeds", "1", "--entrants", "[es, best_of_n]"),
+        *("--budget.max-answer-tokens", "200"),
+    ),
     "icm": (*ENGINE, "--data.labels", "[w90, w91]", "--data.gold", "null"),
 }
 """The tiny model is no SmolLM2, and knows neither True nor False."""
@@ -54,6 +60,34 @@ def test_a_program_evolves(rookery: Command, place: Path) -> None:
         ended = rookery(*words, *model, "-i", "4", "-o", "out")
     assert ended.code == 0, ended.err
     assert (place / "out/report.html").exists() and "4" in ended.words
+
+
+def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
+    write_chat_model(place / "chat")
+    words = (*written(rookery, "prompt"), "--model", "chat", "--llm.max-tokens", "8", "-o", "out")
+    ended = rookery(*words)
+    assert ended.code == 0, ended.err
+    assert (place / "out/report.html").exists() and (place / "out/best/best_program.txt").exists()
+    assert "No prompt was chosen over the first one" in ended.words
+    assert "report tasks are read once" in rookery(*words, "-i", "2").words
+
+
+def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
+    write_chat_model(place / "mine-chat", max_position_embeddings=8192)
+    words = written(rookery, "flywheel")
+    config = place / "mine/config.yaml"
+    text = config.read_text().replace("smollm2", str(place / "mine-chat"))
+    config.write_text(
+        text.replace("max_tokens: 96", "max_tokens: 4").replace(
+            "max_iterations: 12", "max_iterations: 5"
+        )
+    )
+    reward = "def score(task, completion):\n    return sum(completion.tokens) % 97 / 97\n"
+    (place / "mine/scorer.py").write_text(reward)  # that gibberish may improve
+    ended = rookery(*words, "--name", "fw")
+    assert ended.code == 0, ended.err
+    assert (place / "runs/fw.second/best/best_program.txt").exists()
+    assert "fw.first, fw.writer" in ended.words
 
 
 @pytest.mark.parametrize("folder", ["founders", "tasks.jsonl"])

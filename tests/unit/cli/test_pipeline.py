@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from driving import Command
+from evolve_command import require_sandbox
+from tiny import write_chat_model
 
 from rookery.runs import Run
+from rookery.starters.number_changer import NAME, serve_number_changer
 
 SFT: dict[str, Any] = {
     "loop": "sft",
@@ -97,7 +100,7 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     [
         ({"first": student(init_from="run:second/trained"), "second": student()},
          "init_from of the step first takes from second, which is not an earlier step"),
-        ({"first": {"loop": "sfd"}}, "it should be 'genome', 'grpo', 'icm' or 'sft'"),
+        ({"first": {"loop": "sfd"}}, "it should be 'evolve', 'genome', 'grpo', 'icm' or 'sft'"),
         ({"first": student(rnk=2)}, "the step first is not a valid config: rnk is not a key"),
         ({"../x": student()}, "Got the name of a step '../x'"),
         ({}, "should have at least 1 item"),
@@ -107,6 +110,40 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     refused: Command, place: Path, held_out: Path, change: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refused("pipeline", "run", write(place, change)).words
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": "nowhere/at/all"}, "There is no model folder nowhere/at/all"),
+        ({"weights": "int4", "dtype": "bfloat16"}, "weights is int4, which computes in float32"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused_before_the_first_step(
+    refused: Command, place: Path, held_out: Path, change: dict[str, Any], sentence: str
+) -> None:
+    path = write(place, {"first": student()})
+    document = yaml.safe_load(path.read_text())
+    document["report"] |= change
+    path.write_text(yaml.safe_dump(document))
+    assert sentence in refused("pipeline", "run", path).words
+
+
+def test_without_a_report_the_steps_are_all(rookery: Command, place: Path) -> None:
+    path = place / "flow.yaml"
+    path.write_text(yaml.safe_dump({"steps": {"first": student()}}))
+    ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 0, ended.err
+    report = json.loads((place / "runs/flow/report.json").read_text())
+    assert [step["name"] for step in report["steps"]] == ["first"]
+
+
+def test_a_step_that_is_called_base_is_told_from_the_base_model(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    assert rookery("pipeline", "run", write(place, {"base": student()}), "--name", "f").code == 0
+    report = json.loads((place / "runs/f/report.json").read_text())
+    assert [row["name"] for row in report["models"]] == ["base", "f.base"]
 
 
 def test_a_step_has_a_file_of_its_own_with_its_own_paths(
@@ -126,4 +163,74 @@ def test_a_step_has_a_file_of_its_own_with_its_own_paths(
 def test_tasks_that_a_step_sees_are_refused_for_the_report(refused: Command, place: Path) -> None:
     path = write(place, {"first": student()}, report="tasks.jsonl")
     ended = refused("pipeline", "run", path)
-    assert "tasks of the report are among those of the step first" in ended.words
+    assert "report tasks are also data of the step first" in ended.words
+
+
+def evolving(**changes: Any) -> dict[str, Any]:
+    """An evolution of the program of `rookery new evolve`, proposed by a scripted model."""
+    settings = {
+        "max_iterations": 6,
+        "diff_based_evolution": False,
+        "evaluator": {"timeout": 20},
+        "rookery": {"mode": "deterministic", "in_flight": 2},
+        **changes.pop("settings", {}),
+    }
+    files = {"program": "mine/initial_program.py", "evaluator": "mine/evaluator.py"}
+    return {"loop": "evolve", "values": {**files, **changes, "settings": settings}}
+
+
+def test_winners_of_evolve_train_the_next_proposer(rookery: Command, place: Path) -> None:
+    require_sandbox()
+    write_chat_model(place / "chat", max_position_embeddings=8192)
+    assert rookery("new", "evolve", "mine").code == 0
+    engine = {"engine": {"model": "chat"}, "adapters": {"writer": "run:student/trained"}}
+    values = {"model": "chat", "rank": 2, "layers": 1, "steps": 1, "batch_size": 1}
+    student = {**values, "taskset": "run:first/winners.jsonl", "split": "all"}
+    with serve_number_changer() as url:
+        llm = {"primary_model": NAME, "api_base": url}
+        steps = {
+            "first": evolving(settings={"llm": llm}),
+            "student": {"loop": "sft", "values": student},
+            "second": evolving(
+                program="run:first/best/best_program.py",
+                settings={
+                    "max_iterations": 2,
+                    "llm": {"max_tokens": 4, "models": [{"name": "writer"}]},
+                    "rookery": {"mode": "deterministic", **engine},
+                },
+            ),
+        }
+        path = place / "flow.yaml"
+        path.write_text(yaml.safe_dump({"steps": steps}, sort_keys=False))
+        ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 0, ended.err
+    report = json.loads((place / "runs/flow/report.json").read_text())
+    made_from = {step["name"]: step["made_from"] for step in report["steps"]}
+    assert made_from == {
+        "first": [],
+        "student": ["flow.first"],
+        "second": ["flow.first", "flow.student"],
+    }
+    first, second = (
+        json.loads((place / f"runs/flow.{name}/report.json").read_text())
+        for name in ("first", "second")
+    )
+    assert second["first"]["score"] == first["best"]["score"] > first["first"]["score"]
+    assert [model["name"] for model in second["models"]] == ["writer"]
+    rows = (place / "runs/flow.first/winners.jsonl").read_text().splitlines()
+    assert [m["role"] for m in json.loads(rows[0])["messages"]] == ["system", "user", "assistant"]
+    (place / "runs/flow/report.json").unlink()
+    assert rookery("runs", "resume", "flow").code == 0
+
+
+def test_a_step_of_evolve_without_winners_says_what_there_is(rookery: Command, place: Path) -> None:
+    require_sandbox()
+    assert rookery("new", "evolve", "mine").code == 0
+    with serve_number_changer() as url:
+        llm = {"primary_model": NAME, "api_base": url, "max_tokens": 1}
+        first = evolving(settings={"max_iterations": 1, "llm": llm, "max_code_length": 1})
+        steps = {"first": first, "student": student("run:first/winners.jsonl")}
+        path = place / "flow.yaml"
+        path.write_text(yaml.safe_dump({"steps": steps}, sort_keys=False))
+        ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 2 and "the run has no winners.jsonl. It has best" in ended.words

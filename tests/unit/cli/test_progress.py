@@ -67,6 +67,14 @@ def test_the_last_line_tells_how_it_ended_and_nothing_follows() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_colours_make_no_terminal_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook sets FORCE_COLOR; a bar that is drawn there leaves a line for each change."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with redirect_stderr(Lines()) as lines, Display().bar("founders", total=2) as bar:
+        bar.advance(2)
+    assert lines.text == "founders  2 of 2  0 tok/s  0:00\n"
+
+
 def test_hints_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     with redirect_stderr(Lines()) as lines:
         Display().hint("See it live with: rookery ui runs")

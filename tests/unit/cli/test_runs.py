@@ -8,7 +8,6 @@ import pytest
 from driving import NUM_TASKS, Command
 
 from rookery.runs import Run
-from rookery.types import SampleRequest
 
 
 @pytest.fixture
@@ -102,16 +101,6 @@ def test_runs_that_are_not_there(rookery: Command, two_runs: Path, command: str)
     ended = rookery("runs", command, two_runs, *extra)
     assert ended.code == 2 and "is not a run: it has no events.db" in ended.err
     assert not (two_runs / "out.jsonl").exists()
-
-
-def test_a_finished_run_resumes_to_its_report_without_asking(
-    rookery: Command, two_runs: Path, drawn: list[SampleRequest]
-) -> None:
-    before = json.loads((two_runs / "runs/first/report.json").read_text())
-    num_drawn = len(drawn)
-    assert rookery("runs", "resume", "first").code == 0
-    after = json.loads((two_runs / "runs/first/report.json").read_text())
-    assert after["models"] == before["models"] and len(drawn) == num_drawn
 
 
 def test_a_kind_that_nobody_knows(rookery: Command, place: Path) -> None:

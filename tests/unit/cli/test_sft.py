@@ -1,6 +1,7 @@
 """`rookery sft` on the tiny model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,45 @@ def test_an_interrupted_training_goes_on(
     resumed = read_adapter(place / "out").version
     assert rookery("sft", "tiny", "tasks.jsonl", "whole", *SMALL, "--save-every", "1").code == 0
     assert read_adapter(place / "whole").version == resumed and len(steps) == 7
+
+
+def test_a_training_that_has_ended_is_not_repeated(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sft", "tiny", "tasks.jsonl", "out", *SMALL, "--name", "x"]
+
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rookery.compose.running.render_run", press)
+        assert rookery(*words).code == 130
+    version = read_adapter(place / "out").version
+    report = json.loads((place / "runs/x/report.json").read_text())
+    shutil.rmtree(place / "out")
+    monkeypatch.setattr(LoraTrainer, "forward_backward", press)
+    for _ in ("interrupted", "finished"):
+        assert rookery("runs", "resume", "x").code == 0
+        assert read_adapter(place / "out").version == version
+        again = json.loads((place / "runs/x/report.json").read_text())
+        assert again | {"seconds": 0} == report | {"seconds": 0}
+
+
+def test_rows_that_changed_their_weights_are_other_data(rookery: Command, place: Path) -> None:
+    def write(*weights: float) -> None:
+        rows = [
+            {"id": str(at), "prompt": f"w{at}", "answer": "w9", "weight": weight}
+            for at, weight in enumerate(weights)
+        ]
+        (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    write(0.5, 1.0)
+    rows = "rows.jsonl?fields.weight=weight"
+    words = ["sft", "tiny", rows, "out", *SMALL, "--split", "all", "--name", "x"]
+    assert rookery(*words).code == 0
+    write(1.0, 0.5)
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "The data of rows changed since" in ended.words
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""SIGTERM ends a command as Ctrl-C does: in order; a second signal kills at once."""
+"""Ctrl-C and SIGTERM end a command in order, with the command that goes on to the same report; a
+second signal kills at once."""
 
 import asyncio
 import json
@@ -15,65 +16,55 @@ from driving import Command, write_rows
 from forked import Forked, forked, run_code, run_command
 
 from rookery.compose.running import run_async
+from rookery.errors import RunError
 from rookery.runs import Run
 from rookery.runtime.stopping import Stopped, run_stoppable, stop_signals
 
-SCORER = """
+NUM_TASKS, NUM_FREE = 150, 128
+
+SCORER = f"""
 import asyncio, os
 from pathlib import Path
 
-mode, judged = os.environ.get("ROOKERY_TEST_MODE"), 0
-
 async def reward(task, completion):
-    global judged
-    judged += 1
-    if mode and judged > 60:
-        Path("waiting").touch()
+    number, mode = int(task.id.rpartition("/")[2]), os.environ.get("ROOKERY_TEST_MODE")
+    if mode and number >= {NUM_FREE}:
         try:
             await asyncio.sleep(3600)
         finally:
             Path("cancelled").touch()
             if mode == "stubborn":
                 await asyncio.sleep(3600)
-    return len(completion.tokens) / 4
+    with open("judged.txt", "a") as file:
+        file.write(task.id + "\\n")
+    return float(len(completion.tokens)) / 4
 """
 
-CONFIG = """\
-engine: {model: tiny}
-init: {type: file, path: founders, use: adapters}
-tasksets:
-- type: jsonl
-  path: rows.jsonl
-  scorer: {type: python, function: 'scorer.py:reward'}
-  sampling: {max_tokens: 4, temperature: 1.0}
-stages: [{type: ga, generations: 3, population: {size: 2, children: {count: 2}}}]
-finals: {num_finalists: 2, num_voters: 2, random_search: false}
+TASKSET = """
+type: jsonl
+path: rows.jsonl
+scorer: {type: python, function: 'scorer.py:reward'}
+sampling: {max_tokens: 4, temperature: 1.0}
 """
 
 
 @pytest.fixture
-def config(place: Path) -> Path:
+def slow(place: Path) -> Path:
+    """A taskset whose last answers take an hour to judge, while a variable is set."""
     rows = [{"id": str(i), "prompt": f"w{4 + i % 90} w{4 + i % 7}", "reference": ""}
-            for i in range(40)]  # fmt: skip
+            for i in range(NUM_TASKS)]  # fmt: skip
     write_rows(place / "rows.jsonl", rows)
-    (place / "g.yaml").write_text(CONFIG)
+    (place / "slow.yaml").write_text(TASKSET)
     (place / "scorer.py").write_text(SCORER)
     return place
 
 
-@contextmanager
-def running(config: Path, mode: str) -> Iterator[Forked]:
-    command = ("genome", "run", "g.yaml", "--name", "x")
-    variables = {"ROOKERY_TEST_MODE": mode}
-    with forked(run_command, config / "errors", *command, variables=variables) as process:
-        wait_for(process, (config / "waiting").exists)
-        assert has_rollouts(config / "runs/x")
-        yield process
-
-
-def has_rollouts(path: Path) -> bool:
-    with Run.view(path) as run:
-        return run.last("rollout") is not None
+def rollouts(path: Path) -> int:
+    try:
+        with Run.view(path) as run:
+            return run.counts().get("rollout", 0)
+    except RunError:
+        return 0
 
 
 def wait_for(process: Forked, is_so: Callable[[], bool]) -> None:
@@ -84,33 +75,75 @@ def wait_for(process: Forked, is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_an_evolution_told_to_terminate_is_resumed(rookery: Command, config: Path) -> None:
-    with running(config, "slow") as process:
-        process.send(signal.SIGTERM)
-        assert process.wait() == 143
-    err = (config / "errors").read_text()
+@contextmanager
+def running(slow: Path, mode: str) -> Iterator[Forked]:
+    """An evaluation all of whose answers are judged but those that take an hour."""
+    command = ("eval", "tiny", "slow.yaml", "--name", "x")
+    variables = {"ROOKERY_TEST_MODE": mode}
+    with forked(run_command, slow / "errors", *command, variables=variables) as process:
+        wait_for(process, lambda: rollouts(slow / "runs/x") >= NUM_FREE)
+        yield process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_evaluation_interrupted_and_resumed(
+    rookery: Command, slow: Path, number: signal.Signals, code: int
+) -> None:
+    with running(slow, "slow") as process:
+        process.send(number)
+        assert process.wait() == code and process.lines.read() == ""
+    err = (slow / "errors").read_text()
     assert "Traceback" not in err
     last = err.splitlines()[-1]
-    assert last == f"error: Interrupted. Go on with: rookery runs resume {config / 'runs/x'}"
-    with Run.view(config / "runs/x") as run:
+    assert last == f"error: Interrupted. Go on with: rookery runs resume {slow / 'runs/x'}"
+    assert rollouts(slow / "runs/x") == NUM_FREE and not (slow / "runs/x/report.json").exists()
+    with Run.view(slow / "runs/x") as run:
         assert run.status == "interrupted" and run.ending is not None, "it was closed in order"
-    assert rookery("runs", "resume", config / "runs/x").code == 0
-    assert rookery("genome", "run", "g.yaml", "--name", "whole").code == 0
+    assert rookery(*last.partition("rookery ")[2].split()).code == 0
+    judged = (slow / "judged.txt").read_text().split()
+    assert sorted(judged) == sorted({f"rows/{i}" for i in range(NUM_TASKS)}), "nothing twice"
+    assert rookery("eval", "tiny", "slow.yaml", "--name", "whole").code == 0
     resumed, whole = (
-        json.loads((config / f"runs/{name}/report.json").read_text()) for name in ("x", "whole")
+        json.loads((slow / f"runs/{name}/report.json").read_text()) for name in ("x", "whole")
     )
-    for key in ("winner_id", "lineage", "num_rollouts", "num_tokens"):
+    for key in ("model", "taskset", "num_tasks", "models"):
         assert resumed[key] == whole[key]
 
 
-def test_a_second_signal_kills_at_once(config: Path) -> None:
-    with running(config, "stubborn") as process:
+def test_a_second_signal_kills_at_once(slow: Path) -> None:
+    with running(slow, "stubborn") as process:
         process.send(signal.SIGTERM)
-        wait_for(process, (config / "cancelled").exists)
+        wait_for(process, (slow / "cancelled").exists)
         process.send(signal.SIGTERM)  # it does not end by itself
         assert process.wait() == -signal.SIGTERM
-    with Run.open(config / "runs/x") as run:
+    with Run.open(slow / "runs/x") as run:
         assert run.last("rollout") is not None
+
+
+def test_interrupted_before_there_is_a_run(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rookery.compose.evaluation.load_taskset_file", press)
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x")
+    assert ended.code == 130 and ended.err == "" and not (place / "runs").exists()
+
+
+def test_a_path_with_spaces_is_quoted_in_the_hint(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rookery.rollout.TasksetEvaluator.evaluate", press)
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x", "--runs-dir", "my runs")
+    assert ended.code == 130
+    assert f"Go on with: rookery runs resume '{place / 'my runs/x'}'" in ended.err
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    assert rookery("runs", "resume", place / "my runs/x").code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

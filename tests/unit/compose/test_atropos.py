@@ -19,10 +19,10 @@ from marks import long
 from tiny import write_tiny_model
 
 from rookery.compat.atropos import feed as feed_module
-from rookery.compat.atropos import registry
+from rookery.compat.atropos import group_queue as registry
 from rookery.compat.atropos.feed import ClientFeed, open_client
+from rookery.compat.atropos.group_queue import TrainerRegistration
 from rookery.compat.atropos.options import AtroposOptions, translate
-from rookery.compat.atropos.registry import TrainerRegistration
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo.plan import plan_grpo

@@ -28,9 +28,8 @@ from rookery.errors import (
 )
 from rookery.fleet.http.external import ExternalEmbedder, ExternalTextModel
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import evaluation_spec
-from rookery.loops.evolve.first_program import read_first_program
 from rookery.loops.evolve.parts import Iteration
+from rookery.loops.evolve.problem import evaluation_spec, read_first_program
 from rookery.runs import Run
 from rookery.ui.display import Display
 

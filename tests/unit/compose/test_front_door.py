@@ -4,6 +4,8 @@ import asyncio
 import json
 import shutil
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,17 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import rookery
-from rookery.compose.running import read_config, run_async
+from rookery.compose.running import RunPlan, finisher, new_run, read_config, run_async
 from rookery.embedded import EngineConfig
-from rookery.errors import AdapterError, ConfigError, RunError
+from rookery.errors import AdapterError, ConfigError, ModelError, RunError
 from rookery.fleet import FleetConfig
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.genome.founders import RandomInit
 from rookery.loops.icm import IcmConfig
+from rookery.reports import GenomeReport
+from rookery.runs import Run
 from rookery.train.sft import SftConfig
+from rookery.ui.display import Display
 
 CONFIG = """\
 engine: {model: ../tiny}
@@ -54,6 +59,31 @@ def test_a_path_and_keywords_run_a_search(config: Path, capfd: pytest.CaptureFix
     assert "ga   1" in capfd.readouterr().err
     again = rookery.resume(outcome.path, progress=False)
     assert again.report.rows == outcome.report.rows and capfd.readouterr().err == ""
+
+
+def test_inputs_are_read_while_the_engine_opens(tmp_path: Path) -> None:
+    """Inputs that are refused end an engine that opens, and no run is made."""
+    is_opening, is_closed = threading.Event(), threading.Event()
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Callable[[Run], Awaitable[GenomeReport]]]:
+        is_opening.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError("nothing was refused")
+            yield
+        finally:
+            is_closed.set()
+
+    def digests() -> dict[str, str]:
+        assert is_opening.wait(60), "the engine waits for the inputs"
+        raise ModelError("the weights cannot be read")
+
+    finish = finisher(lambda *_: RunPlan(digests=digests, opened=opened()))
+    open_run = new_run(SftConfig(), kind="genome", name="x", runs_dir=tmp_path)
+    with pytest.raises(ModelError, match="cannot be read"):
+        finish(SftConfig(), open_run, Display(is_quiet=True))
+    assert is_closed.is_set() and not (tmp_path / "x").exists()
 
 
 def test_a_run_does_not_go_on_with_other_tasks(config: Path, place: Path) -> None:

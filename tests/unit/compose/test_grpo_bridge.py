@@ -29,7 +29,7 @@ from rookery.embedded.folders import ModelFolder, resolve_model
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
-from rookery.fleet.servers.trainer_lock import is_trained
+from rookery.fleet.routing.paused import is_trained
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots.loading import load_model, read_weights

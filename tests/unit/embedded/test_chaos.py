@@ -29,7 +29,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-NUM_OPERATIONS = 400
+NUM_OPERATIONS = 200
 NUM_WORKERS = 24
 CACHE_TOKENS = 90
 LIMIT_S = 120.0
@@ -179,7 +179,7 @@ async def test_chaos(
                 group.create_task(chaos.work(random.Random(f"{seed}:{worker}")))
         fault.error = None
         await drained(engine)
-        assert chaos.seen["answers"] > NUM_OPERATIONS // 2 and chaos.seen["cancelled"] > 50
+        assert chaos.seen["answers"] > NUM_OPERATIONS // 2 and chaos.seen["cancelled"] > 20
         assert min(chaos.seen[name] for name in ("lost", "reset", "ask_too_much")) > 0
         requests = chaos.draw(random.Random(seed), (engine.base,)) * 20
         last = [asyncio.create_task(ask(engine, request)) for request in requests]

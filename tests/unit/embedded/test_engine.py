@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
 from rookery.errors import AdapterError, ConfigError, EngineError
-from rookery.ports import Adapters, Sampler
 from rookery.slots import SlottedModel
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 from rookery.weights import write_adapter
@@ -197,15 +196,6 @@ async def test_layers_below_the_adapters_are_computed_once_for_all_of_them(
     assert len({score.logprobs for score in scores}) == len(scores)
 
 
-async def test_samples_of_one_request_differ_and_repeat_by_seed(engine: EmbeddedEngine) -> None:
-    params = SamplingParams(max_tokens=6, n=9, seed=3, ignore_eos=True)
-    request = SampleRequest(model=engine.base, prompt=PROMPTS[0], params=params)
-    [first], [second] = await engine.sample([request]), await engine.sample([request])
-    assert first == second
-    assert len({completion.tokens for completion in first}) > 5
-    assert engine.stats.prompt_tokens == len(PROMPTS[0])
-
-
 async def test_sampled_logprobs_are_those_of_the_distribution_drawn_from(
     engine: EmbeddedEngine,
 ) -> None:
@@ -249,41 +239,6 @@ async def test_a_long_prompt_leaves_less_room_and_a_too_long_one_is_refused(
             await engine.sample([SampleRequest(model=engine.base, prompt=tokens)])
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (SampleRequest(model=ModelRef(name="x", version="1"), prompt=(1,)), "x@1 is not loaded"),
-        (ScoreRequest(model=ModelRef(name="base", version="?"), tokens=(1, 2)), "is not loaded"),
-    ],
-)
-async def test_unknown_models_are_refused(
-    engine: EmbeddedEngine, request_: SampleRequest | ScoreRequest, message: str
-) -> None:
-    with pytest.raises(EngineError, match=message):
-        if isinstance(request_, SampleRequest):
-            await engine.sample([request_])
-        else:
-            await engine.score([request_])
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"temperature": -1.0}, "temperature is -1.0; it must be 0"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"n": 0}, "n is 0"),
-        ({"stop": ("",)}, "non-empty strings"),
-    ],
-)
-async def test_bad_parameters_are_refused(
-    engine: EmbeddedEngine, params: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(EngineError, match=message):
-        request = SampleRequest(model=engine.base, prompt=(1,), params=SamplingParams(**params))
-        await engine.sample([request])
-
-
 async def test_tokens_outside_the_vocabulary_and_empty_prompts_are_refused(
     engine: EmbeddedEngine,
 ) -> None:
@@ -293,26 +248,6 @@ async def test_tokens_outside_the_vocabulary_and_empty_prompts_are_refused(
         await engine.sample([SampleRequest(model=engine.base, prompt=())])
     with pytest.raises(EngineError, match="starts at 0"):
         await engine.score([ScoreRequest(model=engine.base, tokens=(1, 2), start=0)])
-
-
-async def test_unloading_and_loading_again(engine: EmbeddedEngine) -> None:
-    adapter = tiny_adapter("a", seed=4)
-    ref = await engine.load(adapter)
-    assert await engine.load(adapter) == ref
-    request = SampleRequest(model=ref, prompt=PROMPTS[0], params=GREEDY)
-    before = await engine.sample([request])
-    await engine.unload(ref)
-    assert await engine.sample([request]) == before, "loaded twice, unloaded once: still there"
-    await engine.unload(ref)
-    with pytest.raises(EngineError, match="not loaded"):
-        await engine.sample([request])
-    other = await engine.load(tiny_adapter("b", seed=5))
-    request_b = SampleRequest(model=other, prompt=PROMPTS[0], params=GREEDY)
-    assert (await engine.sample([request_b]))[0][0].tokens != before[0][0].tokens
-    assert await engine.load(adapter) == ref
-    assert await engine.sample([request]) == before
-    with pytest.raises(EngineError, match="base model cannot be unloaded"):
-        await engine.unload(engine.base)
 
 
 async def test_nan_logits_are_an_error_of_that_request_alone(engine: EmbeddedEngine) -> None:
@@ -355,10 +290,6 @@ async def test_eviction_keeps_the_cache_small_and_the_answers_right(tiny_folder:
             kept = engine.stats.cached_tokens
             assert kept <= 600 if gib < 1 else kept > 2 * 30 * 60
     assert answers[0] == answers[1]
-
-
-def test_the_engine_is_a_sampler_and_holds_adapters() -> None:
-    assert issubclass(EmbeddedEngine, Sampler) and issubclass(EmbeddedEngine, Adapters)
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Mistral", "Qwen3", "Phi3"])

@@ -23,13 +23,13 @@ from rookery.compat.atropos.app import make_atropos_app
 from rookery.compat.atropos.engine_side import Drawn, EngineSide, SampleIndex, ServingEngine
 from rookery.compat.atropos.feed import ClientFeed, GatewayClient, GatewayFeed
 from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
-from rookery.compat.atropos.programs import Programs, check_commands, running
-from rookery.compat.atropos.registry import (
+from rookery.compat.atropos.group_queue import (
     SILENT_S,
     Registration,
     Registry,
     TrainerRegistration,
 )
+from rookery.compat.atropos.programs import Programs, check_commands, running
 from rookery.compat.atropos.scored_group import (
     ScoredGroup,
     check_group,
@@ -80,7 +80,7 @@ async def open_gateway(run: Run) -> Gateway:
         ({"inference_logprobs": [[1, 1, -1e30, -1]] * 2}, r"is -1e\+30 at 2.*from -80 to 0"),
         ({"scores": [1.0]}, "2 sequences, 2 masks and 1 scores"),
         ({"scores": [1.0, NAN]}, "score, advantage or ref_logprob is NaN"),
-        ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
+        ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "NaN or infinite"),
         ({"advantages": [[0.0] * 3] * 2}, "advantages have the lengths"),
         ({"ref_logprobs": [[0.0] * 5] * 2}, "ref_logprobs have the lengths"),
         ({"inference_logprobs": [[1, 1, -95.0, -1]] * 2}, "is -95.0 at 2"),
@@ -504,8 +504,8 @@ async def test_a_program_that_cannot_be_started_any_more_is_told(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"inference_logprobs": [[NAN, 1.0, -0.5, -1.0], [1.0, 1.0, -0.5, -2.0]]}, "is NaN"),
-        ({"distill_logprobs": [[[-math.inf]]]}, "is NaN or infinite"),
+        ({"inference_logprobs": [[NAN, 1.0, -0.5, -1.0], [1.0, 1.0, -0.5, -2.0]]}, "NaN or inf"),
+        ({"distill_logprobs": [[[-math.inf]]]}, "NaN or infinite"),
         ({"env_id": 3}, "There is no environment 3"),
         ({"size": 17}, "17 sequences, and a batch of the trainer has 16"),
     ],
@@ -706,7 +706,7 @@ async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
         messages = [[{"role": "user", "content": words}]] * 2
         await gateway.accept(make_group(messages=messages))
         assert gateway.queue.groups[0].messages == messages
-        with pytest.raises(TaskError, match="is NaN or infinite"):
+        with pytest.raises(TaskError, match="has a NaN or infinite number"):
             await gateway.accept(make_group(group_overrides={"x": NAN}))
 
 

@@ -8,7 +8,7 @@ from environments.groups import make_group
 
 from rookery.compat.atropos import group_queue
 from rookery.compat.atropos.gateway import Gateway
-from rookery.compat.atropos.registry import TrainerRegistration
+from rookery.compat.atropos.group_queue import TrainerRegistration
 from rookery.runs import Run
 
 TRAINER = TrainerRegistration(batch_size=4, max_token_len=8, num_steps=10)

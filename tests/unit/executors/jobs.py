@@ -53,7 +53,7 @@ async def run_hub(opening: str, *, path: Path, before: str = "pass") -> Process:
     code = f"""
         import asyncio, os, time
         from rookery.executors import WorkerSpec, open_local, open_ray
-        from rookery.executors.fake_task import open_fake_task
+        from rookery.testing import open_fake_task
         from rookery.types import Job
 
         async def main():

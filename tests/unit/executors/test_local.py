@@ -13,9 +13,9 @@ from executors.jobs import is_alive, job, output, read_ids, run_hub, until, unti
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import WorkerSpec, open_local, pack_folder
 from rookery.executors import pool as pool_module
-from rookery.executors.fake_task import open_fake_task
 from rookery.executors.worker import MAX_MESSAGE_BYTES, open_task, read_version
 from rookery.ports import Executor
+from rookery.testing import open_fake_task
 from rookery.types import Job, JobCancelled, JobFailed, WorkerLost
 
 pytestmark = pytest.mark.timeout(60)

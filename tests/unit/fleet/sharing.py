@@ -13,7 +13,7 @@ from fleet.stub import Stub, logprobs_after
 
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.alias import AliasBridge, share_base
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.vllm_plugin.shared_memory import (
     SharedFile,

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rookery.fleet.servers.trainer_lock import WeightsMark
+from rookery.fleet.routing.paused import WeightsMark
 from rookery.types import Json, ModelRef, SampleRequest, SamplingParams
 
 VOCABULARY = 97

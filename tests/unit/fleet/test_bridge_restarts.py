@@ -23,7 +23,7 @@ from fleet.stub import Stub, logprobs_after, serve, until
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.types import Adapter, ModelRef, ModelWeights
 
 

@@ -14,7 +14,7 @@ from fleet.stub import Stub, logprobs_after, serve, until
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import Canary
 from rookery.fleet.http.client import ClientConfig
 from rookery.types import ModelRef
 

@@ -1,25 +1,40 @@
 """The client of one server, over real loopback HTTP."""
 
 import asyncio
+import json
 import math
+import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet.stub import VOCABULARY, Stub, logprobs_after, serve
+from marks import long
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet.http.capabilities import Capabilities
-from rookery.fleet.http.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
-from rookery.fleet.http.probe import probe
+from rookery.fleet.http.client import (
+    WANTED,
+    Client,
+    ClientConfig,
+    ServerLost,
+    ServerRefusal,
+    connection_limit,
+    open_session,
+)
+from rookery.fleet.http.probe import parse_metrics, probe
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.wire import (
     encode_body,
     read_choices,
     read_completion,
+    read_completions,
+    read_kept,
     read_reading,
     sample_fields,
 )
@@ -289,3 +304,167 @@ async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> Non
         stub.refuse_load = "rank 99 is greater than 16"
         with pytest.raises(AdapterError, match=r"b@1 cannot be loaded.*rank 99"):
             await client.load_adapter("b@1", path="/b")
+
+
+# What tokens were drawn from, read from a server's likeliest tokens, or refused.
+
+
+SERVER = Capabilities(
+    model="tiny", root="tiny", version="0", max_model_len=128, max_num_seqs=None, max_logprobs=20,
+    has_token_ids=True, has_label_logprobs=True, has_prompt_logprobs=True,
+    has_processed_logprobs=True, has_prefix_cache=False, block_tokens=16, routes=frozenset(),
+    max_loras=None, max_cpu_loras=None, max_lora_rank=None, lora_dtype=None,
+)  # fmt: skip
+HALF = math.log(0.5)
+
+
+def request(**params: Any) -> SampleRequest:
+    return SampleRequest(model=BASE, prompt=(1,), params=SamplingParams(**params))
+
+
+def test_as_many_tokens_are_asked_for_as_show_all_that_are_kept() -> None:
+    def top(**params: Any) -> int:
+        return sample_fields(request(**params), capabilities=SERVER).top
+
+    assert top(return_kept=True, top_k=3, top_p=0.8) == 6
+    assert top(return_kept=True, top_k=20) == 20
+    assert top(return_kept=True, top_k=3, top_logprobs=9) == 9
+    assert top(top_k=3) == 0
+    assert top(return_kept=True) == 0
+    assert top(return_kept=True, top_k=3, temperature=0.0) == 0
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 21}])
+def test_a_server_that_cannot_show_them_all_is_refused(cut: dict[str, Any]) -> None:
+    with pytest.raises(FleetError, match="Set top_k to 1 to 20, start the servers with a higher"):
+        sample_fields(request(return_kept=True, **cut), capabilities=SERVER)
+    wide = replace(SERVER, max_logprobs=50)
+    assert sample_fields(request(return_kept=True, top_k=21), capabilities=wide).top == 42
+
+
+@pytest.mark.parametrize("is_own_route", [True, False])
+def test_tokens_without_a_probability_are_not_kept(is_own_route: bool) -> None:
+    """vLLM writes -9999 for minus infinity."""
+    choice: dict[str, Any] = {"finish_reason": "length", "text": "x"}
+    if is_own_route:
+        choice |= {
+            "token_ids": [9, 4],
+            "token_logprobs": [HALF, 0.0],
+            "top": [[[9, 7, 3], [HALF, HALF, -9999.0]], [[4, 1, 2], [0.0, -9999.0, -9999.0]]],
+        }
+    else:
+        tops: list[dict[str, float]] = [
+            {"token_id:9": HALF, "token_id:7": HALF, "token_id:3": -9999.0},
+            {"token_id:4": 0.0, "token_id:1": -9999.0},
+        ]
+        logprobs = [HALF, 0.0]
+        choice["logprobs"] = {
+            "tokens": ["token_id:9", "token_id:4"],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+        }
+    asked = request(return_kept=True, top_k=2, max_tokens=2)
+    [completion] = read_completions(asked, [choice])
+    assert list(completion.kept) == [(7, 9), (4,)]
+    assert completion.tokens == (9, 4) and completion.top_logprobs == ()
+    [silent] = read_completions(request(top_k=2, max_tokens=2), [choice])
+    assert silent.kept == ()
+
+
+def test_tokens_that_were_not_reported_are_missed() -> None:
+    with pytest.raises(FleetError, match=r"0\.500 of the probability is missing"):
+        read_kept([{9: HALF}])
+    assert list(read_kept([{9: HALF, 2: math.log(0.4999)}])) == [(2, 9)]
+
+
+# Connections within the file descriptors that a process may have.
+
+
+HERE = Path(__file__).parent
+CROWD = """
+import asyncio, json, resource, sys
+from fleet.stub import Stub, serve
+from rookery.fleet import FleetConfig, open_fleet
+from rookery.types import SampleRequest, SamplingParams
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+
+async def main():
+    stubs = [Stub(latency_s=0.02) for _ in range(2)]
+    async with serve(*stubs):
+        config = FleetConfig(urls=tuple(stub.url for stub in stubs), max_in_flight=8192)
+        async with open_fleet(config) as fleet:
+            wanted = [
+                SampleRequest(model=fleet.base, prompt=(1, i % 50),
+                              params=SamplingParams(max_tokens=1, seed=i))
+                for i in range(NUM)
+            ]
+            answers = await fleet.sample(wanted)
+            print(json.dumps([len(answers), fleet.pool.num_resent]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("num", [600, pytest.param(10_000, marks=long)])
+def test_more_requests_in_flight_than_descriptors(num: int) -> None:
+    """The servers are in the same process: every connection takes two."""
+    path = [str(HERE.parent), *sys.path]
+    code = f"import sys; sys.path[:0] = {path!r}\n" + CROWD.replace("NUM", str(num))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [num, 0]
+
+
+def test_the_limit_is_raised_as_far_as_allowed_and_half_of_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [1024, resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(0, new[0]))
+    assert WANTED // 2 - 1000 < connection_limit() < WANTED // 2
+    assert limits[0] == WANTED
+    limits[:] = [256, 1024]
+    assert 256 < connection_limit() < 512 and limits == [1024, 1024]
+    limits[:] = [10 * WANTED, 10 * WANTED]
+    assert connection_limit() > WANTED and limits[0] == 10 * WANTED
+
+
+# Reading a server's Prometheus page.
+
+
+PAGE = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="/m,{x}\\"y"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:prefix_cache_queries_total{engine="0"} 1e+03
+vllm:prefix_cache_queries_created{engine="0"} 1.79e+09
+vllm:prefix_cache_hits_total{engine="0"} 250.0
+vllm:generation_tokens_total{engine="0"} 77.0
+vllm:cache_config_info{block_size="128",enable_prefix_caching="True",engine="0"} 1.0
+python_gc_objects_collected_total{generation="0"} 1.0
+"""
+
+
+def test_engines_are_summed_and_other_lines_skipped() -> None:
+    found = parse_metrics(PAGE)
+    assert (found.num_running, found.num_waiting) == (7, 2)
+    assert (found.prefix_queries, found.prefix_hits, found.hit_rate) == (1000, 250, 0.25)
+    assert (found.cache_usage, found.block_tokens, found.has_prefix_cache) == (0.5, 128, True)
+
+
+def test_values_that_are_no_numbers_are_not_told() -> None:
+    page = "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:prefix x\n"
+    found = parse_metrics(page + "vllm:kv_cache_usage_perc NaN\n")
+    assert (found.num_running, found.num_waiting, found.cache_usage) == (0, 0, 0.0)
+
+
+def test_an_empty_page_invents_nothing() -> None:
+    found = parse_metrics("nothing here\n{}\n")
+    assert found.hit_rate is None and found.block_tokens is None and found.has_prefix_cache is None
+    assert found.num_running == 0

@@ -3,20 +3,31 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from fleet.adapters import K, Q, make_small
+from fleet.stub import Stub, serve
 
-from rookery.fleet.adapters.staging import open_staging
-from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST
-from rookery.fleet.vllm_plugin.extension import WorkerExtension
-from rookery.types import Adapter, ModelRef
+from rookery.errors import FleetError
+from rookery.fleet.http.client import Client, ClientConfig, open_session
+from rookery.fleet.perturbed import Population
+from rookery.fleet.routing.replica import Replica
+from rookery.fleet.servers.settings import FleetConfig, LaunchConfig
+from rookery.fleet.staging import open_staging
+from rookery.fleet.vllm_plugin.extension import WorkerExtension, install_output_layer
+from rookery.fleet.vllm_plugin.population import CENTRE
+from rookery.fleet.vllm_plugin.shared_memory import BUFFER, MANIFEST
+from rookery.fleet.vllm_plugin.whole_graphs import agree_on_queries
+from rookery.types import Adapter, LoraFactors, ModelRef
 
 NUM_SLOTS, RANK = 2, 4
+Value = TypeVar("Value")
 
 
 class Linear:
@@ -68,6 +79,13 @@ def parse_name(name: str, mapper: Mapper | None) -> tuple[str, bool]:
     return (own if mapper is None else own.replace("q_proj", "qk").replace("k_proj", "qk")), True
 
 
+class Used(dict[int, Value]):
+    """vLLM's cache, in the order of use."""
+
+    def touch(self, key: int) -> None:
+        self[key] = self.pop(key)
+
+
 class Inner:
     """The inner of a worker's two managers: a packed layer `qk` of q and k, and a layer `o`."""
 
@@ -80,8 +98,8 @@ class Inner:
         self.modules = {self.packed: Merged((32, 16), 32), f"{parent}.o_proj": Linear((32,), 32)}
         for module in self.modules.values():
             module.tp_size = tp_size
-        self._registered_adapters: dict[int, Any] = {}
-        self._active_adapters: dict[int, None] = {}
+        self._registered_adapters: Used[Any] = Used()
+        self._active_adapters: Used[None] = Used()
         self.slots: list[int | None] = [None] * NUM_SLOTS
 
     def _create_merged_loras_inplace(self, model: Any) -> None:
@@ -122,7 +140,7 @@ class Manager:
     """One worker's adapter manager."""
 
     def __init__(self, mapper: Mapper | None = None, *, tp_size: int = 1) -> None:
-        self.lora_config = SimpleNamespace(max_lora_rank=RANK)
+        self.lora_config = SimpleNamespace(max_lora_rank=RANK, lora_dtype=torch.float32)
         self._adapter_manager = Inner(mapper, tp_size=tp_size)
 
     def _load_adapter(self, request: Any) -> Any:
@@ -142,6 +160,14 @@ class Manager:
             inner._create_merged_loras_inplace(model)
             inner._registered_adapters[request.lora_int_id] = model
         return inner.activate_adapter(request.lora_int_id)
+
+    def _apply_adapters(self, requests: tuple[Any, ...]) -> None:
+        for one in requests:
+            self.add_adapter(one)
+
+    def set_active_adapters(self, *requests: Any) -> None:
+        """Before every step."""
+        self._apply_adapters(requests)
 
     def slot(self, lora_id: int) -> list[torch.Tensor]:
         inner = self._adapter_manager
@@ -190,7 +216,7 @@ def with_first(manifest: dict[str, Any], field: int, value: object) -> None:
     manifest["layers"] = json.dumps(layers)
 
 
-def request(number: int, path: Path, adapter: Adapter | None = None) -> SimpleNamespace:
+def request(number: int, path: Path | str, adapter: Adapter | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         lora_int_id=number, lora_path=str(path), lora_name=f"a{number}", adapter=adapter
     )
@@ -295,3 +321,207 @@ def test_buffers_that_do_not_fit_are_refused(
         # A request that is on its way already must not end the worker.
         manager.add_adapter(request(1, folder))
         assert not any(slot.any() for slot in manager.slot(1))
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_filled_from_seeds_hold_what_the_members_as_adapters_would(
+    tmp_path: Path, tp_size: int, dtype: torch.dtype
+) -> None:
+    manager, stock = attached(tp_size=tp_size), Manager()
+    centre = make_small("centre", seed=5, rank=2, scale=1.5)
+    like = {
+        layer: LoraFactors(a=lora.a.to(dtype), b=lora.b.to(dtype), scale=lora.scale)
+        for layer, lora in centre.factors.items()
+    }
+    population = Population.around(centre, like=replace(centre, factors=like), rank=1)
+    members = {
+        number: population.member(f"m{number}", seed=1000 + number, amount=amount)
+        for number, amount in ((2, 0.1), (3, -0.1), (4, 0.3))
+    }
+    wide = make_small("wide", seed=9, rank=RANK)
+    with open_staging(tmp_path) as staging:
+        first = request(1, tmp_path / "peft", wide)
+        requests = {
+            number: request(
+                number,
+                staging.member_text(ModelRef(name=member.name, version=member.version), member),
+                member,
+            )
+            for number, member in members.items()
+        }
+        # A wide adapter, members that come together, one more, and the wide one in its place.
+        for numbers in ((1,), (2, 3), (2, 3), (3, 4), (4, 1), (1, 2)):
+            wanted = [{1: first, **requests}[number] for number in numbers]
+            for one in wanted:
+                manager.add_adapter(one)
+            manager.set_active_adapters(*wanted)
+            for number in numbers:
+                stock.add_adapter(request(number, "peft", {1: wide, **members}[number]))
+                pairs = zip(manager.slot(number), stock.slot(number), strict=True)
+                assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_centre_goes_with_its_last_member_and_one_that_is_gone_is_refused(
+    tmp_path: Path,
+) -> None:
+    manager = attached()
+    centre = make_small("centre", rank=2)
+    population = Population.around(centre, like=centre, rank=1)
+    members = [population.member(f"m{seed}", seed=seed, amount=0.1) for seed in (1, 2)]
+    refs = [ModelRef(name=member.name, version=member.version) for member in members]
+    with open_staging(tmp_path) as staging:
+        texts = [
+            staging.member_text(ref, member) for ref, member in zip(refs, members, strict=True)
+        ]
+        [folder] = {Path(json.loads(text)["centre"]) for text in texts}
+        assert staging.served_path(refs[0], dtype="float32") == texts[0]
+        staging.remove(refs[0])
+        assert folder.is_dir()
+        staging.remove(refs[1])
+        assert not folder.exists()
+        with pytest.raises(FileNotFoundError):
+            manager.add_adapter(request(1, texts[0]))
+        manager.set_active_adapters(request(1, texts[0]))
+        assert not any(slot.any() for slot in manager.slot(1))
+        staging.member_text(refs[0], members[0])
+        manifest = json.loads((folder / CENTRE).read_text())
+        (folder / CENTRE).write_text(json.dumps({**manifest, "format": 9}))
+        with pytest.raises(ValueError, match="centre format 9, this worker reads 1"):
+            manager.add_adapter(request(2, texts[0]))
+
+
+# Adapted output layers on the CPU, on a stand-in for vLLM's table of adapters.
+
+
+class Table:
+    """Computes logits as vLLM's CPU code does: slot -1 is the last one."""
+
+    def __init__(self, *slots: int) -> None:
+        self.sampler_indices = torch.tensor(slots)
+
+    def add_lora_logits(
+        self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+    ) -> None:
+        chosen = self.sampler_indices
+        hidden = torch.einsum("bi,bri->br", x, a[chosen]) * scale
+        y += torch.einsum("br,bvr->bv", hidden, b[chosen])
+
+
+def test_tokens_without_an_adapter_keep_their_logits() -> None:
+    x, a, b = torch.randn(3, 4), torch.randn(2, 2, 4), torch.randn(2, 5, 2)
+    stock, mended = torch.zeros(3, 5), torch.zeros(3, 5)
+    table = Table(0, -1, 1)
+    table.add_lora_logits(stock, x, a, b, 1.0)
+    inner = SimpleNamespace(punica_wrapper_mapping={"language": table})
+    assert install_output_layer(inner, torch.device("cpu"))
+    table.add_lora_logits(mended, x, a, b, 1.0)
+    assert torch.equal(mended[[0, 2]], stock[[0, 2]])
+    assert stock[1].any() and not mended[1].any()
+
+
+def test_gpu_kernels_skip_such_tokens_themselves() -> None:
+    table = Table(0)
+    inner = SimpleNamespace(punica_wrapper_mapping={"language": table})
+    assert install_output_layer(inner, torch.device("cuda:0"))
+    assert "add_lora_logits" not in vars(table)
+
+
+def test_what_another_version_keeps_there_is_not_taken_for_mended() -> None:
+    assert not install_output_layer(SimpleNamespace(), torch.device("cpu"))
+    odd = SimpleNamespace(punica_wrapper_mapping={"language": SimpleNamespace()})
+    assert not install_output_layer(odd, torch.device("cpu"))
+
+
+# CUDA graphs of whole steps.
+
+
+CONFIG = FleetConfig(urls=("http://127.0.0.1:1",))
+NONE, FULL, DECODE = "none", "full", "full for single tokens"
+
+
+def make_batch(num_tokens: int, *, num_sequences: int, room: int) -> Any:
+    """Tokens of equally many per sequence, in a graph that has room for more."""
+    return SimpleNamespace(
+        num_tokens_after_padding=room,
+        num_scheduled_tokens=np.full(num_sequences, num_tokens // num_sequences, np.int32),
+    )
+
+
+class Old:
+    """Prepares attention for the longest of the sequences: vLLM 0.26."""
+
+    def prepare_attn(self, batch: Any, mode: str, *, for_capture: bool = False) -> int:
+        assert batch.num_scheduled_tokens.ndim == 1
+        return int(batch.num_scheduled_tokens.max())
+
+
+class New(Old):
+    """For what the batch says, else for the longest: vLLM 0.32."""
+
+    def prepare_attn(self, batch: Any, mode: str, *, for_capture: bool = False) -> int:
+        said = getattr(batch, "max_query_len", None)
+        return said or super().prepare_attn(batch, mode, for_capture=for_capture)
+
+
+class GraphManager:
+    """Stands in for vLLM's: 24 tokens are captured as 24 sequences of one."""
+
+    def __init__(self, mode: str) -> None:
+        self.cudagraph_mode = mode
+
+    def capture(self, model: str, model_state: Old, *, has_lora: bool) -> int:
+        assert (model, has_lora) == ("model", True)
+        batch = make_batch(24, num_sequences=24, room=24)
+        longest = model_state.prepare_attn(batch, NONE, for_capture=True)
+        assert batch.num_scheduled_tokens.max() == 1, "the batch itself is left alone"
+        return longest
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_whole_steps_are_captured_and_run_for_a_prompt_as_long_as_the_graph(kind: type) -> None:
+    class Own(GraphManager):
+        pass
+
+    modes = SimpleNamespace(FULL=FULL)
+    agree_on_queries(SimpleNamespace(ModelCudaGraphManager=Own, CUDAGraphMode=modes))
+    state = kind()
+    assert Own(FULL).capture("model", state, has_lora=True) == 24
+    answers = make_batch(20, num_sequences=20, room=24)
+    prompts = make_batch(24, num_sequences=2, room=24)
+    assert state.prepare_attn(answers, FULL) == state.prepare_attn(prompts, FULL) == 24
+    assert state.prepare_attn(prompts, NONE) == 12, "what no graph holds is left alone"
+    state = kind()
+    assert Own(DECODE).capture("model", state, has_lora=True) == 1
+    assert state.prepare_attn(answers, FULL) == 1
+
+
+@pytest.mark.parametrize(
+    ("stub", "apart"),
+    [
+        (Stub(), None),
+        (Stub(prompts_off=1.5), r"1\.50"),
+        (Stub(together_off=1.5), r"1\.50"),
+        (Stub(together_off=None), "inf"),
+    ],
+    ids=["right", "prompts", "answers together", "no numbers"],
+)
+async def test_a_server_with_whole_graphs_shows_that_it_computes_right(
+    stub: Stub, apart: str | None, tmp_path: Path
+) -> None:
+    local: Any = SimpleNamespace(
+        config=LaunchConfig(model="tiny", device="cuda", cuda_graphs="full")
+    )
+    async with serve(stub), open_session() as session:
+        client = Client(stub.url, session=session, config=ClientConfig())
+        with open_staging(tmp_path) as staging:
+            replica = Replica(client, config=CONFIG, staging=staging, local=local)
+            if apart is None:
+                await replica.connect()
+                assert replica.load.is_open
+                return
+            with pytest.raises(FleetError, match=rf"is {apart} nats from.*cuda_graphs: auto"):
+                await replica.connect()
+            assert not replica.load.is_open

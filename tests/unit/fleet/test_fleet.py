@@ -1,29 +1,35 @@
 """The pool over stub servers: ports, residency, failover, duplicates, balance. Real HTTP."""
 
 import asyncio
+import contextlib
+import gc
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from aiohttp import web
 from fleet.adapters import K, Q, make_small, write_model
-from fleet.stub import Stub, greedy, logprobs_after, requests, serve, until
+from fleet.stub import Stub, greedy, requests, serve, until
 
-from rookery.errors import AdapterError, FleetError
-from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.errors import AdapterError, FleetError, RookeryError
+from rookery.fleet import Client, Fleet, FleetConfig, open_fleet, open_session
+from rookery.fleet.admin import down, status, verify
+from rookery.fleet.fleet import OBJECTS, collected_rarely
 from rookery.fleet.http.client import is_local
-from rookery.ports import Adapters, Publisher, Sampler
+from rookery.fleet.http.probe import probe
+from rookery.fleet.servers import launch as launching
+from rookery.fleet.servers.settings import LaunchConfig
 from rookery.types import (
     Adapter,
     Completion,
     CompletionDelta,
     LoraFactors,
-    ModelRef,
     SampleRequest,
     SamplingParams,
-    ScoreRequest,
 )
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
@@ -40,34 +46,6 @@ async def pool(*stubs: Stub, **options: object) -> AsyncIterator[Fleet]:
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(write_model(tmp_path / "tiny"))
-
-
-async def test_it_is_the_ports_and_answers_in_request_order() -> None:
-    async with pool(Stub(), Stub()) as fleet:
-        assert isinstance(fleet, Sampler) and isinstance(fleet, Adapters)
-        assert isinstance(fleet, Publisher)
-        assert fleet.base == ModelRef(name="base", version="tiny")
-        adapters = [make_small("a", 1), make_small("b", 2)]
-        refs = [fleet.base, *[await fleet.load(adapter) for adapter in adapters]]
-        wanted = [
-            SampleRequest(model=ref, prompt=(1, i), params=GREEDY)
-            for i in range(10)
-            for ref in refs
-        ]
-        answers = await fleet.sample(wanted)
-        for request, [completion] in zip(wanted, answers, strict=True):
-            name = "tiny" if request.model == fleet.base else fleet.wire_name(request.model)
-            assert list(completion.tokens) == greedy(name, request.prompt, 3)
-            assert completion.model == request.model
-        scores = await fleet.score(
-            [ScoreRequest(model=ref, tokens=(1, 2, 3), start=1, labels=(4, 5)) for ref in refs]
-        )
-        for ref, score in zip(refs, scores, strict=True):
-            name = "tiny" if ref == fleet.base else fleet.wire_name(ref)
-            row = logprobs_after(name, (1, 2, 3))
-            assert score.label_logprobs == pytest.approx((row[4], row[5]))
-            assert score.logprobs[1] == pytest.approx(logprobs_after(name, (1, 2))[3])
-        assert await fleet.sample([]) == [] and await fleet.score([]) == []
 
 
 async def test_equal_requests_share_calls_and_different_seeds_do_not() -> None:
@@ -397,3 +375,165 @@ async def test_a_schema_goes_to_servers_that_hold_answers_to_it() -> None:
             else:
                 await fleet.sample([request])
                 assert stub.bodies[-1]["structured_outputs"] == {"json": '{"type": "object"}'}
+
+
+# `up`, `status`, `verify`, `down` as functions.
+
+
+FAKE = Path(__file__).parent / "fake"
+
+
+async def test_verifying_a_good_server(tmp_path: Path) -> None:
+    stub = Stub(root=str(write_model(tmp_path / "tiny")))
+    async with serve(stub):
+        checks = {check.name: check for check in await verify(stub.url, adapter=make_small("a"))}
+    assert all(check.is_fine for name, check in checks.items() if name != "prefix cache"), checks
+    assert not checks["prefix cache"].is_fine, "the stub's counters stand still"
+    assert stub.loads.total() == 1 and not stub.adapters
+    assert "at most 8" in checks["adapters"].detail and "tiny" in checks["server"].detail
+    assert "0.0-stub" in checks["version"].detail
+
+
+async def test_verifying_a_poor_server_says_what_to_do() -> None:
+    stub = Stub(processed=False, fields=("model", "prompt", "logprobs"), routes=())
+    async with serve(stub):
+        checks = {check.name: check for check in await verify(stub.url)}
+    assert "--logprobs-mode processed_logprobs" in checks["log-probs"].detail
+    assert "--max-logprobs" in checks["label log-probs"].detail
+    assert "--enable-lora" in checks["adapters"].detail
+    wrong = ("log-probs", "label log-probs", "prompt log-probs", "adapters")
+    assert [checks[name].is_fine for name in wrong] == [False] * 4
+    assert checks["completion"].is_fine
+
+
+async def test_verifying_a_server_that_computes_prompts_wrongly() -> None:
+    async with serve(Stub(prompts_off=1.5)) as (stub,):
+        checks = {check.name: check for check in await verify(stub.url)}
+    assert checks["completion"].is_fine and checks["label log-probs"].is_fine
+    check = checks["prompt log-probs"]
+    assert check.is_fine is False and "1.50 nats" in check.detail
+    assert "cudagraph_mode FULL" in check.detail
+
+
+async def test_verifying_nothing() -> None:
+    [check] = await verify("http://127.0.0.1:9")
+    assert check.is_fine is False and "can't be reached at http://127.0.0.1:9" in check.detail
+
+
+@pytest.mark.parametrize("route", ["models", "openapi", "version", "metrics", "complete"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "null", "[1]", '{"data": [1, null]}', "[" * 200_000,
+        '{"choices": [{"logprobs": {"top_logprobs": [[1, 2]]}}]}',
+        '{"choices": [{"logprobs": {"top_logprobs": [{"token_id:7": null}]}}]}',
+    ],
+)  # fmt: skip
+async def test_a_server_that_answers_garbage_gets_a_sentence(route: str, body: str) -> None:
+    stub = Stub()
+
+    async def garbage(_: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    assert hasattr(stub, f"_{route}")
+    setattr(stub, f"_{route}", garbage)
+    async with serve(stub), open_session() as session:
+        [one] = await status([stub.url])
+        assert one.is_up or one.error
+        with contextlib.suppress(RookeryError):
+            await probe(Client(stub.url, session=session))
+
+
+async def test_down_leaves_the_servers_of_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setattr(launching, "POLL_S", 0.02)
+    config = LaunchConfig(model="tiny", device="cpu", port=18700)
+    async with launching.open_servers(config) as [server]:
+        assert await asyncio.to_thread(down, tmp_path / "fleet") == []
+        assert server.is_alive
+    assert os.listdir(tmp_path / "fleet") == []
+
+
+# How often Python collects garbage while a fleet is open.
+
+
+@pytest.fixture
+def own_threshold() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("own_threshold")
+def test_it_is_rarer_inside_and_as_before_afterwards() -> None:
+    with pytest.raises(KeyError), collected_rarely():
+        assert gc.get_threshold() == (OBJECTS, 10, 10)
+        raise KeyError
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.usefixtures("own_threshold")
+def test_of_two_that_overlap_the_second_leaves_nothing_behind() -> None:
+    first, second = collected_rarely(), collected_rarely()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("own", [0, 10 * OBJECTS])
+@pytest.mark.usefixtures("own_threshold")
+def test_what_the_program_chose_for_itself_stays(own: int) -> None:
+    gc.set_threshold(own, 5, 5)
+    with collected_rarely():
+        assert gc.get_threshold() == (own, 5, 5)
+    assert gc.get_threshold() == (own, 5, 5)
+
+
+# Servers given by URL.
+
+
+NO_INFO = tuple(route for route in Stub().routes if route != "/server_info")
+
+
+@pytest.mark.parametrize(
+    ("stub", "device", "may_meet"),
+    [
+        (Stub(device="cuda"), None, True),
+        (Stub(device="cpu"), None, False),
+        (Stub(routes=NO_INFO), None, False),
+        (Stub(routes=NO_INFO), "gpu", True),
+        (Stub(device="cpu"), "gpu", False),
+        (Stub(routes=NO_INFO, version="0.26.0+cu129"), None, True),
+        (Stub(routes=NO_INFO, version="0.26.0+cpu"), None, False),
+        (Stub(routes=NO_INFO, version="0.26.0+g1234567"), None, False),
+        (Stub(routes=NO_INFO, cpu_space="None"), None, True),
+        (Stub(routes=NO_INFO, cpu_space="4294967296"), "gpu", False),
+    ],
+    ids=[
+        "gpu", "cpu", "not told", "by the config", "the server knows better", "gpu build",
+        "cpu build", "some build", "no cpu cache", "cpu cache",
+    ],
+)  # fmt: skip
+async def test_the_base_and_adapters_take_turns_unless_on_a_gpu(
+    stub: Stub, device: Literal["gpu", "cpu"] | None, may_meet: bool
+) -> None:
+    stub.latency_s = 0.02
+    async with (
+        serve(stub),
+        open_fleet(FleetConfig(urls=(stub.url,), batch=1, device=device)) as fleet,
+    ):
+        ref = await fleet.load(make_small("a"))
+        await fleet.sample(
+            [
+                SampleRequest(model=model, prompt=(1, i), params=SamplingParams(max_tokens=1))
+                for i in range(8)
+                for model in (fleet.base, ref)
+            ]
+        )
+    assert stub.has_met == may_meet

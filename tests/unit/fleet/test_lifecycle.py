@@ -2,19 +2,20 @@
 
 import asyncio
 import gc
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet.adapters import make_small
 from fleet.stub import Stub, requests, serve, until
 
-from rookery.errors import FleetError
-from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.adapters.residency import ServedAdapters
+from rookery.errors import FleetDownError, FleetError
+from rookery.fleet import Fleet, FleetConfig, ServerLost, open_fleet
+from rookery.fleet.residency import ServedAdapters
 from rookery.fleet.routing.load import Call
-from rookery.types import SampleRequest, SamplingParams
+from rookery.types import ModelRef, SampleRequest, SamplingParams
 
 TOLD_S = 20.0
 """Far below every time limit of the fleet: what comes within it was not waited for."""
@@ -65,7 +66,7 @@ async def test_a_load_that_hangs_keeps_nothing_else_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is given up in time, the others are unloaded first, and its end is no stray error."""
-    monkeypatch.setattr("rookery.fleet.adapters.residency.LEAVE_S", 0.2)
+    monkeypatch.setattr("rookery.fleet.residency.LEAVE_S", 0.2)
     stub = Stub()
     strays: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: strays.append(told["message"]))
@@ -84,21 +85,6 @@ async def test_a_load_that_hangs_keeps_nothing_else_there(
     del fleet, caller
     gc.collect()
     assert not strays
-
-
-async def test_a_closed_fleet_says_so() -> None:
-    stub = Stub()
-    async with serve(stub):
-        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
-            ref = await fleet.load(make_small("a"))
-        async with asyncio.timeout(TOLD_S):
-            for model in (fleet.base, ref):
-                with pytest.raises(FleetError, match=r"closed.*open_fleet"):
-                    await fleet.sample(requests(model, 1))
-            with pytest.raises(FleetError, match=r"closed.*open_fleet"):
-                await fleet.load(make_small("b", 1))
-            with pytest.raises(FleetError, match="closed"):
-                await fleet.reset_prefix_cache()
 
 
 async def test_a_defect_of_the_driver_reaches_every_caller(
@@ -121,17 +107,6 @@ async def test_a_defect_of_the_driver_reaches_every_caller(
                         await caller
                     with pytest.raises(FleetError, match="a defect"):
                         await fleet.sample(requests(fleet.base, 1))
-
-
-async def test_another_event_loop_gets_a_sentence() -> None:
-    stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
-
-        def elsewhere() -> None:
-            asyncio.run(asyncio.wait_for(fleet.sample(requests(fleet.base, 1)), TOLD_S))
-
-        with pytest.raises(FleetError, match="another event loop"):
-            await asyncio.to_thread(elsewhere)
 
 
 async def test_adapter_calls_do_not_wait_on_a_server_that_takes_none() -> None:
@@ -235,3 +210,59 @@ async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> Non
         await able.start()
         async with asyncio.timeout(60):
             assert len(await caller) == 3
+
+
+# Loads, publications and cache resets that come while a server is away.
+
+
+Ask = Callable[[Fleet], Coroutine[Any, Any, ModelRef | None]]
+ASKS: dict[str, Ask] = {
+    "load": lambda fleet: fleet.load(make_small("a")),
+    "publish": lambda fleet: fleet.publish(make_small("a")),
+    "reset": lambda fleet: fleet.reset_prefix_cache(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+async def test_it_waits_for_a_server_that_is_started_again(ask: Ask) -> None:
+    async with serve(Stub()) as [stub], open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        await stub.stop()
+        asked = asyncio.create_task(ask(fleet))
+        await until(lambda: asked.done() or fleet.pool.replicas[0].breaker.is_open)
+        assert not asked.done()
+        await stub.start()
+        ref = await asyncio.wait_for(asked, 60)
+        assert (stub.num_resets == 1) if ref is None else stub.loads[fleet.wire_name(ref)] == 1
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+async def test_it_fails_when_no_server_comes_back(ask: Ask) -> None:
+    stub = Stub()
+    async with (
+        serve(stub),
+        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)) as fleet,
+    ):
+        await stub.stop()
+        with pytest.raises(FleetDownError, match=r"has been up for 0\.3 s.*can't be reached"):
+            await asyncio.wait_for(ask(fleet), 60)
+        assert fleet.loaded == ()
+        await stub.start()
+
+
+async def test_a_load_that_servers_die_of_is_sent_twice_at_most() -> None:
+    stub = Stub(dies_of_loads=True)
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        with pytest.raises(ServerLost):
+            await asyncio.wait_for(fleet.load(make_small("a")), 60)
+        assert stub.num_loads_begun == 2
+
+
+async def test_closing_the_fleet_ends_the_wait() -> None:
+    async with serve(Stub()) as [stub]:
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            await stub.stop()
+            asked = asyncio.create_task(fleet.load(make_small("a")))
+            await until(lambda: asked.done() or fleet.pool.replicas[0].breaker.is_open)
+        with pytest.raises(FleetDownError, match="closed"):
+            await asyncio.wait_for(asked, 60)
+        await stub.start()

@@ -17,9 +17,8 @@ from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.admin import restore
 from rookery.fleet.bridges.reload import update_weights
 from rookery.fleet.http.client import ClientConfig
-from rookery.fleet.routing.paused import VERSION
+from rookery.fleet.routing.paused import VERSION, TrainerLock, WeightsMark, is_trained
 from rookery.fleet.servers.registry import process_start
-from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
 from rookery.types import CompletionDelta, SampleRequest, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)

@@ -19,7 +19,7 @@ from forked import forked, run_code
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.adapters.owner import claim_folder
+from rookery.fleet.residency import claim_folder
 from rookery.types import Adapter, ModelRef, ModelWeights, SampleRequest, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0)
@@ -43,7 +43,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place of this test's own instead of shared memory; nothing may be left in it."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr("rookery.fleet.adapters.staging._MEMORY", folder)
+    monkeypatch.setattr("rookery.fleet.staging._MEMORY", folder)
     yield folder
     assert os.listdir(folder) == []
 
@@ -153,7 +153,7 @@ async def test_records_that_make_no_sense_stop_no_fleet(tmp_path: Path, servers:
 async def test_servers_of_the_dead_are_asked_at_once_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.fleet.adapters.residency.LEFT_S", 1.5)
+    monkeypatch.setattr("rookery.fleet.residency.LEFT_S", 1.5)
     stub, shared = Stub(), Stub()
     asked: list[str] = []
     models = shared._models
@@ -204,7 +204,7 @@ async def test_a_folder_stays_when_its_queue_was_never_seen_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unloaded, but a request that named it may wait there: closing asks again, or leaves it."""
-    monkeypatch.setattr("rookery.fleet.adapters.residency.LEAVE_S", 0.2)
+    monkeypatch.setattr("rookery.fleet.residency.LEAVE_S", 0.2)
     stub = Stub()
     async with serve(stub):
         config = FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)

@@ -1,14 +1,16 @@
 """Routing decisions on a clock of the test's own: invariants over random traffic, and the rules."""
 
+import asyncio
 import heapq
 import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.fleet.http.wire import Fields
+from rookery.fleet.routing.health import LONGEST_PAUSE_S, Breaker
 from rookery.fleet.routing.load import (
     PREFIX_TOKENS,
     Call,
@@ -18,6 +20,7 @@ from rookery.fleet.routing.load import (
     make_batches,
     prefix_hashes,
 )
+from rookery.fleet.routing.paused import CallExclusion
 from rookery.fleet.routing.router import HOME_S, PATIENCE_S, SPILL_S, Router
 from rookery.types import ModelRef, TokenIds
 
@@ -74,7 +77,6 @@ class Simulation:
             self.step()
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     refs=st.lists(st.integers(-1, 9), min_size=1, max_size=80),
     windows=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -155,7 +157,6 @@ class BusyClients:
         return any(call is wanted for call, _ in placed)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     n=st.sampled_from([2, 8, 16, 40]),
     windows=st.lists(st.sampled_from([8, 16]), min_size=1, max_size=3),
@@ -420,3 +421,103 @@ def test_calls_wait_by_age_whatever_their_model() -> None:
         served.append(call)
         router.end(call, replica, 1.5 + tick, is_done=True)
     assert served == calls
+
+
+# The circuit breaker, on a clock of the test's own.
+
+
+def test_a_loss_opens_it_once_and_a_success_closes_it() -> None:
+    breaker = Breaker()
+    assert [breaker.record_loss(now_s=1) for _ in range(3)] == [True, False, False]
+    assert breaker.is_open
+    breaker.record_success()
+    assert not breaker.is_open and breaker.record_loss(now_s=2)
+
+
+def test_probes_come_at_once_then_later_and_later_up_to_a_limit() -> None:
+    breaker = Breaker()
+    breaker.record_loss(now_s=10.0)
+    now, pauses = 10.0, []
+    for _ in range(9):
+        assert breaker.should_probe(now_s=now)
+        breaker.record_failed_probe(now_s=now)
+        assert not breaker.should_probe(now_s=now)
+        pauses.append(breaker.probe_at_s - now)
+        now = breaker.probe_at_s
+    assert pauses[:3] == [0.25, 0.5, 1.0] and pauses[-1] == LONGEST_PAUSE_S
+    breaker.record_success()
+    assert not breaker.should_probe(now_s=now)
+    breaker.record_loss(now_s=now)
+    assert breaker.probe_at_s == now + LONGEST_PAUSE_S, "a probe is no answer to a call"
+    breaker.record_success()
+    breaker.record_answer()
+    breaker.record_loss(now_s=now)
+    assert breaker.probe_at_s == now
+
+
+# Two kinds of calls that never meet.
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(0, 3), st.booleans())))
+def test_kinds_never_meet_and_all_get_their_turn(calls: list[tuple[str, int, bool]]) -> None:
+    async def run() -> int:
+        exclusion, inside, done = CallExclusion(), {"a": 0, "b": 0, "": 0}, 0
+
+        async def call(kind: str, length: int) -> None:
+            nonlocal done
+            async with exclusion.take(kind):
+                inside[kind] += 1
+                try:
+                    assert not (inside["a"] and inside["b"])
+                    for _ in range(length):
+                        await asyncio.sleep(0)
+                finally:
+                    inside[kind] -= 1
+            done += 1
+
+        tasks = [asyncio.create_task(call(kind, length)) for kind, length, _ in calls]
+        await asyncio.sleep(0)
+        for task, (_, _, is_cancelled) in zip(tasks, calls, strict=True):
+            if is_cancelled:
+                task.cancel()
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [e for e in found if isinstance(e, Exception)]
+        assert exclusion.is_idle
+        return done
+
+    num_left = sum(not is_cancelled for _, _, is_cancelled in calls)
+    assert asyncio.run(run()) >= num_left
+
+
+async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
+    exclusion = CallExclusion()
+    order: list[str] = []
+
+    async def call(kind: str) -> None:
+        async with exclusion.take(kind):
+            order.append(kind)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for kind in "abababab":
+            group.create_task(call(kind))
+    assert order == list("abbbbaaa")
+
+
+@pytest.mark.parametrize("kind", ["", "a"])
+async def test_an_error_ends_the_turn(kind: str) -> None:
+    exclusion = CallExclusion()
+    with pytest.raises(ValueError, match="x"):
+        async with exclusion.take(kind):
+            raise ValueError("x")
+    assert exclusion.is_idle
+
+
+async def test_calls_of_one_kind_run_together() -> None:
+    exclusion = CallExclusion()
+    async with exclusion.take("a"), exclusion.take("a"), exclusion.take(""):
+        waiting = asyncio.create_task(exclusion.take("b").__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 60)

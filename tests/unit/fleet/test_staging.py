@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,10 +16,12 @@ from fleet.adapters import K, Q, make_small, write_model
 from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
-from rookery.fleet.adapters.fit import Fit, check_fit, read_head, read_shapes
-from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import BufferFile, Staging, _layout, open_staging
-from rookery.fleet.vllm_plugin.buffer import MANIFEST, factor_view, open_buffer
+from rookery.fleet.http.capabilities import Fit, check_fit, read_head, read_shapes
+from rookery.fleet.perturbed import Population
+from rookery.fleet.residency import claim_folder
+from rookery.fleet.staging import BufferFile, Staging, _layout, open_staging
+from rookery.fleet.vllm_plugin.population import CENTRE, NUMBERS
+from rookery.fleet.vllm_plugin.shared_memory import MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
 
@@ -263,7 +266,7 @@ def test_files_without_unnamed_ones_get_a_name_and_lose_it(
         return opened(path, flags, mode)
 
     opened = os.open
-    monkeypatch.setattr("rookery.fleet.adapters.staging.os.open", refuse)
+    monkeypatch.setattr("rookery.fleet.staging.os.open", refuse)
     file = BufferFile(tmp_path, 4096)
     file.memory.fill_(7)
     file.name(tmp_path / "a.bin")
@@ -271,3 +274,27 @@ def test_files_without_unnamed_ones_get_a_name_and_lose_it(
     assert len(list(tmp_path.iterdir())) == 2
     del file, other
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]
+
+
+def test_the_last_member_of_a_centre_goes_while_others_come(
+    tmp_path: Path,
+) -> None:
+    centre = make_small("a", seed=3)
+    population = Population.around(centre, like=centre, rank=1)
+
+    def come_and_go(seed: int) -> None:
+        member = population.member(f"m{seed}", seed=seed, amount=0.1)
+        ref = ModelRef(name=member.name, version=member.version)
+        for _ in range(25):
+            folder = Path(json.loads(staging.member_text(ref, member))["centre"])
+            assert sorted(path.name for path in folder.iterdir()) == [NUMBERS, CENTRE]
+            staging.remove(ref)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with open_staging(tmp_path) as staging, ThreadPoolExecutor(8) as pool:
+            list(pool.map(come_and_go, range(8)))
+            assert [path.name for path in staging.root.iterdir()] == [".owner"]
+    finally:
+        sys.setswitchinterval(before)

@@ -1,5 +1,6 @@
 """A tiny labelling problem on the tiny model: founders that each know one half of it."""
 
+import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from loops import training
-from loops.evolution import Genome, Inputs, run_evolution
+from loops.evolution import SEARCHED, Evolved, Genome, Inputs, evolve_in
 
 from rookery.slots import SlottedModel
 from rookery.weights import write_adapter
@@ -51,9 +52,18 @@ def inputs(tiny_folder: Path, founders_folder: Path, tasks_folder: Path) -> Inpu
 
 
 @pytest.fixture
-def genome(inputs: Inputs, tiny_model: SlottedModel) -> Genome:
+def genome(inputs: Inputs, tiny_model: SlottedModel, tmp_path: Path) -> Genome:
     """Runs an evolution on the tiny model; see `run_evolution`."""
-    return partial(run_evolution, inputs=inputs, model=tiny_model)
+    return partial(evolve_in, tmp_path, inputs=inputs, model=tiny_model)
+
+
+@pytest.fixture(scope="session")
+def evolved(
+    inputs: Inputs, tiny_model: SlottedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Evolved:
+    """A whole evolution with every baseline, to look at."""
+    root = tmp_path_factory.mktemp("evolved")
+    return asyncio.run(evolve_in(root, inputs=inputs, model=tiny_model, finals=SEARCHED))
 
 
 @pytest.fixture(scope="session")

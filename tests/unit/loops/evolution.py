@@ -1,13 +1,10 @@
-"""A whole evolution on the tiny model, for tests in this process and in one that is killed."""
+"""A whole evolution on the tiny model."""
 
-import asyncio
 import hashlib
-import os
-import signal
-from collections.abc import Awaitable, Callable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,45 @@ from rookery.loops.genome.founders import FileInit, make_founders, read_founders
 from rookery.ports import UNOBSERVED, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
-from rookery.runs import Run
-from rookery.slots import SlottedModel, load_model
+from rookery.runs import Event, Run
+from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import load_template
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
+from rookery.weights import read_adapter
 
-Genome = Callable[..., Awaitable[GenomeReport]]
-"""What the fixture `genome` is: `run_evolution` without what every test gives it."""
+SEARCHED = {"num_finalists": 3, "num_voters": 3}
+"""Finals with a random search as a baseline, which takes most of the time of such a small run."""
+
+
+@dataclass(frozen=True)
+class Evolved:
+    """What an evolution found and left in its run."""
+
+    report: GenomeReport
+    path: Path
+
+    def events(self, kind: str) -> list[Event]:
+        with Run.view(self.path) as run:
+            return list(run.events(kind))
+
+    @property
+    def candidates(self) -> dict[str, Mapping[str, Any]]:
+        """By id."""
+        return {event.key: event.payload for event in self.events("candidate")}
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads((self.path / "lineage.json").read_text())
+        return document
+
+    @property
+    def founders(self) -> list[Adapter]:
+        return [read_adapter(folder) for folder in sorted((self.path / "founders").iterdir())]
+
+
+Genome = Callable[..., Awaitable[Evolved]]
+"""What the fixture `genome` is: begins or resumes a run, `name` of the test's own folder."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +78,18 @@ class Inputs:
                 {"type": "ga", "generations": 2,
                  "population": {"size": 4, "children": {"count": 4}}}
             ],
-            "finals": {"num_finalists": 3, "num_voters": 3},
+            "finals": {**SEARCHED, "random_search": False},
             **changes,
         }  # fmt: skip
+
+
+async def evolve_in(root: Path, name: str = "a", **options: Any) -> Evolved:
+    """Begin the run, or go on with it."""
+    path = root / name
+    is_new = not path.exists()
+    opened = Run.create(root, kind="genome", config={}, name=name) if is_new else Run.open(path)
+    with opened as run:
+        return Evolved(await run_evolution(run, **options), path)
 
 
 async def run_evolution(
@@ -127,22 +164,9 @@ class Faulty:
     async def load(self, adapter: Adapter) -> ModelRef:
         # The founders are loaded anew in every generation's baselines: they stay loadable.
         if not adapter.name.startswith("f"):
-            self._pass(self._load_share, "load", adapter.version)
+            # By name: the last bits of weights differ between machines.
+            self._pass(self._load_share, "load", adapter.name)
         return await self._engine.load(adapter)  # type: ignore[no-any-return]
-
-
-class Killing(Faulty):
-    """Also kills this process at one of its calls; 0 is none."""
-
-    def __init__(self, engine: Any, *, at: int, **faults: Any) -> None:
-        super().__init__(engine, **faults)
-        self._num_left = at
-
-    def _pass(self, share: float, *what: object) -> None:
-        self._num_left -= 1
-        if self._num_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._pass(share, *what)
 
 
 def clockless(report: GenomeReport) -> GenomeReport:
@@ -151,13 +175,3 @@ def clockless(report: GenomeReport) -> GenomeReport:
     generations = tuple(g.model_copy(update={"seconds": None}) for g in report.generations)
     update = {"run": "", "seconds": None, "rows": rows, "generations": generations}
     return report.model_copy(update=update)
-
-
-def work(path: Path, inputs: Inputs, *, at: int, faults: Any, changes: Any) -> None:
-    """Go on with a run, killed at that call to the engine."""
-    model = load_model(inputs.model)
-    model.pack()
-    wrap = partial(Killing, at=at, **faults)
-    with Run.open(path) as run:
-        asyncio.run(run_evolution(run, inputs=inputs, model=model, wrap=wrap, **changes))
-        run.finish("finished")

@@ -13,8 +13,7 @@ import torch
 from rookery.errors import EngineDownError, FleetError
 from rookery.loops.genome import search_evaluator
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.loading import CandidateLoader
-from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.loops.genome.search_evaluator import CandidateLoader, SearchEvaluator
 from rookery.runs import Run
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.merit import Merit

@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rookery.compat.atropos.feed import FedBatch, FedGroup
-from rookery.compat.atropos.source import AtroposSource
+from rookery.compat.atropos.feed import AtroposSource, FedBatch, FedGroup
 from rookery.embedded import EngineConfig
 from rookery.errors import TaskError, TrainError
 from rookery.loops.grpo import GrpoConfig
@@ -29,14 +29,19 @@ from rookery.loops.grpo.batch import (
     encode_batch,
     is_equal,
 )
-from rookery.loops.grpo.batch_drawer import BatchDrawer, Policy, TaskOrder
-from rookery.loops.grpo.data import make_data, mean_gap
+from rookery.loops.grpo.checkpoints import Selection
+from rookery.loops.grpo.group_source import BatchDrawer, Policy, TaskOrder
+from rookery.loops.grpo.policy_trainer import make_data, mean_gap
 from rookery.loops.grpo.sweep import JointTrainer
 from rookery.runs import Run
 from rookery.seeding import stream
+from rookery.tasks.scorers import ExactConfig
+from rookery.tasks.splits import SplitsConfig
+from rookery.tasks.taskset import Taskset
 from rookery.types import (
     Completion,
     Draw,
+    Evaluation,
     Group,
     KeptTokens,
     ModelRef,
@@ -378,3 +383,65 @@ async def test_an_adapter_that_stops_while_it_waits_asks_for_nothing() -> None:
     assert await asyncio.wait_for(joint.call("forward", ["c"]), 2) == ["c"]
     assert await asyncio.wait_for(waits, 60) == ["b"]
     assert trainer.asked == [["b", "c"]]
+
+
+# Which checkpoint is chosen, also where some of the select tasks have no reward.
+
+
+UNUSED: Any = None
+"""Selection needs the weights for the report alone."""
+
+
+class Table:
+    """An Evaluator: rewards by the version of the model, in the order of the tasks; None failed."""
+
+    def __init__(self, rewards: Mapping[str, Sequence[float | None]]) -> None:
+        self._rewards = rewards
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        return [self._evaluate(model, tasks) for model in models]
+
+    def _evaluate(self, model: ModelRef, tasks: Sequence[Task]) -> Evaluation:
+        pairs = list(zip(tasks, self._rewards[model.version], strict=True))
+        return Evaluation(
+            model=model,
+            rewards={task.id: reward for task, reward in pairs if reward is not None},
+            errors={task.id: "no judge today" for task, reward in pairs if reward is None},
+            num_tokens=0,
+            seconds=0.0,
+        )
+
+
+def make_taskset(num: int) -> Taskset:
+    tasks = [Task(id=f"t/{i}", prompt="p", reference="r", source="t") for i in range(num)]
+    splits = SplitsConfig(search=0.0, select=1.0, report=0.0)
+    return Taskset(name="t", tasks=tuple(tasks), scorer=ExactConfig(), splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best"),
+    [
+        ([(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0)], 1),
+        ([(None, 0.0, 1.0), (None, 1.0, 1.0), (None, 1.0, 0.0)], 1),
+        ([(0.0, 0.0, 1.0), (None, 1.0, 1.0), (1.0, 1.0, 0.0)], 1),
+        ([(1.0, 1.0, None), (1.0, None, 0.0), (1.0, None, 1.0)], 0),
+        ([(0.0, None, None), (None, 1.0, 1.0), (1.0, 1.0, 1.0)], 2),
+        ([(None, None, None), (1.0, 1.0, 1.0)], 1),
+        ([(1.0, 0.0, 0.0), (None, None, None)], 0),
+    ],
+)
+async def test_checkpoints_are_compared_on_the_tasks_that_both_answered(
+    rewards: Sequence[Sequence[float | None]], best: int, tmp_path: Path
+) -> None:
+    table = Table({str(step): own for step, own in enumerate(rewards)})
+    tasksets = [make_taskset(3)]
+    with Run.create(tmp_path, kind="grpo", config={}, name="x") as run:
+        selection = Selection(table, tasksets=tasksets, weights=UNUSED, run=run)
+        for step in range(len(rewards)):
+            await selection.measure(step, ModelRef(name="policy", version=str(step)))
+        assert selection.best == best
+        assert [mean is None for mean in selection.means.values()] == [
+            None in own for own in rewards
+        ]
+        again = Selection(table, tasksets=tasksets, weights=UNUSED, run=run)
+        assert (again.best, again.means) == (selection.best, selection.means)

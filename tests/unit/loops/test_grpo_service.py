@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loops.training import Inputs, _drawing, clockless, run_training
 
+from rookery.compat.tinker.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import EngineError, TrainError
@@ -17,7 +18,6 @@ from rookery.loops.grpo.policy_weights import POLICY, TraineePolicy
 from rookery.reports import GrpoReport
 from rookery.rollout import RolloutLog
 from rookery.runs import Run
-from rookery.service.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_tasksets
 from rookery.tasks.template import load_template

@@ -1,21 +1,19 @@
 """Faults and kills: a run that was killed anywhere ends as one with the same faults that was not.
 
-Contexts that the engine cannot answer, a server that dies, `kill -9` of a real process, and a
-simulated kill before and after every append.
+Contexts that the engine cannot answer, a server that dies, and a simulated kill before and after
+every append.
 """
 
 import asyncio
 import json
 import math
 import random
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import forked, run_code
 from loops.oracle import Oracle, make_config, write_items
 from marks import long
 
@@ -262,29 +260,3 @@ async def test_a_server_that_is_gone_leaves_no_failed_answers(tmp_path: Path) ->
     with Run.view(tmp_path / "a") as run:
         assert run.status == "failed"
         assert all(event.payload["logprobs"] for event in run.events("score"))
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-from forked import kill_at_event
-from loops.test_icm_faults import Faulty, made, run_icm
-
-folder, seed, num_events = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-if num_events:
-    kill_at_event(num_events)
-oracle, config = made(folder, seed=seed)
-asyncio.run(run_icm(folder / "killed", config, oracle, Faulty(oracle, faults="both", seed=seed)))
-"""
-
-
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
-    """A real process, killed while it goes on after some of its events are stored."""
-    seed, rng = 5, random.Random(5)
-    oracle, config = made(tmp_path, seed=seed)
-    sampler = Faulty(oracle, faults="both", seed=seed)
-    asyncio.run(run_icm(tmp_path / "whole", config, oracle, sampler))
-    for num_events in (rng.randrange(2, 12), rng.randrange(4, 24), 0):
-        with forked(run_code, CHILD, str(tmp_path), str(seed), str(num_events)) as child:
-            assert child.wait() == (-signal.SIGKILL if num_events else 0)
-    assert left_behind(tmp_path / "killed") == left_behind(tmp_path / "whole")

@@ -17,8 +17,7 @@ from rookery.loops.icm.exports import ExportsConfig, LabelRecord, make_pairs
 from rookery.loops.icm.items import DataConfig, Item, batch_items, read_gold, read_items
 from rookery.loops.icm.objective import ObjectiveConfig, assess, build_constraints, predict
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.search.constraints import Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED, TreeOrder
+from rookery.search.labelling import UNLABELLED, Constraints, Exclusive, TreeOrder
 
 
 def item(name: str, group: str = "", **fields: Any) -> Item:

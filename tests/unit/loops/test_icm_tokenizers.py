@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -127,7 +127,6 @@ texts_drawn = st.lists(
 separators = st.sampled_from(["\n\n", "\n", "\n\n\n", " ", "", "s", ".\n", "\t", "\n ", ", ", "é"])
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(sorted(MAKERS)),
     texts_drawn,

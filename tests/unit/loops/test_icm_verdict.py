@@ -17,12 +17,10 @@ from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer, Part, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
-from rookery.loops.icm.support import Support
-from rookery.loops.icm.verdict import Evidence, MajorityLabel, agree, judge
+from rookery.loops.icm.verdict import Evidence, MajorityLabel, Support, agree, judge
 from rookery.reports import IcmReport
 from rookery.search.annealing import AnnealingConfig
-from rookery.search.constraints import Constraint, Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.labelling import UNLABELLED, Constraint, Constraints, Exclusive, Labels
 from rookery.seeding import stream
 from rookery.testing import BASE
 
@@ -114,7 +112,7 @@ def test_verdicts() -> None:
 class Scripted:
     """A scorer that knows every read at once."""
 
-    naive_tokens = 0
+    naive_tokens = num_asked = 0
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> LabelScorer:
         return self

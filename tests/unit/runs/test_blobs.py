@@ -1,17 +1,19 @@
 """Blobs: content in, the same content out, stored once, and damage is found when asked."""
 
+import errno
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
-from rookery.runs import BlobStore, Run
+from rookery.runs import BlobStore, Run, disk
 
 names = st.lists(
     st.text("abcü .", min_size=1, max_size=4).filter(lambda n: n.strip(".")), min_size=1, max_size=3
@@ -48,7 +50,6 @@ def read_tree(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.binary(max_size=100)))
 def test_bytes_come_back_and_equal_ones_are_one(contents: list[bytes]) -> None:
     with TemporaryDirectory() as folder:
@@ -58,7 +59,6 @@ def test_bytes_come_back_and_equal_ones_are_one(contents: list[bytes]) -> None:
         assert len(store.digests()) == len(set(contents))
 
 
-@settings(max_examples=30, deadline=None)
 @given(first=trees, second=trees)
 def test_folders_have_one_digest_per_content(
     first: dict[str, bytes], second: dict[str, bytes]
@@ -202,3 +202,115 @@ def test_prune_keeps_what_is_named(tmp_path: Path) -> None:
         assert run.blobs.read_bytes(rollouts[4], verify=True) == b"rollouts 4"
         assert run.blobs.prune(keep=run.blobs.digests()) == 0
         assert not list((run.path / ".tmp").iterdir())
+
+
+# Folders are replaced whole.
+
+
+def make(root: Path) -> Run:
+    return Run.create(root, kind="evolve", name="poet", config={})
+
+
+def fill(text: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        for name in ("a", "sub/b"):
+            (folder / name).write_text(text)
+
+    return write
+
+
+def read(folder: Path) -> str:
+    texts = {(folder / name).read_text() for name in ("a", "sub/b")}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_a_folder_is_never_absent(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        best = run.write_folder("best", fill("0"))
+        probe, other = tmp_path / "probe", tmp_path / "other"
+        probe.mkdir()
+        other.mkdir()
+        if not disk.exchange(probe, other):
+            pytest.skip("the file system cannot exchange folders")
+        has_ended = threading.Event()
+        missing: list[int] = []
+        looks = 0
+
+        def look() -> None:
+            nonlocal looks
+            while not has_ended.is_set():
+                looks += 1
+                if not best.exists():
+                    missing.append(looks)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        for i in range(1, 60):
+            run.write_folder("best", fill(str(i)))
+        has_ended.set()
+        thread.join()
+        assert looks > 100 and not missing
+        assert read(best) == "59"
+        assert not list((run.path / ".tmp").iterdir())
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "two renames":
+        monkeypatch.setattr(disk, "exchange", lambda *_: False)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("ways")
+def test_folders_nest(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        for step in (10, 20, 10):
+            path = run.write_folder(f"checkpoints/checkpoint_{step}", fill(str(step)))
+            assert path == run.path / "checkpoints" / f"checkpoint_{step}"
+            assert read(path) == str(step)
+        for name in ("checkpoints/../x", "a//b", "/a", "blobs/x", "a/.b", "a/"):
+            with pytest.raises(RunError, match="folder name"):
+                run.write_folder(name, fill("x"))
+        names = sorted(p.name for p in (run.path / "checkpoints").iterdir())
+        assert names == ["checkpoint_10", "checkpoint_20"]
+
+
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_a_kill_between_two_renames_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_renames: int
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    done, rename = 0, os.rename
+
+    def counted(source: Path, target: Path) -> None:
+        nonlocal done
+        if done == num_renames:
+            raise Killed
+        done += 1
+        rename(source, target)
+
+    run = make(tmp_path)
+    run.write_folder("logs/best", fill("old"))
+    monkeypatch.setattr(disk, "exchange", lambda *_: False)
+    monkeypatch.setattr(disk, "sync_folder", lambda path: None)
+    monkeypatch.setattr(os, "rename", counted)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    try:
+        run.write_folder("logs/best", fill("new"))
+    except Killed:
+        assert num_renames < 2
+    monkeypatch.undo()
+    run.close()
+    with Run.open(run.path) as run:
+        assert read(run.path / "logs/best") == ("new" if num_renames == 2 else "old")
+        assert not list((run.path / ".old").glob("*"))
+
+
+def test_what_the_system_refuses_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as failed:
+        disk.exchange(tmp_path / "none", tmp_path)
+    assert failed.value.errno == errno.ENOENT

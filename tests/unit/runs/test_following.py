@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import ConfigError
-from rookery.runs import MetricsRow, Run, following
-from rookery.runs.following import follow_metrics
-from rookery.runs.trackers import TrackedRun, require_trackers
+from rookery.runs import MetricsRow, Run
+from rookery.runs import trackers as following
+from rookery.runs.trackers import TrackedRun, follow_metrics, require_trackers
 
 
 class Recorder:

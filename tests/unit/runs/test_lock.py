@@ -17,7 +17,7 @@ import pytest
 import rookery
 from rookery.errors import RunError
 from rookery.runs import Run, is_locked, read_owner
-from rookery.runs.lock import RunLock
+from rookery.runs.disk import RunLock
 
 SOURCE = Path(rookery.__file__).parents[1]
 HOLD = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
@@ -19,7 +19,6 @@ names = st.sampled_from(["loss/policy", "reward/math 500/mean", "time/ü"])
 lines = st.tuples(st.integers(0, 5), st.dictionaries(names, st.floats()))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(lines | st.just("reopen"), max_size=15))
 def test_rows_are_the_last_values_per_step(steps: list[tuple[int, dict[str, float]] | str]) -> None:
     model: dict[int, dict[str, float]] = {}

@@ -4,11 +4,19 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rookery.errors import RunError
+from rookery.errors import ConfigError, RunError
 from rookery.runs import NewEvent, Run
+from rookery.runs.run_folder import (
+    Source,
+    find_changes,
+    find_sources,
+    in_folder,
+    resolve_references,
+)
 
 
 def make(root: Path, name: str = "poet") -> Run:
@@ -125,12 +133,12 @@ def test_create_refuses_what_is_not_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "two words", "."])
 def test_names_are_plain(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RunError, match="one word of letters"):
+    with pytest.raises(RunError, match="one word of at most 200 letters"):
         make(tmp_path, name)
     with make(tmp_path) as run:
-        with pytest.raises(RunError, match="one word of letters"):
+        with pytest.raises(RunError, match="one word of at most 200 letters"):
             run.write_text(name, "x")
-        with pytest.raises(RunError, match="one word of letters"):
+        with pytest.raises(RunError, match="one word of at most 200 letters"):
             run.read_json(name)
     assert [p.name for p in tmp_path.iterdir()] == ["poet"]
 
@@ -237,3 +245,120 @@ def test_events_that_are_set_aside_count_no_longer(tmp_path: Path) -> None:
         assert [event and event.payload["score"] for event in former] == [3, 2], "the newest"
         assert [e.payload["score"] for e in run.events("former/score")] == [1, 2, 3]
         assert list(run.events("score")) == []
+
+
+# A run goes on under its own config; what the loop names may change.
+
+
+CONFIG = {"steps": 100, "seed": 1, "stages": [{"type": "ga", "generations": 3}], "engine": {"a": 1}}
+
+
+def finished(root: Path) -> Path:
+    with Run.create(root, kind="grpo", name="poet", config=CONFIG) as run:
+        run.append_blocking("step", {}, key="99")
+        run.finish()
+    return run.path
+
+
+def test_a_finished_run_is_extended_and_keeps_what_it_has(tmp_path: Path) -> None:
+    path = finished(tmp_path)
+    longer = {**CONFIG, "steps": 200, "stages": [{"type": "ga", "generations": 9}]}
+    with Run.open(path) as run:
+        changes = run.extend(longer, may_change=("steps", "stages.*.generations"))
+        assert changes == {"steps": (100, 200), "stages.0.generations": (3, 9)}
+        assert run.config == longer and run.status == "running"
+        assert run.extend(longer, may_change=()) == {}, "no change needs no leave"
+    with Run.open(path) as run:
+        assert run.config == longer and run.get("step", "99") is not None
+        [event] = run.events("run/extended")
+        assert event.payload["changes"]["steps"] == {"from": 100, "to": 200}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 2}, r"seed is 1 there, 2 here\. Only steps may change"),
+        ({"steps": 200, "engine": {"a": 2}}, r"engine\.a is 1 there, 2 here"),
+        ({"stages": []}, r"stages is \[\{.*there, \[\] here"),
+        ({"seed": True}, r"seed is 1 there, true here"),
+        ({"floors": {"math": 0.9}}, r"floors is null there, .*0\.9.* here"),
+        ({"engine": {"a": 1, "b": 2}}, r"engine\.b is null there, 2 here"),
+    ],
+)
+def test_another_config_is_refused_and_nothing_changes(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with Run.open(finished(tmp_path)) as run:
+        with pytest.raises(RunError, match=words):
+            run.extend({**CONFIG, **change}, may_change=("steps",))
+        assert run.config == CONFIG and not list(run.events("run/extended"))
+
+
+def test_a_loop_that_names_nothing_cannot_be_extended(tmp_path: Path) -> None:
+    with Run.open(finished(tmp_path)) as run, pytest.raises(RunError, match="None of it may"):
+        run.extend({**CONFIG, "steps": 200}, may_change=())
+
+
+def test_a_new_key_and_a_lost_one_are_changes() -> None:
+    assert find_changes({"a": 1}, {"a": 1, "b": 2}) == {"b": (None, 2)}
+    assert find_changes({"a": {}}, {"a": {"b": 2}}) == {"a.b": (None, 2)}
+    assert find_changes({"a": 1}, {"a": 1, "b": None}) == {}
+    assert find_changes({"a": 1, "b": 2}, {"a": 1}) == {"b": (2, None)}
+    assert find_changes({"a": [1, [2, 3]]}, {"a": [1, [2, 4]]}) == {"a.1.1": (3, 4)}
+
+
+# `run:NAME/PART` in configs, and which runs a run was made from.
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    with Run.create(tmp_path, kind="genome", name="tutor", config={}) as run:
+        run.write_text("sft.jsonl", "{}\n")
+        (run.path / "winner").mkdir()
+    return tmp_path
+
+
+def resolve(document: Any, runs_dir: Path) -> Any:
+    return resolve_references(document, find=in_folder(runs_dir))
+
+
+def test_a_reference_becomes_a_path_at_any_depth(runs_dir: Path) -> None:
+    document = {
+        "init": {"path": "run:tutor/winner"},
+        "adapters": ["out/poet", Path("run:tutor/winner")],
+        "taskset": "run:tutor/sft.jsonl?bad_rows=skip",
+        "seed": 3,
+    }
+    winner = str(runs_dir / "tutor" / "winner")
+    assert resolve(document, runs_dir) == {
+        "init": {"path": winner},
+        "adapters": ["out/poet", winner],
+        "taskset": f"{runs_dir}/tutor/sft.jsonl?bad_rows=skip",
+        "seed": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("run:tuter/winner", r"init\.path is run:tuter/winner: there is no run .*run:tutor\?"),
+        ("run:tutor/trained", r"the run has no trained\. It has sft\.jsonl, winner"),
+        ("run:tutor/../tutor/winner", "the run has no"),
+    ],
+)
+def test_a_reference_to_nothing_says_what_there_is(
+    runs_dir: Path, text: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve({"init": {"path": text}}, runs_dir)
+
+
+@pytest.mark.parametrize("text", ["run: the program", "run:", "run:../secret/winner", "rerun:x"])
+def test_other_texts_stay(runs_dir: Path, text: str) -> None:
+    assert resolve({"prompt": text}, runs_dir) == {"prompt": text}
+
+
+def test_a_run_knows_which_runs_it_was_made_from(runs_dir: Path) -> None:
+    config = resolve({"init": {"path": "run:tutor/winner"}, "seed": 1, "data": ["/etc"]}, runs_dir)
+    config["prompt"] = f"/no_think {'Answer in words. ' * 20}Use and/or."
+    assert find_sources(config) == [Source("init.path", runs_dir / "tutor", "winner")]

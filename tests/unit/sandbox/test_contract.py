@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from rookery.sandbox.inside.contract import UnusableEvaluator, evaluate, load_evaluator
-from rookery.sandbox.inside.shim import provide_openevolve
+from rookery.sandbox.inside.contract import (
+    UnusableEvaluator,
+    evaluate,
+    load_evaluator,
+    provide_openevolve,
+)
 
 
 @pytest.fixture(autouse=True)

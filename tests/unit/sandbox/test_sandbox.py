@@ -9,7 +9,7 @@ import pytest
 
 from rookery.errors import SandboxError
 from rookery.sandbox import EvaluatorConfig, Sandbox, SandboxConfig, choose_backend
-from rookery.sandbox.process_tree import descendants
+from rookery.sandbox.server import descendants
 
 CONFIG = SandboxConfig(backend="unsafe", output_bytes=2**20, memory_bytes=2**28)
 

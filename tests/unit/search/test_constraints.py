@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.search.constraints import (
+from rookery.search.labelling import (
+    UNLABELLED,
     AsymmetricPair,
     Constraint,
     Constraints,
@@ -14,8 +15,8 @@ from rookery.search.constraints import (
     Exclusive,
     Implies,
     num_violations,
+    relabel,
 )
-from rookery.search.labelling import UNLABELLED, relabel
 
 TRUE, FALSE, NONE = 0, 1, UNLABELLED
 

@@ -6,25 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rookery.errors import ConfigError
-from rookery.search.candidate import Candidate, ChildPlan
+from rookery.search.candidate import FAILED, Candidate, ChildPlan, Fitness
 from rookery.search.children import (
     Birth,
     ChildrenConfig,
     CrossoverConfig,
     MutationConfig,
+    RouletteConfig,
+    SelectionConfig,
     SigmaConfig,
+    TournamentConfig,
     WeightRule,
     convex_weights,
     parent_weights,
     plan_children,
 )
-from rookery.search.fitness import FAILED, Fitness
-from rookery.search.founders import pair_plans, random_plans
 from rookery.search.population import (
     Mark,
     Population,
@@ -32,10 +33,11 @@ from rookery.search.population import (
     SurvivalConfig,
     ask,
     found,
+    pair_plans,
+    random_plans,
     survivors,
     tell,
 )
-from rookery.search.selection import RouletteConfig, SelectionConfig, TournamentConfig
 from rookery.seeding import stream
 
 Places = dict[str, np.ndarray]
@@ -130,7 +132,6 @@ def test_other_seeds_and_generations_plan_otherwise() -> None:
     outcome=st.lists(st.sampled_from([FAILED, Fitness(score=0.1, objectives=(0.0, 2.0))])),
     weights=st.sampled_from(["fitness", "uniform", "random", "free"]),
 )
-@settings(max_examples=60)
 def test_any_fitness_makes_a_next_generation(
     fitness: dict[str, Fitness],
     outcome: list[Fitness],

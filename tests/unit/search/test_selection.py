@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rookery.search.fitness import tied_ranks
-from rookery.search.selection import (
+from rookery.search.candidate import tied_ranks
+from rookery.search.children import (
     RULES,
     RouletteConfig,
     SelectionConfig,

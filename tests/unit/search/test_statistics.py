@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from marks import long
 
 from rookery.search.statistics import (
     Strata,
@@ -165,7 +166,7 @@ def covers(
 
 
 @pytest.mark.parametrize(("num_sources", "num_tasks"), SIZES)
-@pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("accuracy", [0.5, pytest.param(0.7, marks=long), 0.9])
 def test_coverage_of_the_mean_of_few_tasks(
     num_sources: int, num_tasks: int, accuracy: float
 ) -> None:

@@ -12,17 +12,17 @@ import httpx2
 import numpy as np
 from fastapi import FastAPI
 
-from rookery.runs import Run
-from rookery.service.app import make_app
-from rookery.service.config import ServiceConfig
-from rookery.service.keys import Keys, add_key
-from rookery.service.service import Service, open_service
-from rookery.service.wire.schema import (
+from rookery.compat.serving import make_app, open_service
+from rookery.compat.tinker.schema import (
     DTYPES,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     SampleResponse,
 )
+from rookery.runs import Run
+from rookery.service.config import ServiceConfig
+from rookery.service.keys import Keys, add_key
+from rookery.service.service import Service
 from rookery.service.work import Backend
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (

@@ -23,8 +23,8 @@ from service.tenants import (
 )
 
 from rookery.errors import AdapterError
+from rookery.service.app import FILES
 from rookery.service.config import ServiceConfig
-from rookery.service.routes.plain import FILES
 from rookery.types import ModelRef
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}

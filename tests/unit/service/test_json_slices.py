@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,16 @@ from fastapi import APIRouter, FastAPI
 from pydantic import AfterValidator, BaseModel, ValidationError
 from service.tenants import Client, fake_backend, serve
 
-from rookery.service.openai.routes import CompletionRequest
-from rookery.service.records import SLICE
-from rookery.service.routes.json_route import JsonRoute
-from rookery.service.wire import body
-from rookery.service.wire.body import load_json
+from rookery.compat.openai.routes import CompletionRequest
+from rookery.service import wire as body
+from rookery.service.futures import Future, Futures
+from rookery.service.records import SLICE, Model, Session, encode
+from rookery.service.request_context import JsonRoute
+from rookery.service.state import State
+from rookery.service.wire import load_json
+from rookery.service.work import Result
 from rookery.testing import BASE
-from rookery.types import Completion
+from rookery.types import Completion, LoraShape
 
 ENDS = [1, -2.5, 1e300, "a]b[", 'x\\"é', True, None, [], {}, list(range(20)), float("inf")]
 
@@ -178,3 +182,41 @@ def test_slices_are_of_the_type_that_the_whole_is(item: Any, num: int) -> None:
     assert CompletionRequest(model="fake", prompt=[[5] * num]).prompt == [[5] * num]
     with pytest.raises(ValidationError):
         CompletionRequest(model="fake", prompt=[*[item] * num, None])
+
+
+# The document of a snapshot.
+
+
+def make_state() -> State:
+    state = State()
+    state.sessions["s"] = Session(id="s", tenant="ada", created=1.5, metadata={"a": [1, None]})
+    lora = LoraShape(rank=8, seed=3)
+    for name in ("m", "n"):
+        state.models[name] = Model(
+            id=name, session_id="s", tenant="ada", base_model="b", lora=lora, created=1,
+            last_request=2,
+        )  # fmt: skip
+    return state
+
+
+def test_a_document_is_restored_as_it_was_when_it_was_read() -> None:
+    state = make_state()
+    read, expected = state.read(), asdict(state.models["m"])
+    state.models["m"].next_seq = 7
+    state.sessions["s"].is_over = True
+    restored = State.restore(json.loads(encode(read)))
+    assert asdict(restored.models["m"]) == expected
+    assert restored.sessions == make_state().sessions and not restored.checkpoints
+
+
+def test_results_are_restored_as_they_were_when_they_were_read() -> None:
+    futures = Futures()
+    for number in range(3):
+        own = {"tenant": "ada", "digest": "d", "owner": "m", "reply": {"request_id": number}}
+        futures.add(Future(id=f"f{number}", key=f"m#{number}", **own))  # type: ignore[arg-type]
+    futures.finish("f0", Result(b"\x00\xff", form="proto"))
+    read = futures.read()
+    futures.finish("f1", Result(b"later"))
+    restored = Futures.restore(json.loads(encode({"futures": read}))["futures"])
+    results = [restored.get(f"f{number}", tenant="ada").result for number in range(3)]
+    assert results == [Result(b"\x00\xff", form="proto"), None, None]

@@ -9,9 +9,9 @@ import httpx2
 import pytest
 from service.tenants import Client, crashed_copy, serve
 
+from rookery.service import request_context as json_route
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.routes import json_route
-from rookery.service.routes.json_route import SLICE_BYTES
+from rookery.service.request_context import SLICE_BYTES
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},

@@ -19,10 +19,11 @@ from service.tenants import (
     train_body,
 )
 
-from rookery.service import drawing, service
+from rookery.compat.tinker import format
+from rookery.service import service
 from rookery.service.config import ServiceConfig
-from rookery.service.wal import Wal
-from rookery.service.wire.samples import encode_samples
+from rookery.service.state import Wal
+from rookery.service.work import Result
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
@@ -293,14 +294,14 @@ async def test_a_sample_is_blamed_until_its_answer_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing takes as much memory as drawing."""
-    encode, begun, may_end = encode_samples, threading.Event(), threading.Event()
+    write, begun, may_end = format.write_samples, threading.Event(), threading.Event()
 
-    def held(*args: Any, **options: Any) -> bytes:
+    def held(*args: Any) -> Result:
         begun.set()
         assert may_end.wait(30)
-        return encode(*args, **options)
+        return write(*args)
 
-    monkeypatch.setattr(drawing, "encode_samples", held)
+    monkeypatch.setattr(format, "write_samples", held)
     async with serve(tmp_path / "run") as served:
         ada, pending = served.client(), served.service.context.pending
         sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)

@@ -12,10 +12,10 @@ import pyrage
 import pytest
 from service.tenants import crashed_copy, fake_backend, serve, train_body
 
-from rookery.service.app import make_app
+from rookery.compat.openai.routes import CompletionRequest
+from rookery.compat.serving import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.openai.routes import CompletionRequest
-from rookery.service.wire.body import LARGE_BYTES
+from rookery.service.wire import LARGE_BYTES
 from rookery.types import SampleRequest
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}

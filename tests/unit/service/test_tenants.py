@@ -5,21 +5,25 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from executors.jobs import until
-from service.tenants import PROTO, Client, HeldTrainer, fake_backend, serve, train_body
+from service.tenants import PROTO, Client, HeldTrainer, Served, fake_backend, serve, train_body
 
+from rookery.compat.tinker.schema import ForwardBackwardRequest
+from rookery.service.app import read_status
 from rookery.service.commands import MAX_SEQUENCES, apply
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.keys import Keys, add_key, list_keys, remove_key
 from rookery.service.records import StoredSequence
 from rookery.service.state import State
-from rookery.service.wire.schema import ForwardBackwardRequest
 from rookery.service.work import Command
+from rookery.ui.live.export import render_service_page
 
 LOSS = {
     "session_id": "S",
@@ -303,3 +307,112 @@ def test_a_stored_turn_costs_the_same_beside_other_tenants() -> None:
         apply(state, command)
     assert len(state.sequences["ada"]) == MAX_SEQUENCES
     assert next(iter(state.sequences["ada"])) == "seq-2"
+
+
+# What the operator sees of queues and tenants.
+
+
+async def test_queues_and_tenants_are_counted(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        model = await ada.model(await ada.session())
+        await bob.session()
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        await ada.train(train_body(model, 3))
+        status = read_status(served.service)
+        assert [queue.name for queue in status.queues] == ["training", "sampling"]
+        assert status.queues[0].tokens_per_s > 0
+        by_name = {tenant.name: tenant for tenant in status.tenants}
+        assert by_name["ada"].num_pending == 1 and by_name["ada"].num_models == 1
+        assert by_name["ada"].tokens["trained"] >= 3
+        assert by_name["bob"].num_pending == 0
+    page = render_service_page(replace(status, models=("<b>",)))
+    assert "ada" in page and "bob" in page
+    assert "&lt;b&gt;" in page and "<b>" not in page
+
+
+async def test_the_root_names_routes_that_are_there(tmp_path: Path) -> None:
+    """And no page loads anything from elsewhere."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        index = (await ada.send("GET", "/")).json()
+        assert index["name"] == "rookery" and index["version"]
+        known = {path: (await ada.send("GET", path)).status_code for path in index["routes"]}
+        assert known.pop("/status") == 404, "only this machine is shown it"
+        assert set(known.values()) == {200}
+        for path in ("/docs", "/redoc"):
+            assert (await ada.send("GET", path)).status_code == 404
+
+
+async def test_names_of_tenants_are_told_to_this_machine_alone(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada = served.client("ada")
+        body = {"model": "fake", "prompt": [5], "max_tokens": 2}
+        assert (await ada.send("POST", "/v1/completions", json=body)).status_code == 200
+        here = await ada.send("GET", "/metrics")
+        assert 'rookery_tokens_total{kind="sampled",tenant="ada"} 2.0' in here.text
+        elsewhere = await ada.send("GET", "/metrics", headers={"x-forwarded-for": "192.0.2.1"})
+        assert "rookery_requests_total" in elsewhere.text and "ada" not in elsewhere.text
+
+
+# How far sampler and trainer are apart, where data say which samples their targets are of.
+
+
+PROMPT = (5, 6, 7)
+Span = tuple[str, int, int]
+"""Its sequence, where it begins there, and its length."""
+
+
+async def drawn_sequence(client: Client) -> tuple[str, Any]:
+    sampler = await client.sampler()
+    sample = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(PROMPT)}]},
+        "num_samples": 2,
+        "sampling_session_id": sampler,
+        "seq_id": 4,
+        "sampling_params": {"max_tokens": 3, "seed": 1, "stop": []},
+    }
+    reply = await client.post("asample", sample)
+    return reply["sample_sequence_ids"][1], (await client.samples(reply)).sequences[1]
+
+
+def spanned_body(model: str, seq: int, tokens: list[int], spans: list[Span]) -> bytes:
+    """Targets that are the next tokens, tiled by spans; an empty name is of the prompt."""
+    body = train_body(model, seq, tokens=tokens[:-1])
+    message = ForwardBackwardRequest.FromString(body)
+    [datum] = message.data
+    targets = np.asarray(tokens[1:], dtype="<i8")
+    datum.loss_fn_inputs["target_tokens"].dense = targets.tobytes()
+    for name, offset, length in spans:
+        span = datum.loss_fn_input_spans.add()
+        own = span.sampled_tokens if name else span.prompt_tokens
+        own.sequence_id, own.offset, own.length = name or "any", offset, length
+    data: bytes = message.SerializeToString(deterministic=True)
+    return data
+
+
+async def drift(served: Served, client: Client, body: bytes) -> dict[str, float]:
+    output = await client.outputs(await client.train(body))
+    return {key: value for key, value in output.metrics.items() if key.startswith("kl_")}
+
+
+async def test_cross_entropy_on_drawn_tokens_tells_the_drift(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        name, sequence = await drawn_sequence(ada)
+        drawn = np.frombuffer(sequence.tokens, dtype="<i4").tolist()
+        sampled = np.frombuffer(sequence.logprobs, dtype="<f4")
+        tokens, spans = [*PROMPT, *drawn], [("", 0, 2), (name, 0, 1), (name, 1, 2)]
+        model = await ada.model(await ada.session())
+        output = await ada.outputs(await ada.train(spanned_body(model, 1, tokens, spans)))
+        trained = np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, dtype="<f4")
+        gaps = sampled - trained[2:]
+        assert output.metrics["kl_sample_train_v1:mean"] == pytest.approx(gaps.mean())
+        assert output.metrics["kl_sample_train_v2:mean"] == pytest.approx((gaps**2).mean() / 2)
+        other = await bob.model(await bob.session())
+        stolen = spanned_body(other, 1, tokens, spans)
+        assert not await drift(served, bob, stolen), "a sample of another tenant is not known"
+        unknown = [("", 0, 2), (f"{name}9", 0, 3)]
+        assert not await drift(served, ada, spanned_body(model, 2, tokens, unknown))
+        refused = await ada.train(spanned_body(model, 3, tokens, [(name, 0, 3)]), status=400)
+        assert "do not cover" in refused["error"]

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from service.tenants import crashed_copy, fake_backend, serve, train_body
+from executors.jobs import until
+from service.tenants import crashed_copy, fake_backend, loss_body, serve, train_body
 
 from rookery.service.config import ServiceConfig
+from rookery.service.drawing import Residency
 from rookery.service.records import Model
 from rookery.service.work import Backend
 from rookery.testing import FakeTrainer
-from rookery.types import TrainOutput, TrainRequest
+from rookery.types import ModelRef, TrainOutput, TrainRequest
 
 
 def trainer_of(backend: Backend) -> FakeTrainer:
@@ -253,3 +256,108 @@ async def test_forward_adds_no_gradient(tmp_path: Path) -> None:
         await ada.outputs(await ada.train(train_body(model, 1, forward_only=True)))
         step = await ada.result(await ada.step(model, 2))
         assert step["metrics"]["value:mean"] == 0.0
+
+
+# Requests of several tenants in one call of the trainer.
+
+
+class HeldTrainer(FakeTrainer):
+    """Computes when it is let, and notes how many requests share a call."""
+
+    def __init__(self) -> None:
+        super().__init__("unused")
+        self.is_free = asyncio.Event()
+        self.widths: list[int] = []
+
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        self.widths.append(len(requests))
+        await self.is_free.wait()
+        return await super().forward_backward(requests)
+
+
+async def test_a_loss_that_is_gone_fails_its_own_request_alone(tmp_path: Path) -> None:
+    trainer = HeldTrainer()
+    backend = replace(fake_backend(), trainer=trainer, trainees=trainer)
+    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        with_loss = await ada.session()
+        loss = {
+            "session_id": with_loss,
+            "custom_loss_seq_id": 0,
+            "inputs": [{"name": "logprobs", "rank": 1}],
+            "graph": {"format": 1, "nodes": []},
+        }
+        loss_id = (await ada.result(await ada.post("create_custom_loss", loss)))["loss_id"]
+        model, other = await ada.model(await ada.session()), await bob.model(await bob.session())
+        first = await bob.train(train_body(other, 1))
+        await until(lambda: trainer.widths == [1])
+        arrays = {"tokens": [5, 6, 7], "target_tokens": [6, 7, 8]}
+        lost = await ada.train(loss_body(model, 1, "custom", arrays, loss_id=loss_id))
+        beside = await bob.train(train_body(other, 2))
+        finish = {"reason": {"type": "success"}}
+        await ada.post(f"sessions/{with_loss}/finish", finish, status=204)
+        trainer.is_free.set()
+        await bob.outputs(first)
+        assert "no custom loss" in (await ada.result(lost))["error"]
+        assert (await bob.outputs(beside)).metrics["loss:sum"]
+        assert trainer.widths == [1, 1]
+
+
+# Sampler weights in an engine.
+
+
+class SlowFolders:
+    """Loads and unloads in several turns of the event loop, as servers do."""
+
+    def __init__(self) -> None:
+        self.loaded: set[ModelRef] = set()
+
+    async def load(self, folder: Path, *, name: str) -> ModelRef:
+        await asyncio.sleep(0)
+        ref = ModelRef(name=name, version=folder.name)
+        assert ref not in self.loaded
+        self.loaded.add(ref)
+        return ref
+
+    async def unload(self, ref: ModelRef) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.loaded.remove(ref)
+
+
+async def test_bursts_of_more_adapters_than_may_stay(tmp_path: Path) -> None:
+    folders = SlowFolders()
+    residency = Residency(folders, folder_of=lambda blob: tmp_path / blob, limit=4)
+
+    async def use(blob: str) -> None:
+        async with residency.use(blob) as ref:
+            await asyncio.sleep(0)
+            assert ref in folders.loaded
+
+    for burst in range(3):
+        async with asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(use(f"{burst}-{number}"))
+    await use("last")
+    assert len(folders.loaded) == 4
+
+
+@pytest.mark.parametrize("num_turns", range(1, 9))
+async def test_what_is_being_unloaded_is_loaded_again_when_it_is_asked_for(
+    tmp_path: Path, num_turns: int
+) -> None:
+    folders = SlowFolders()
+    residency = Residency(folders, folder_of=lambda blob: tmp_path / blob, limit=1)
+
+    async def use(blob: str) -> None:
+        async with residency.use(blob) as ref:
+            for _ in range(8):
+                assert ref in folders.loaded
+                await asyncio.sleep(0)
+
+    await use("first")
+    async with asyncio.TaskGroup() as group:
+        group.create_task(use("second"))
+        for _ in range(num_turns):  # after some of them the first is being unloaded
+            await asyncio.sleep(0)
+        group.create_task(use("first"))

@@ -9,7 +9,7 @@ import pytest
 
 from rookery.errors import TaskError
 from rookery.starters import DEMOS
-from rookery.tasks import wordlists
+from rookery.tasks import generators
 from rookery.tasks.generators import GENERATORS, LABELS, UNITS, generate
 from rookery.tasks.scorers import build_scorer
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
@@ -97,11 +97,11 @@ def test_the_prompt_of_a_label_task_names_it_and_not_its_rule() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (wordlists.POSITIVE, wordlists.NEGATIVE),
-        (wordlists.BIG_ANIMALS, wordlists.SMALL_ANIMALS),
-        (wordlists.OBJECTS, wordlists.BIG_ANIMALS + wordlists.SMALL_ANIMALS),
-        (wordlists.FRUITS, wordlists.TOOLS),
-        (wordlists.ENGLISH, wordlists.FRENCH),
+        (generators.POSITIVE, generators.NEGATIVE),
+        (generators.BIG_ANIMALS, generators.SMALL_ANIMALS),
+        (generators.OBJECTS, generators.BIG_ANIMALS + generators.SMALL_ANIMALS),
+        (generators.FRUITS, generators.TOOLS),
+        (generators.ENGLISH, generators.FRENCH),
     ],
 )
 def test_word_lists_of_a_pair_do_not_overlap(one: str, other: str) -> None:
@@ -135,7 +135,8 @@ def test_a_sum_is_there_in_one_order_only() -> None:
 
 @pytest.mark.parametrize("name", ["kind", "language", "living"])
 def test_the_demo_reports_on_words_that_no_founder_was_trained_on(name: str) -> None:
-    known = {word.casefold() for words in wordlists.__all__ for word in getattr(wordlists, words)}
+    lists = (getattr(generators, name) for name in generators.__all__ if name.isupper())
+    known = {word.casefold() for words in lists for word in words}
     asked = load_taskset(GeneratedConfig(generator=f"mark-{name}")).tasks
     lines = (DEMOS / "fresh" / f"{name}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

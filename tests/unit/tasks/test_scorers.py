@@ -57,6 +57,7 @@ def test_every_scorer_of_the_dict_is_in_the_union_and_is_a_scorer(tmp_path: Path
         (ExactConfig(), "4", " 4\n", 1),
         (ExactConfig(), "4", "4.", 0),
         (ExactConfig(), "4", "", 0),
+        (LOOSE, "4", "", 0),
         (ExactConfig(), "4", "44", 0),
         (ExactConfig(), 4, "4", 1),
         (ExactConfig(), 2.5, "2.5", 1),

@@ -275,7 +275,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_given_id_twice_names_both_lines(tmp_path: Path) -> None:
     rows = [{"id": "a", **GOOD}, {"id": "b", **GOOD}, "", {"id": "a", "prompt": "x", "answer": "1"}]
-    with pytest.raises(TaskError, match=r"line 4: the id 'a' is already that of .*line 1"):
+    with pytest.raises(TaskError, match=r"line 4: the id 'a' is taken by .*line 1"):
         load(tmp_path, rows)
 
 
@@ -295,7 +295,7 @@ def test_a_few_bad_rows_are_refused_with_their_number_and_the_way_out(tmp_path: 
     with pytest.raises(TaskError) as refused:
         load(tmp_path, MIXED)
     words = str(refused.value)
-    assert "line 3: the id '1' is already that of" in words and "{id: null}" in words
+    assert "line 3: the id '1' is taken by" in words and "{id: null}" in words
     assert "5 of 7 rows cannot be used" in words and "bad_rows: skip" in words
 
 

@@ -129,7 +129,7 @@ def test_sentencepiece_tokenizers_write_a_choice_as_in_running_text(
 
 
 @given(prompt=st.text(min_size=1), choice=st.text(min_size=1), chat=st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
+@settings(suppress_health_check=FIXTURES)
 def test_the_prompt_is_always_an_exact_prefix_of_a_choice(
     byte_tokenizer: PreTrainedTokenizerFast,
     prompt: str | tuple[Message, ...],
@@ -153,7 +153,7 @@ def test_empty_prompt_and_empty_choice_are_errors(byte_tokenizer: PreTrainedToke
 
 
 @given(st.text())
-@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
+@settings(suppress_health_check=FIXTURES)
 def test_decode_is_the_inverse_of_encoding_a_text(
     byte_tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:

@@ -257,7 +257,7 @@ async def test_a_loss_is_bounded_over_all_data_of_a_pass(model: SlottedModel) ->
     )
     taken = TrainRequest(trainee="policy", data=(short,) * 8, loss="custom", loss_options=grown(2))
     outputs = await trainer.forward_backward([refused, taken])
-    assert "at most 262,144 for each position" in outputs[0].error and not outputs[1].error
+    assert "At most 262,144 for each position" in outputs[0].error and not outputs[1].error
 
 
 @pytest.mark.parametrize(

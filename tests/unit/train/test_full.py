@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tiny import tiny_adapter, write_tiny_model
-from tiny_training import make_batch, step, train
+from tiny_training import make_batch, make_trainer, step, train
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.embedded import EngineConfig, open_engine
@@ -17,7 +19,17 @@ from rookery.errors import TrainError
 from rookery.ports import Trainer
 from rookery.slots import load_model
 from rookery.train import FullConfig, FullTrainer, ModelPublisher
-from rookery.types import Datum, ModelRef, ModelWeights, ScoreRequest, TrainRequest, Weights
+from rookery.train.schedule import OptimizerKind
+from rookery.train.trainee import Trainee
+from rookery.types import (
+    Datum,
+    ModelRef,
+    ModelWeights,
+    OptimStep,
+    ScoreRequest,
+    TrainRequest,
+    Weights,
+)
 
 KINDS: dict[str, Any] = {
     "tied": {"tie_word_embeddings": True},
@@ -206,3 +218,84 @@ def test_8_bit_moments_need_torchao(tiny_folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(TrainError, match=r"pip install 'rookery\[optim\]', or write adamw"):
         make_full(tiny_folder, optimizer="adamw_8bit")
+
+
+# Exported weights, in the programs that load them.
+
+
+def trainer_of(kind: str, folder: Path) -> Any:
+    model = load_model(folder)
+    if kind == "lora":
+        return make_trainer(model)
+    return FullTrainer(model, name="policy", config=FullConfig(), like=folder)
+
+
+async def steps(trainer: Any, seeds: range) -> None:
+    for seed in seeds:
+        await train(trainer, make_batch(seed=seed))
+        await step(trainer, 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+async def test_other_programs_load_the_weights(
+    kind: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(kind, tiny_folder)
+    await steps(trainer, range(2))
+    folder = tmp_path / "exported"
+    await trainer.export("policy", folder)
+    output = await train(trainer, make_batch(seed=9))
+    if kind == "full":
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        loaded = PeftModel.from_pretrained(base, folder)
+    datum = make_batch(seed=9)[0]
+    with torch.no_grad():
+        table = loaded.eval()(torch.tensor([datum.tokens])).logits[0].log_softmax(-1)
+    wanted = table[list(datum.positions), list(datum.targets)].tolist()
+    assert output.logprobs[0] == pytest.approx(wanted, abs=1e-4)
+
+
+# 8-bit moments.
+
+
+STEP = OptimStep(trainee="policy", learning_rate=1e-2)
+
+
+def make_trainee(kind: OptimizerKind) -> Trainee:
+    """One weight large enough to have 8-bit moments, and one that is not."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"large": (64, 64), "small": (7,)}
+    weights = {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
+    return Trainee(weights, fixed={}, optimizer=kind)
+
+
+def take_steps(trainee: Trainee, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        gradients = [torch.randn(p.shape, generator=generator) for p in trainee.parameters]
+        trainee.add_gradients(gradients)
+        trainee.step(STEP)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler and torchao warn of their own code
+def test_8_bit_moments_are_restored_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.optim", reason="torchao (the extra optim) is not installed")
+    whole, first, second = (make_trainee("adamw_8bit") for _ in range(3))
+    with torch.compiler.set_stance("force_eager"):
+        take_steps(whole, range(4))
+        take_steps(first, range(2))
+        first.save(tmp_path / "state")
+        second.load(tmp_path / "state")
+        take_steps(second, range(2, 4))
+    pairs = list(zip(whole.parameters, second.parameters, strict=True))
+    assert all(torch.equal(one, other) for one, other in pairs)
+    plain = make_trainee("adamw")
+    start = [p.detach().clone() for p in plain.parameters]
+    take_steps(plain, range(4))
+    for wanted, found, before in zip(plain.parameters, whole.parameters, start, strict=True):
+        update, other = (wanted - before).flatten(), (found - before).flatten()
+        assert torch.cosine_similarity(update, other, dim=0) > 0.98
+    with pytest.raises(TrainError, match="other layers, ranks or scales"):
+        make_trainee("adamw").load(tmp_path / "state")

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on the tiny model: it learns, repeats itself, continues and stops."""
 
+import asyncio
 import os
 from dataclasses import replace
 from itertools import pairwise, product
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_adapter
 from tiny_training import make_trainer, next_tokens, step
@@ -18,6 +19,7 @@ from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import TaskError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template, load_template
+from rookery.train import LoraTrainer
 from rookery.train.schedule import learning_rate_at, order_batches, order_rows
 from rookery.train.sft import SftConfig, SftStep, sft, sft_data
 from rookery.types import Adapter, Datum, Json, ModelRef, SampleRequest, SamplingParams, Task
@@ -141,6 +143,33 @@ async def test_an_interrupted_training_continues_bit_for_bit(
     assert other.version == (await train(model, data, config=changed)).version
 
 
+async def test_a_step_that_was_saved_was_told(
+    model: SlottedModel, data: list[Datum], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG.model_copy(update={"steps": 4, "save_every": 2})
+    seen: list[int] = []
+    save = LoraTrainer.save
+
+    async def save_and_end(self: LoraTrainer, trainee: str, path: Path) -> None:
+        await save(self, trainee, path)
+        raise asyncio.CancelledError
+
+    async def go() -> None:
+        await train(
+            model,
+            data,
+            config=config,
+            checkpoints=tmp_path / "c",
+            on_step=lambda step: seen.append(step.step),
+        )
+
+    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+        patch.setattr(LoraTrainer, "save", save_and_end)
+        await go()
+    await go()
+    assert seen == [1, 2, 3, 4]
+
+
 async def test_an_adapter_to_start_from_keeps_its_shape(
     model: SlottedModel, data: list[Datum]
 ) -> None:
@@ -240,7 +269,6 @@ def test_learning_rates_rise_then_fall() -> None:
             assert all(0 < rate <= 1 for rate in every) and max(every) == pytest.approx(1.0)
 
 
-@settings(deadline=None)
 @given(num_rows=st.integers(1, 9), batch_size=st.integers(1, 5), epochs=st.integers(1, 3))
 def test_epochs_show_every_row_once_each(num_rows: int, batch_size: int, epochs: int) -> None:
     rows = order_rows(num_rows, seed=1, epochs=epochs)
@@ -255,7 +283,6 @@ def test_epochs_show_every_row_once_each(num_rows: int, batch_size: int, epochs:
     assert len(flat) == epochs * num_rows
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), budget=st.integers(1, 20))
 def test_batches_of_tokens_stay_under_their_budget(sizes: list[int], budget: int) -> None:
     rows = list(order_rows(len(sizes), seed=1, epochs=2))

@@ -28,7 +28,7 @@ from rookery.train import AdapterPublisher, LoraTrainer, TrainerConfig
 from rookery.train import head as train_head
 from rookery.train.losses import LOSSES, Column, LossOutput, Targets
 from rookery.train.losses.loss import CrossEntropy
-from rookery.train.losses.variants import ImportanceSampling
+from rookery.train.losses.policy import ImportanceSampling
 from rookery.types import Datum, Json, ModelRef, ModelWeights, OptimStep, TrainRequest
 
 

@@ -48,9 +48,10 @@ def _event(kind: str, key: str, **payload: Any) -> NewEvent:
 
 def _rollout(model: str, task: str, reward: float, *, text: str = "left") -> NewEvent:
     completion = {"text": text, "tokens": [1], "logprobs": [-0.1], "finish_reason": "stop"}
+    key = f"{model.rpartition('@')[2]}|{task}|said"
     return _event(
-        "rollout", f"{model}|{task}", model=model, task=task, reward=reward, error="",
-        completion=completion, num_tokens=3,
+        "rollout", key, model=model, task=task, reward=reward, error="", completion=completion,
+        num_tokens=3,
     )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ from fleet.stub import serve as serve_stub
 from service.tenants import Served, serve
 from ui.test_live import Visitor
 
+from rookery.compat.serving import make_app
 from rookery.errors import ConfigError
-from rookery.service.app import make_app
 from rookery.service.keys import Keys, add_key
+from rookery.ui.live.export import render_service_page
 from rookery.ui.live.server import open_page
-from rookery.ui.service import render_service_page
 
 
 @asynccontextmanager
@@ -98,6 +100,25 @@ async def test_a_service_that_is_slow_or_dead_gets_a_sentence_soon(
             await asyncio.to_thread(page.close)
     expected = f"{url} does not answer: it is busy, or `rookery serve` does not run there."
     assert response.status == 404 and json.loads(told)["error"] == expected
+
+
+@pytest.mark.parametrize("path", ["/api/fleet", "/api/service"])
+def test_closing_the_page_ends_its_questions_without_a_word(
+    tmp_path: Path, path: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        page = open_page(tmp_path, port=0, fleet=[url], service=url)
+        asked = pool.submit(Visitor(page).enter().ask, path)
+        held, _ = silent.accept()  # the question has arrived
+        begun = time.monotonic()
+        page.close()
+        assert time.monotonic() - begun < 2.5, "before the server's own limit"
+        response, told = asked.result(timeout=10)
+        held.close()
+    assert (response.status, json.loads(told)["error"]) == (404, "The page was closed.")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("path", ["/api/service/sample", "/api/fleet", "/api/service"])

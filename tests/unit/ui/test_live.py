@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from html import escape
 from http.client import HTTPConnection, HTTPResponse
@@ -29,9 +29,8 @@ from ui.made_runs import (
 )
 
 import rookery
-from rookery.errors import ConfigError, RookeryError
+from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs import NewEvent, Run
-from rookery.ui.live.curves import Curves, spark, thin
 from rookery.ui.live.export import (
     MODULES,
     export_run,
@@ -40,7 +39,7 @@ from rookery.ui.live.export import (
     read_file,
     render_run,
 )
-from rookery.ui.live.folder import RunsFolder
+from rookery.ui.live.folder import Curves, RunsFolder, describe_run, spark, thin
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
 
@@ -212,7 +211,12 @@ def test_half_a_surrogate_pair_is_shown_and_exported(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff")
     path = make_grpo(tmp_path, text=text, report={"warnings": [text]}).rename(tmp_path / name)
     export_run(path, tmp_path / "out.html")
-    assert read_saved((tmp_path / "out.html").read_text())["id"] == name
+    saved = read_saved((tmp_path / "out.html").read_text())
+    assert re.fullmatch(r"\?~[0-9a-f]{8}", saved["id"]), "no address can have its name"
+    folder = RunsFolder(tmp_path)
+    folder.refresh()
+    assert saved["id"] in {row["id"] for row in folder.changes()["runs"]}
+    assert folder.path(saved["id"]) == path
 
 
 def test_a_folder_with_a_name_of_any_kind_is_exported_as_the_page_asks_for_it(
@@ -262,7 +266,7 @@ def test_two_who_follow_one_run_are_both_told(tmp_path: Path) -> None:
             assert stream.readline() == b"\n"
             told = json.loads(stream.readline().removeprefix(b"data: "))
             assert told["seq"] == json.loads(before.removeprefix(b"data: "))["seq"] + 1
-        assert [len(v.get("runs/a/view")["lists"]["answers"]) for v in visitors] == [1, 1]
+        assert [len(v.get("runs/a/view")["lists"]["tasks"]) for v in visitors] == [1, 1]
         for connection in connections:
             connection.close()
 
@@ -316,6 +320,35 @@ def test_views_send_only_what_is_new(visitor: Visitor) -> None:
     assert (duel["founder"], duel["candidate"], len(duel["tasks"])) == ("founder-b", "g003-c02", 20)
 
 
+@pytest.mark.parametrize("make", [make_genome, make_evolve, make_icm, make_eval])
+def test_a_view_in_parts_is_the_view(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    path = make(tmp_path)
+    whole, opened = OpenRun(path, "a").view(), OpenRun(path, "a")
+    known: dict[str, dict[str, Any]] = {name: {} for name in whole["lists"]}
+    part: dict[str, Any] = {"seq": 0, "is_more": True}
+    num_parts = 0
+    while part["is_more"]:
+        part = opened.view(after=part["seq"], seconds=0)
+        num_parts += 1
+        for name, rows in part["lists"].items():
+            known[name] |= {row["id"]: row for row in rows}
+    assert num_parts > 3 and part["facts"] == whole["facts"]
+    assert {name: list(rows.values()) for name, rows in known.items()} == whole["lists"]
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("eval", "first"), ("pipeline", "second")])
+def test_the_list_shows_the_best_model_or_the_last_step(
+    tmp_path: Path, kind: str, shown: str
+) -> None:
+    means = {"base": -1.0, "first": 0.0, "second": -0.5}
+    with Run.create(tmp_path, kind=kind, name="x", config={}) as run:
+        models = [{"name": name, "mean": mean} for name, mean in means.items()]
+        run.write_json("report.json", {"models": models})
+        run.finish()
+    result = describe_run(tmp_path / "x")["result"]
+    assert result["label"] == f"mean reward, {shown}" and result["mean"] == means[shown]
+
+
 def test_answers_that_are_drawn_for_pass_at_k_do_not_replace_what_was_measured(
     tmp_path: Path,
 ) -> None:
@@ -343,6 +376,17 @@ def test_programs_and_completions_are_read(visitor: Visitor) -> None:
     assert step["is_whole"] and step["gap"]["answers"][0][0] == ["seven", 0.01]
     assert visitor.get("runs/train/step/0")["groups"][0]["rollouts"][0]["text"] == "five "
     assert visitor.get("runs/labels/labels")["labels"][0]["margin"] == 0.5
+
+
+def test_a_decision_tells_every_label_that_it_changed(tmp_path: Path) -> None:
+    """Its own item's, and those that a constraint changed with it."""
+    with Run.create(tmp_path, kind="icm", name="pairs", config={}) as run:
+        rows = [("0/0/0", "1---"), ("0/0/1", "1-10"), ("0/1/0", "0---"), ("0/0/2", "0110")]
+        for key, labels in rows:
+            payload = {"item": "a", "labels": labels, "is_accepted": True}
+            run.append_blocking("decision", payload, key=key)
+    decisions = OpenRun(tmp_path / "pairs", "pairs").view()["lists"]["decisions"]
+    assert [row["changed"] for row in decisions] == [[], [2, 3], [], [0, 1]]
 
 
 def test_events_come_in_pages_by_kind_and_text(visitor: Visitor) -> None:
@@ -400,9 +444,8 @@ def test_a_taken_port_and_a_folder_that_is_a_file_get_a_sentence(
     with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
         open_page(tmp_path, port=Visitor(page).place[1])
     (tmp_path / "file").write_text("")
-    with open_page(tmp_path / "file", port=0) as other:
-        response, body = Visitor(other).enter().ask("/api/runs")
-    assert response.status == 404 and b"is a file" in body
+    with pytest.raises(RunError, match="is a file: give the folder"):
+        open_page(tmp_path / "file", port=0)
 
 
 def test_an_export_holds_the_run_and_its_policy_allows_its_scripts_alone(tmp_path: Path) -> None:

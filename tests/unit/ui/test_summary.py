@@ -19,6 +19,9 @@ from ui.made import (
 from rookery.compose.running import Outcome
 from rookery.errors import RunError
 from rookery.loops.icm.verdict import MANY_FRUSTRATED
+from rookery.reports import Estimate, TasksetRecord, parse_genome_report
+from rookery.ui import wording
+from rookery.ui.headline import Headline, make_headline
 from rookery.ui.summary import Summary, parse_report, render_summary, summarize
 from rookery.ui.wording import GENOME_COLUMNS, GRPO_COLUMNS
 
@@ -26,6 +29,14 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> & \"qu
 MAKERS: dict[str, Any] = {
     "genome": made_report, "grpo": made_grpo, "icm": made_icm, "evolve": made_evolve,
 }  # fmt: skip
+
+
+PROMPTS: dict[str, Any] = {
+    "taskset": {"name": "gsm8k", "num_select": 12, "num_report": 30},
+    "finalists": [{"id": "p7", "search": 0.75, "select": 0.7}],
+    "chosen": "p7",
+    "rows": [made_row("chosen prompt", 0.91, is_winner=True), made_row("first prompt", 0.68)],
+}
 
 
 def said(kind: str, /, **keys: Any) -> Summary:
@@ -78,7 +89,7 @@ class Tags(HTMLParser):
         ("icm", {}, "Items labelled 4 of 4, 0 frustrated"),
         ("icm", {}, "Agreement with the true labels 0.750 95 % interval 0.300 to 0.950"),
         ("icm", {}, "Coherence is not truth"),
-        ("icm", {}, "the others predict at least three labels of four"),
+        ("icm", {}, "At least three labels of four follow from the others"),
         ("icm", {}, "100 tokens for the search 50 for the comparison 12.0 s"),
         ("icm", {"verdict": "collapsed"}, "same label"),
         ("icm", {"verdict": "partial"}, "Not finished"),
@@ -94,6 +105,11 @@ class Tags(HTMLParser):
         ("evolve", {"best": made_program("p0", score=0.25)}, "No program better than the first"),
         ("evolve", {"best": made_program("p7", score=None)}, "No result yet"),
         ("evolve", {"first": None}, "no score to compare with"),
+        ("evolve", {"tasks": PROMPTS}, "Gain over the first prompt +0.210 95 % interval"),
+        ("evolve", {"tasks": PROMPTS}, "Better than the first prompt on tasks that the search"),
+        ("evolve", {"tasks": PROMPTS}, "chosen among 1 prompt on 12 select tasks, measured once"),
+        ("evolve", {"tasks": {"chosen": "p0"}}, "No prompt was chosen over the first one"),
+        ("evolve", {"tasks": {}}, "No gain over the first prompt was measured"),
         (
             "evolve", {"baselines": [{"name": "sequential", "best": 0.75}]},
             "As good or better with as much to spend: sequential (0.75).",
@@ -200,10 +216,161 @@ reports = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(reports)
 def test_any_report_can_be_shown(document: dict[str, Any]) -> None:
     for kind in ("genome", "grpo"):
         html = render_summary(parse_report(kind, document))
         html.encode()
         Tags(html)
+
+
+# Numbers as text.
+
+
+def test_scores_have_three_decimals_and_missing_ones_a_hyphen() -> None:
+    assert wording.score(0.91) == "0.910"
+    assert wording.score(0.0) == "0.000"
+    assert wording.score(None) == "-"
+
+
+def test_questions_are_told_where_tasks_share_them() -> None:
+    assert wording.tasks(240, 240) == wording.tasks(240, 0) == "240 tasks"
+    assert wording.tasks(240, 30) == "30 questions (240 rows)"
+    old, new = (
+        TasksetRecord(num_report=60),
+        TasksetRecord(num_report=240, num_questions=30),
+    )
+    assert wording.report_tasks([old], "report task") == "60 report tasks"
+    assert wording.report_tasks([old, new]) == "90 questions (300 rows)"
+
+
+def test_no_number_is_minus_zero() -> None:
+    assert wording.score(-0.0001) == "0.000"
+    assert wording.signed(-0.0004) == "+0.000"
+
+
+def test_a_gain_has_signs_and_its_interval() -> None:
+    gain = Estimate(mean=0.2, low=-0.15, high=0.25)
+    assert wording.gain(gain) == "+0.200 (-0.150 to +0.250)"
+    assert wording.gain(Estimate(mean=0.2)) == "+0.200"
+    assert wording.gain(None) == ""
+
+
+def test_an_interval_with_one_end_is_missing() -> None:
+    assert wording.interval(Estimate(mean=0.9, low=0.88, high=0.94)) == "0.880 to 0.940"
+    assert wording.interval(Estimate(mean=0.9, low=0.88)) == "-"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 s"),
+        (3.24, "3.2 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (120.5, "2 min 0 s"),
+        (3599.0, "59 min 59 s"),
+        (3599.7, "1 h 0 min"),
+        (5400.0, "1 h 30 min"),
+        (3600.0 * 1000, "1,000 h 0 min"),
+        (None, "-"),
+    ],
+)
+def test_durations_have_two_units(seconds: float | None, text: str) -> None:
+    assert wording.duration(seconds) == text
+
+
+@given(st.floats(min_value=0, max_value=1e7))
+def test_no_duration_has_sixty_of_a_unit(seconds: float) -> None:
+    assert not {"60 s", "60.0 s", "60 min"} & {
+        " ".join(pair) for pair in zip(*[iter(wording.duration(seconds).split())] * 2, strict=True)
+    }
+
+
+def test_amounts() -> None:
+    assert wording.count(1234567) == "1,234,567"
+    assert wording.plural(1, "candidate") == "1 candidate"
+    assert wording.plural(0, "candidate") == "0 candidates"
+
+
+# The verdict at the top of the page.
+
+
+def headline(**keys: Any) -> Headline:
+    return make_headline(parse_genome_report(made_report(**keys)))
+
+
+def winner(low: float, high: float) -> list[dict[str, Any]]:
+    gain = {"mean": (low + high) / 2, "low": low, "high": high}
+    return [made_row("evolved", 0.9, is_winner=True, gain=gain)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict", "words"),
+    [
+        (0.01, 0.2, "better", "above zero"),
+        (0.0, 0.2, "unclear", "Not distinguishable from chance"),
+        (-0.1, 0.2, "unclear", "Not distinguishable from chance"),
+        (-0.2, 0.0, "unclear", "Not distinguishable from chance"),
+        (-0.2, -0.01, "worse", "below zero"),
+    ],
+)
+def test_the_interval_of_the_gain_decides(
+    low: float, high: float, verdict: str, words: str
+) -> None:
+    said = headline(rows=winner(low, high))
+    assert said.verdict == verdict
+    assert words in said.sentence
+
+
+def test_a_gain_without_an_interval_is_no_result() -> None:
+    rows = [made_row("evolved", 0.9, is_winner=True, gain=None)]
+    assert headline(rows=rows).verdict == "unmeasured"
+
+
+def test_candidates_and_tasks_are_disclosed() -> None:
+    assert "Chosen among 46 candidates; measured once on 120 report tasks." in headline().context
+    context = headline(merit="mixed").context
+    assert "candidates by rewards and the probability of the right choices together" in context
+
+
+def test_a_baseline_above_the_winner_is_named() -> None:
+    rows = [made_row("evolved", 0.8, is_winner=True), made_row("plain sum", 0.85)]
+    assert "Higher on the same tasks: plain sum (0.850)." in headline(rows=rows).context
+    assert "Higher" not in headline().context
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"), [(0.01, 0.2, "unclear"), (-0.1, 0.2, "unclear"), (-2, -1, "worse")]
+)
+def test_a_base_model_above_the_winner_is_said_first(low: float, high: float, verdict: str) -> None:
+    said = headline(rows=[*winner(low, high), made_row("base model", 0.95)])
+    assert said.verdict == verdict
+    assert said.sentence.startswith(
+        "The base model without any adapter scores higher: 0.950 against 0.900. "
+    )
+    below = headline(rows=[*winner(0.1, 0.2), made_row("base model", 0.9)])
+    assert below.verdict == "better" and "base model" not in below.sentence
+
+
+def test_a_founder_that_wins_is_called_one() -> None:
+    lineage = [{"id": "founder-a", "generation": 0, "operator": "founder", "is_winner": True}]
+    assert "The winner is a founder" in headline(lineage=lineage).context
+    assert "The winner is a founder" not in headline().context
+
+
+def test_an_unfinished_run_tells_how_far_it_is() -> None:
+    said = headline(rows=[])
+    assert said.verdict == "unfinished"
+    assert said.winner is None
+    assert said.context == "Best score on the search tasks so far: 0.800, in generation 2."
+
+
+def test_a_run_that_has_measured_nothing_says_nothing_of_scores() -> None:
+    assert headline(rows=[], generations=[{"generation": 0}]).context == ""
+
+
+def test_the_best_may_be_negative() -> None:
+    generations = [{"generation": 0, "best": -2.0}, {"generation": 1, "best": -1.0}]
+    assert "-1.000, in generation 1" in headline(rows=[], generations=generations).context

@@ -1,6 +1,7 @@
 """The time left of a run, against recorded runs and runs of an even pace."""
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,18 @@ RECORDED = json.loads(Path(__file__).with_name("recorded_progress.json").read_te
 REPORT_S = 3.0
 """What a foretelling may always be off by: making the report is not counted."""
 
+Foretold = tuple[float, float, float]
+"""When, how many seconds were foretold, and how many it took."""
+
 
 class Clock:
-    """Time that the test sets."""
+    """Time that the test sets, and how much of it other jobs took."""
 
     now = 0.0
+    delayed = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+    def __call__(self) -> tuple[float, float]:
+        return self.now, self.now - self.delayed
 
 
 class Split:
@@ -81,23 +86,112 @@ class Replay:
                 self._loop.on_step(step)
 
 
+def follow(loop: str, busy: Callable[[float], float] = float) -> list[Foretold]:
+    """What is foretold from the first fifth of a recorded run on; `busy` says when it
+    would have come to a place had the machine had other work too."""
+    recorded, clock = RECORDED[loop], Clock()
+    end_s, rows = busy(recorded["end_s"]), list(recorded["rows"])
+    replay, told = Replay(loop, recorded, clock), []
+    for part in [n / 40 for n in range(8, 39)]:
+        while rows and busy(rows[0][0]) <= part * end_s:
+            at_s, what, value = rows.pop(0)
+            clock.now = busy(at_s)
+            replay.tell(what, value)
+        clock.now = part * end_s
+        foretold = replay.left.seconds()
+        if foretold is not None:
+            told.append((clock.now, foretold, end_s - clock.now))
+    return told
+
+
+def wrong(told: Iterable[Foretold]) -> list[Foretold]:
+    return [one for one in told if abs(one[1] - one[2]) > max(one[2] / 3, REPORT_S)]
+
+
 @pytest.mark.parametrize("loop", RECORDED)
 def test_the_end_is_foretold_within_a_third_after_the_first_fifth(loop: str) -> None:
     """Where the first answers come later, as those of one large batch, soon after these."""
-    recorded, clock = RECORDED[loop], Clock()
-    end_s, rows = recorded["end_s"], list(recorded["rows"])
-    replay, wrong, num_told = Replay(loop, recorded, clock), [], 0
-    for part in [n / 40 for n in range(8, 39)]:
-        while rows and rows[0][0] <= part * end_s:
-            clock.now, what, value = rows.pop(0)
-            replay.tell(what, value)
-        clock.now = part * end_s
-        foretold, left_s = replay.left.seconds(), (1 - part) * end_s
-        if foretold is not None:
-            num_told += 1
-            if abs(foretold - left_s) > max(left_s / 3, REPORT_S):
-                wrong.append((part, foretold, left_s))
-    assert not wrong and num_told >= (15 if loop == "eval" else 27)
+    told = follow(loop)
+    assert not wrong(told) and len(told) >= (15 if loop == "eval" else 27)
+
+
+@pytest.mark.parametrize("loop", ["genome", "grpo", "icm", "evolve"])
+@pytest.mark.parametrize(("came", "went"), [(0.1, 0.25), (0.3, 0.4)])
+def test_a_load_that_has_gone_is_forgotten(loop: str, came: float, went: float) -> None:
+    """A machine that is five times slower for a part of a recorded run. One look may fall into the
+    slow start of a phase."""
+    whole_s: float = RECORDED[loop]["end_s"]
+
+    def busy(at_s: float) -> float:
+        return at_s + 4 * min(max(0.0, at_s - came * whole_s), (went - came) * whole_s)
+
+    told = follow(loop, busy)
+    later = [one for one in told if one[0] > 1.35 * busy(went * whole_s)]
+    assert len(later) >= 4 and len(wrong(later)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "since"),
+    [
+        pytest.param([4] * 40 + [20] * 10 + [4] * 50, 65, id="a load comes and goes"),
+        pytest.param([4] * 20 + [20] * 20 + [4] * 60, 54, id="a long load goes"),
+        pytest.param([4] * 40 + [20] * 60, 48, id="a load stays"),
+        pytest.param(([4] * 5 + [20] * 5) * 20, 40, id="loads come and go all the time"),
+        pytest.param([4] * 30 + [60] + [4] * 69, 45, id="one step hangs"),
+        pytest.param([4 + n / 10 for n in range(100)], 40, id="steps get longer"),
+        pytest.param(([4] * 9 + [14]) * 10, 25, id="every tenth step saves"),
+    ],
+)
+def test_the_speed_of_late_counts_and_one_step_does_not(steps: list[float], since: int) -> None:
+    """What comes before `since` was another speed: nobody could know how long that would last."""
+    clock = Clock()
+    left, told = TimeLeft(clock), []
+    left.expect(len(steps))
+    for number, took in enumerate(steps[:-8], start=1):
+        clock.now += took
+        left.did(1)
+        seconds = left.seconds()
+        if number >= since:
+            assert seconds is not None
+            told.append((clock.now, seconds, sum(steps[number:])))
+    assert told and not wrong(told)
+
+
+@pytest.mark.parametrize("slower", [3, 20])
+def test_other_jobs_are_seen_before_a_unit_is_done(slower: int) -> None:
+    """What they take is told by the system; units take 12 s without them."""
+    clock = Clock()
+    left, told = TimeLeft(clock), []
+    left.expect(60)
+    done_s = 0
+    while done_s < 700:
+        is_loaded = 200 <= done_s < 400
+        clock.now += slower if is_loaded else 1
+        clock.delayed += slower - 1 if is_loaded else 0
+        done_s += 1
+        if done_s % 12 == 0:
+            left.did(1)
+        seconds = left.seconds()
+        if done_s > 460:
+            assert seconds is not None
+            told.append((clock.now, seconds, float(720 - done_s)))
+        if 220 < done_s < 230:
+            assert seconds is not None and seconds > 1.4 * (720 - done_s), "a load stays"
+    assert not wrong(told), "and a load that has gone is forgotten"
+
+
+def test_a_load_counts_for_all_kinds_of_work() -> None:
+    clock = Clock()
+    left = TimeLeft(clock)
+    left.expect(100, "step")
+    left.expect(10, "measurement")
+    for number in range(60):
+        clock.now += 4 if number < 20 else 20
+        left.did(1, "step")
+        if number == 10:
+            clock.now += 8
+            left.did(1, "measurement")
+    assert left.seconds() == pytest.approx(40 * 20 + 9 * 40, rel=0.33), "measured before the load"
 
 
 def test_nothing_is_foretold_without_work_and_at_the_end() -> None:

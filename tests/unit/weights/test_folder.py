@@ -2,22 +2,26 @@
 
 import json
 import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+import transformers
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import AutoPeftModelForCausalLM, EvaConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraGAConfig, preprocess_loraga
 from safetensors.torch import load_file, save_file
+from tiny import tiny_adapter, write_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rookery.errors import AdapterError
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import adapter_version, make_adapter, read_adapter, write_adapter
+from rookery.weights.folder import write_merged
 
 Q0, V1, UP1 = (
     "model.layers.0.self_attn.q_proj",
@@ -141,7 +145,6 @@ def test_peft_finds_the_base_of_rookerys_own_name_and_the_name_stays(
     )
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     scale=st.floats(1e-4, 1e4),
     rank=st.integers(1, 9),
@@ -420,3 +423,70 @@ def test_version_depends_on_content_alone() -> None:
         {"p": lora, "q": LoraFactors(a=lora.a.reshape(4, 2), b=lora.b, scale=1.0)},
     ]
     assert version not in {adapter_version(other) for other in others}
+
+
+# Adapters merged into model folders.
+
+
+def test_every_file_of_a_model_is_merged(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    split = tmp_path / "split"
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(
+        split, max_shard_size="40KB"
+    )
+    adapter = tiny_adapter("poet")
+    write_merged(split, adapter, tmp_path / "merged")
+    files = sorted(path.name for path in split.glob("*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        assert (tmp_path / "merged" / file).stat().st_mode & 0o777 == 0o644
+        before, after = load_file(split / file), load_file(tmp_path / "merged" / file)
+        assert before.keys() == after.keys()
+        for name, weight in before.items():
+            own = adapter.factors.get(name.removesuffix(".weight"))
+            delta = 0.0 if own is None else own.scale * (own.b @ own.a)
+            assert torch.allclose(after[name], weight + delta, atol=1e-6), name
+
+
+def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    adapter = tiny_adapter("poet", layers=range(5))
+    with pytest.raises(AdapterError, match=r"adapts model\.layers\.4"):
+        write_merged(folder, adapter, tmp_path / "merged")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
+    with pytest.raises(AdapterError, match=r"no \.safetensors"):
+        write_merged(tmp_path / "empty", adapter, tmp_path / "other")
+
+
+def _move_output_layer(folder: Path) -> None:
+    """Into a file behind that of the embeddings, as large models have it."""
+    weights = load_file(folder / "model.safetensors")
+    parts = {"model-1.safetensors": weights, "model-2.safetensors": {}}
+    for name in [name for name in weights if name.startswith(("lm_head", "model.norm"))]:
+        parts["model-2.safetensors"][name] = weights.pop(name)
+    for file, tensors in parts.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    places = {name: file for file, tensors in parts.items() for name in tensors}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own", "tied"])
+def test_an_output_layer_in_any_file_is_merged(tmp_path: Path, is_tied: bool) -> None:
+    """Whether it has weights of its own, which are in another file than the embeddings, or those of
+    the embeddings: the merged model answers as the model with the adapter does."""
+    folder = write_tiny_model(tmp_path / "tiny", tie_word_embeddings=is_tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    split = shutil.copytree(folder, tmp_path / "split")
+    _move_output_layer(split)
+    own = LoraFactors(a=torch.randn(2, 32), b=torch.randn(97, 2), scale=0.5)
+    adapter = make_adapter("poet", base="tiny", factors={"lm_head": own})
+    write_merged(split, adapter, tmp_path / "merged")
+    tokens = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state
+        expected = model(tokens).logits + own.scale * hidden @ own.a.T @ own.b.T
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.allclose(merged(tokens).logits, expected, atol=1e-4)

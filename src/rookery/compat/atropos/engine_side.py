@@ -278,8 +278,8 @@ class EngineSide:
         if top_k != params.top_k and not self._has_lowered:
             self._has_lowered = True
             logger.warning(
-                "environments ask for top_p %g and min_p %g without top_k: the %d likeliest tokens "
-                "are drawn from, as servers tell %d of each position (launch.max_logprobs)",
+                "environments ask for top_p %g and min_p %g without top_k: Rookery draws with "
+                "top_k %d, because servers report %d tokens per position (launch.max_logprobs)",
                 params.top_p, params.min_p, top_k, self._num_kept,
             )  # fmt: skip
         return replace(params, top_k=top_k, return_kept=True)

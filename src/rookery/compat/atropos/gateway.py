@@ -15,12 +15,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rookery.compat.atropos.engine_side import Drawn, SampleIndex
-from rookery.compat.atropos.group_queue import GroupQueue, IsGone, QueuedGroup, stays
-from rookery.compat.atropos.registry import (
+from rookery.compat.atropos.group_queue import (
     Environment,
+    GroupQueue,
+    IsGone,
+    QueuedGroup,
     Registration,
     Registry,
     TrainerRegistration,
+    stays,
 )
 from rookery.compat.atropos.scored_group import (
     ScoredGroup,
@@ -140,17 +143,16 @@ class Gateway:
         ]
         if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):
             raise TaskError(
-                "A sequence of this group was drawn with top_p, top_k or min_p, and from which "
-                "tokens is not known: draw it through the gateway of the run that trains on it, "
-                "on vLLM servers with top_k of at most launch.max_logprobs, or with top_p 1, top_k "
-                "off and min_p 0."
+                "A sequence of this group was drawn with top_p, top_k or min_p, and the tokens "
+                "that these left are not known. Draw through the gateway of the run that trains on "
+                "it, on vLLM servers with top_k of at most launch.max_logprobs. Or write top_p 1, "
+                "top_k off and min_p 0."
             )
         if any(drawn is not None and drawn.is_penalised for drawn in draws):
             raise TaskError(
                 "A sequence of this group was drawn with a repetition, presence or frequency "
-                "penalty, and the trainer knows the model's distribution without: draw what is to "
-                "be trained on with repetition_penalty 1, presence_penalty 0 and frequency_penalty "
-                "0."
+                "penalty, which the trainer cannot repeat. For training, draw with "
+                "repetition_penalty 1, presence_penalty 0 and frequency_penalty 0."
             )
         return draws
 

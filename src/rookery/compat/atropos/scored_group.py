@@ -78,8 +78,8 @@ def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None
     _check_rows(group)
     if group.inference_logprobs is None:
         raise TaskError(
-            "A group has no inference_logprobs, and what was drawn cannot be weighed without: send "
-            "the log-probability of every drawn token, as managed_server of atroposlib gives it."
+            "A group has no inference_logprobs, which the trainer needs: send the log-probability "
+            "of every drawn token, as managed_server of atroposlib gives it."
         )
     for row, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
         outside = [token for token in tokens if not 0 <= token < vocab_size]

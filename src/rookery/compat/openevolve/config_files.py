@@ -21,7 +21,9 @@ from pydantic import SecretStr
 from rookery.config import Config, check_url, override, parse_config, parse_overrides, read_document
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
-from rookery.loops.evolve.config.sections import DEFAULT_API_BASE, Section
+from rookery.loops.evolve.config_sections import DEFAULT_API_BASE, Section
+from rookery.paths import expanded
+from rookery.runs.run_folder import Find, resolve_references
 
 __all__ = [
     "Flags",
@@ -42,7 +44,7 @@ HINTS = {
     "allow_full_rewrites": "write diff_based_evolution: false for whole programs",
     "checkpoints": "write checkpoint_interval",
     "evaluation": "write evaluator",
-    "evolution": "its keys are those of database and of the top level",
+    "evolution": "write its keys under database or at the top level",
     "llm.model": "write llm.primary_model",
     "logging": "write log_level and log_dir",
     "max_program_length": "write max_code_length",
@@ -184,8 +186,14 @@ def read_config(
     *,
     environment: Mapping[str, str],
     flags: Flags | None = None,
+    find: Find | None = None,
+    folder: Path | None = None,
 ) -> LoadedConfig:
-    """Read, override, expand, validate. Wrong types and unset variables are a ConfigError."""
+    """Read, override, expand, validate. Wrong types and unset variables are a ConfigError.
+
+    `find` gives the runs of `run:NAME/PART`; None: these are left as they are. `folder` is where
+    paths of a document begin; None: the current one.
+    """
     flags = flags or Flags()
     path, document = None, {}
     if isinstance(source, Path):
@@ -195,6 +203,8 @@ def read_config(
     _merge(document, flags.values)
     document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
     given_by_flag = _override(document, flags)
+    if find is not None:
+        document = resolve_references(document, find=find)
     warnings = [warn_unknown(EvolveConfig, dotted) for dotted in unknown]
     _expand(document.get("llm"), environment)
     origin = str(path) if path else "the config"
@@ -203,7 +213,8 @@ def read_config(
     config = _complete(config, flags, environment)
     config = _with_engine_models(config)
     _check_models(config)
-    return LoadedConfig(config=_beside(config, path), warnings=tuple(warnings))
+    base = path.parent if path else folder or Path()
+    return LoadedConfig(config=_beside(config, base.resolve()), warnings=tuple(warnings))
 
 
 def _without_empty_sections(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,14 +355,16 @@ def _check_url(url: str, named: str) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
-    """Paths in a config file are relative to it."""
-    base = (path.parent if path else Path()).resolve()
+def _beside(config: EvolveConfig, base: Path) -> EvolveConfig:
+    """Paths in a config file are relative to its folder."""
     rookery = config.rookery
     changes: dict[str, Any] = {
         "first_programs": tuple(_absolute(base, name) for name in rookery.first_programs),
         "adapters": {name: _absolute(base, folder) for name, folder in rookery.adapters.items()},
     }
+    if rookery.tasks is not None:
+        taskset = _taskset_beside(base, rookery.tasks.taskset)
+        changes["tasks"] = rookery.tasks.model_copy(update={"taskset": taskset})
     if rookery.checkpoint is not None:
         changes["checkpoint"] = _absolute(base, rookery.checkpoint)
     config = config.model_copy(update={"rookery": rookery.model_copy(update=changes)})
@@ -368,5 +381,15 @@ def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
     return config.model_copy(update={"prompt": prompt})
 
 
+def _taskset_beside(base: Path, name: str) -> str:
+    """A file that is there, beside the config or in the current folder; else the name as it is. A
+    file may have options behind it."""
+    file, mark, options = name.partition("?")
+    for start in (base, Path.cwd()):
+        if (path := expanded(file, start)).exists():
+            return f"{path.absolute()}{mark}{options}"
+    return name
+
+
 def _absolute(base: Path, name: str) -> str:
-    return str(base / Path(name).expanduser())
+    return str(expanded(name, base))

@@ -15,11 +15,10 @@ from pydantic import Field, model_validator
 
 from rookery.compat.atropos.app import make_atropos_app
 from rookery.compat.atropos.engine_side import EngineSide
-from rookery.compat.atropos.feed import ClientFeed, GatewayFeed, open_client
+from rookery.compat.atropos.feed import AtroposSource, ClientFeed, GatewayFeed, open_client
 from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
+from rookery.compat.atropos.group_queue import TrainerRegistration
 from rookery.compat.atropos.programs import running
-from rookery.compat.atropos.registry import TrainerRegistration
-from rookery.compat.atropos.source import AtroposSource
 from rookery.compose.grpo.bridge import Opened
 from rookery.compose.grpo.files import GrpoFiles
 from rookery.compose.http_server import answering, listen_all, open_or_create

@@ -33,18 +33,16 @@ from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge
-from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, SharedBase, share_base
-from rookery.fleet.bridges.canary import Canary
-from rookery.fleet.bridges.merge import MergeBridge
+from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, MergeBridge, SharedBase, share_base
 from rookery.fleet.bridges.reload import (
     reload_from,
     require_own_servers,
     require_updates,
     restart_on,
 )
-from rookery.fleet.bridges.update import paused
+from rookery.fleet.bridges.update import Canary, paused
 from rookery.fleet.http.client import is_local
-from rookery.fleet.servers.trainer_lock import TrainerLock
+from rookery.fleet.routing.paused import TrainerLock
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
@@ -196,8 +194,8 @@ def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
     has_head = any(layer.endswith("lm_head") for layer in layers)
     if config.bridge == "merge" and has_head:
         raise ConfigError(
-            "bridge is merge and the adapter has factors of lm_head, whose weights may be those of "
-            "the embeddings too: write bridge: slot, or leave lm_head out of lora.targets."
+            "bridge is merge and the adapter adapts lm_head, whose weights the embeddings may "
+            "share: write bridge: slot, or leave lm_head out of lora.targets."
         )
     if config.full is not None or config.bridge != "auto" or has_head:
         return config.bridge == "merge"

@@ -11,7 +11,7 @@ from rookery.engines import AnyEngineConfig, find_model, launch_of, require_adap
 from rookery.errors import ConfigError, ModelError
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
-from rookery.loops.grpo.data import check_splits
+from rookery.loops.grpo.policy_trainer import check_splits
 from rookery.slots import find_device
 from rookery.slots.loading import require_decoder
 from rookery.tasks.splits import SPLITS

@@ -126,7 +126,7 @@ def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
     """Refuse a training that does not fit into memory. None for one that is far from it: a plan
     takes seconds."""
     config = _with_largest(config)
-    if _is_small(config, files) or _quick_share(config, files) is not None:
+    if _quick_share(config, files) is not None or _is_small(config, files):
         return None
     plan = make_plan(config, files)
     if plan.complaint:

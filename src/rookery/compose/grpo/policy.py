@@ -230,7 +230,7 @@ def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
     processes = join_processes(model.device.type)
     outcome = make_trainer(config, files.start, model=model, processes=processes).serve_rank()
     if not isinstance(outcome, Outcome):
-        raise TrainError(f"The first process told {type(outcome).__name__} at its end.")
+        raise TrainError(f"The first process gave {type(outcome).__name__}, which is no result.")
     processes.leave()
     return outcome
 

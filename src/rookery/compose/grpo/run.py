@@ -54,13 +54,13 @@ from rookery.embedded import run_engine
 from rookery.engines import OnLaunch, open_servers
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.errors import ConfigError
-from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import memory_folder
+from rookery.fleet.residency import claim_folder
+from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
-from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checkpoints import START
-from rookery.loops.grpo.data import check_inputs
+from rookery.loops.grpo.group_source import BatchDrawer
 from rookery.loops.grpo.loop import Source
+from rookery.loops.grpo.policy_trainer import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.loops.grpo.sweep import (
     ADAPTERS,
@@ -126,7 +126,7 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
     files = read_files(config)
     plan = check_plan(config, files)
     return RunPlan(
-        digests=_digests(files),
+        digests=partial(_digests, files),
         scorers=digest_scorers(files.tasksets, game=config.game),
         opened=_open_loop(config, files, plan, open_run, display),
     )

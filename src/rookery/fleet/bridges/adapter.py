@@ -8,8 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rookery.concurrency import run_in_thread
-from rookery.fleet.bridges.canary import Canary, Logprobs
-from rookery.fleet.bridges.update import BaseUpdate, CanaryRead, Give
+from rookery.fleet.bridges.update import BaseUpdate, Canary, CanaryRead, Give, Logprobs
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
@@ -28,16 +27,11 @@ from typing import TYPE_CHECKING
 
 from rookery.concurrency import task_group
 from rookery.errors import FleetError, RookeryError
-from rookery.fleet.adapters.residency import require_adapter
 from rookery.fleet.http.client import ServerLost
+from rookery.fleet.residency import require_adapter
 from rookery.types import Weights
 
-__all__ = [
-    "AdapterBridge",
-    "CopyBridge",
-    "FolderBridge",
-    "WriteFolder",
-]
+__all__ = ["AdapterBridge", "CopyBridge", "FolderBridge"]
 
 # The `copy` bridge: the trainer's weights go to the servers of this machine through memory.
 #

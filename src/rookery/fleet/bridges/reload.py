@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import FleetError
-from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import memory_folder
-from rookery.fleet.bridges.canary import SMALLEST_VOCABULARY, Canary
-from rookery.fleet.bridges.update import BaseUpdate, Give
+from rookery.fleet.bridges.update import SMALLEST_VOCABULARY, BaseUpdate, Canary, Give
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.http.client import is_local
+from rookery.fleet.residency import claim_folder
 from rookery.fleet.routing.replica import Replica
+from rookery.fleet.staging import memory_folder
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +35,6 @@ __all__ = [
     "Model",
     "reload_from",
     "require_own_servers",
-    "require_seen_folder",
     "require_torch",
     "require_updates",
     "restart_on",

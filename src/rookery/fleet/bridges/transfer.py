@@ -30,7 +30,7 @@ from rookery.fleet.routing.replica import Replica
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Group", "Meeting", "WeightTransfer", "join_nccl", "open_transfer"]
+__all__ = ["Group", "Meeting", "WeightTransfer", "open_transfer"]
 
 INIT, CLOSE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"

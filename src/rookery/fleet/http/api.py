@@ -46,13 +46,7 @@ from rookery.types import TokenIds, TokenUsage
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
 
-__all__ = [
-    "Api",
-    "ExternalConfig",
-    "open_api",
-    "read_usage",
-    "tokenize",
-]
+__all__ = ["Api", "ExternalConfig", "open_api", "read_usage", "tokenize"]
 
 # Texts as token ids, by a server's own tokenizer.
 #
@@ -308,7 +302,7 @@ async def open_api(
             'another variable in api_key_env; write api_key_env: "" for a server without a key.'
         )
     if not key_hint and config.api_key_env:
-        key_hint = f"The key is that of {config.api_key_env}: export another one."
+        key_hint = f"The key came from {config.api_key_env}: export another one."
     elif not key_hint:
         key_hint = "Name the environment variable that holds the key in api_key_env."
     limits = _limiter(config.requests_per_minute), _limiter(config.tokens_per_minute)

@@ -1,16 +1,202 @@
-"""What one server can do: read from its own description and from tiny requests, not its version.
+"""What one server can do: read from its own description and from tiny requests, not its version;
+and whether an adapter fits it.
 
 Built by `probe.py`; `wire.py` and `replica.py` decide by it which routes and fields to use.
 """
 
-from collections.abc import Iterable, Sequence
+import difflib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from rookery.errors import FleetError
-from rookery.fleet.adapters.fit import base_names
+from rookery.errors import AdapterError, FleetError
+from rookery.model_names import is_named, model_names
+from rookery.types import Adapter, LoraFactors
 
-__all__ = ["LOGPROB_IDS_LIMIT", "Capabilities", "Route", "common_capabilities"]
+__all__ = [
+    "LOGPROB_IDS_LIMIT",
+    "Capabilities",
+    "Fit",
+    "Route",
+    "adapts_head",
+    "base_names",
+    "check_fit",
+    "common_capabilities",
+    "read_head",
+    "read_shapes",
+]
+
+
+# Whether an adapter fits the servers' model (base, rank, layers, shapes), before it is sent.
+#
+# Programs name the layers of one model differently: transformers 5 calls a layer of Gemma 3
+# `model.language_model.layers.0.mlp.up_proj`, its weight files `language_model.model.layers.0...`.
+# An adapter is sent with the names of the weight files, which every server of the model knows.
+
+
+_HEADER_LIMIT = 100 * 2**20
+"""The safetensors format allows no longer header."""
+
+_WRAPPERS = frozenset({"model", "language_model", "vision_model"})
+"""Parts of a layer's name that say which object holds the layer, and differ between programs."""
+_HEAD = "lm_head"
+
+Shapes = Mapping[str, tuple[int, int]]
+"""(in, out) of linear layers by name: `{"model.layers.0.self_attn.q_proj": (576, 576)}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What adapters must agree with. Empty shapes and a rank of None are not known: not checked."""
+
+    base_names: frozenset[str]
+    max_rank: int | None
+    shapes: Shapes
+    targets: tuple[str, ...] = ()
+    """The only kinds of layers that the servers adapt, such as q_proj; empty: all."""
+    head: Shapes | None = None
+    """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
+    is not known, as servers do not tell: they judge it when they load it."""
+    has_wrong_head: bool = False
+    """vLLM's own CPU code: base tokens get the output layer of the adapter in the last slot too."""
+
+
+def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
+    """The adapter with its layers named as in `fit.shapes`; AdapterError if it cannot be served."""
+    who = f"adapter {adapter.name!r}"
+    if not adapter.factors:
+        raise AdapterError(f"{who} adapts no layer.")
+    if adapter.base and not is_named(adapter.base, fit.base_names):
+        raise AdapterError(
+            f"{who} was made for {adapter.base!r}, the servers run "
+            f"{' or '.join(sorted(fit.base_names))}: load it on its own base model, or correct "
+            "base_model_name_or_path in its adapter_config.json if they are the same."
+        )
+    if fit.max_rank is not None and adapter.rank > fit.max_rank:
+        raise AdapterError(
+            f"{who} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
+            f"with --max-lora-rank {adapter.rank} (launch.max_lora_rank), or reduce its rank."
+        )
+    known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
+    names = _by_plain_name(known)
+    named: dict[str, LoraFactors] = {}
+    for name, factors in adapter.factors.items():
+        layer = name if name in known else names.get(_plain_name(name), name)
+        if layer in named:
+            raise AdapterError(f"{who} adapts {layer} twice, under two names: keep one.")
+        named[layer] = factors
+        a, b = tuple(factors.a.shape), tuple(factors.b.shape)
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise AdapterError(f"{who}: {layer} has A {a} and B {b}; they need one common rank.")
+        if fit.targets and layer.rpartition(".")[2] not in fit.targets:
+            raise AdapterError(
+                f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
+                "kind to launch.lora_targets, or leave that empty."
+            )
+        is_head = _is_head(layer)
+        if is_head and fit.has_wrong_head:
+            raise AdapterError(
+                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                "requests for the base model too, unless Rookery starts it (launch). Do that, use "
+                "servers on GPUs or the embedded engine, or train the adapter without it."
+            )
+        if known and not (is_head and fit.head is None):
+            _check_layer(who, layer, (a[1], b[0]), known)
+    return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
+
+
+def adapts_head(adapter: Adapter) -> bool:
+    """Whether the output layer is among its layers."""
+    return any(map(_is_head, adapter.factors))
+
+
+def _is_head(layer: str) -> bool:
+    return layer.rpartition(".")[2] == _HEAD
+
+
+def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
+    expected = shapes.get(layer)
+    if expected is None:
+        near = difflib.get_close_matches(layer, shapes, n=1)
+        hint = f" The nearest is {near[0]}." if near else ""
+        raise AdapterError(f"{who} adapts {layer}, which is not a linear layer here.{hint}")
+    if got != expected:
+        raise AdapterError(
+            f"{who}: {layer} maps {got[0]} to {got[1]}; this model's maps {expected[0]} to "
+            f"{expected[1]}: it was made for another model."
+        )
+
+
+def _plain_name(layer: str) -> str:
+    """`layers.0.mlp.up_proj` for all names that one layer has in different programs."""
+    return ".".join(part for part in layer.split(".") if part not in _WRAPPERS)
+
+
+def _by_plain_name(shapes: Shapes) -> dict[str, str]:
+    """Layers by their plain names, where that names one layer only."""
+    layers_by_plain: dict[str, list[str]] = {}
+    for layer in shapes:
+        layers_by_plain.setdefault(_plain_name(layer), []).append(layer)
+    return {plain: layers[0] for plain, layers in layers_by_plain.items() if len(layers) == 1}
+
+
+def base_names(*names: str) -> frozenset[str]:
+    """The names that an adapter may know the base model by; a folder's own name too, where a link
+    leads to it."""
+    folders = [str(Path(name).resolve()) for name in names if name and Path(name).is_dir()]
+    return model_names(*names, *folders)
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Shapes of the linear layers in a model folder, from the headers of its weight files.
+
+    Empty when there are none to read, and for quantised models, whose tensors are packed.
+    """
+    return {name: size for name, size in _read_matrices(folder).items() if "embed" not in name}
+
+
+def read_head(folder: Path) -> dict[str, tuple[int, int]]:
+    """The output layer of a model whose weight files hold none: it has the embeddings' numbers.
+
+    Empty for other models: `read_shapes` has theirs.
+    """
+    matrices = _read_matrices(folder)
+    if any(name.endswith(_HEAD) for name in matrices):
+        return {}
+    sizes = [size for name, size in matrices.items() if name.endswith("embed_tokens")]
+    return {_HEAD: sizes[0]} if len(sizes) == 1 else {}
+
+
+def _read_matrices(folder: Path) -> dict[str, tuple[int, int]]:
+    """(in, out) of all weights with two axes, by the name of their layer."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "quantization_config" in config:
+            return {}
+        files = sorted(folder.glob("*.safetensors"))
+        headers = [_header(file) for file in files]
+    except (OSError, ValueError, struct.error):
+        return {}
+    return {
+        name.removesuffix(".weight"): (tensor["shape"][1], tensor["shape"][0])
+        for header in headers
+        for name, tensor in header.items()
+        if name.endswith(".weight") and len(tensor.get("shape", ())) == 2
+    }
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    with file.open("rb") as handle:
+        (size,) = struct.unpack("<Q", handle.read(8))
+        if size > _HEADER_LIMIT:
+            raise ValueError(f"{file} is not a safetensors file")
+        header: dict[str, dict[str, list[int]]] = json.loads(handle.read(size))
+    header.pop("__metadata__", None)
+    return header
+
 
 Route = Literal["extension", "http", "resolver", "none"]
 """How adapters reach a server, fastest first: tensors through the worker extension, a PEFT folder

@@ -430,7 +430,7 @@ class ExternalSampler:
             )
         if request.start < len(request.tokens) or not request.labels or request.top_logprobs:
             raise FleetError(
-                "An external API reports no log-probabilities of a given text and no token ids; it "
+                "An external API reports no log-probabilities of a given text and no token ids. It "
                 "can score labels after a text: set start to the number of tokens and top_logprobs "
                 "to 0, or use a vLLM server."
             )

@@ -66,7 +66,6 @@ class ServerMetrics:
     prefix_queries: int
     """Prompt tokens looked up in the prefix cache since the server started."""
     prefix_hits: int
-    generated_tokens: int
     block_tokens: int | None
     has_prefix_cache: bool | None
     started_s: float | None = None
@@ -110,7 +109,6 @@ def parse_metrics(page: str) -> ServerMetrics:
         cache_usage=cache_usage,
         prefix_queries=int(sums.get("prefix_cache_queries", 0)),
         prefix_hits=int(sums.get("prefix_cache_hits", 0)),
-        generated_tokens=int(sums.get("generation_tokens", 0)),
         block_tokens=int(block) if block.isdigit() else None,
         has_prefix_cache=None if caching is None else caching == "True",
         started_s=sums.get(_STARTED),

@@ -19,7 +19,7 @@ from rookery.fleet.http.capabilities import LOGPROB_IDS_LIMIT, Capabilities
 from rookery.fleet.http.wire import Fields, Reading, check_prompt, likeliest
 from rookery.types import Score, ScoreRequest, TokenIds
 
-__all__ = ["Part", "ScorePlan", "assemble_score", "plan_score"]
+__all__ = ["Part", "assemble_score", "plan_score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

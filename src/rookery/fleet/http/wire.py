@@ -42,12 +42,10 @@ __all__ = [
     "encode_body",
     "encode_tokens",
     "likeliest",
-    "num_shown_for_kept",
     "read_choices",
     "read_completion",
     "read_completions",
     "read_kept",
-    "read_position",
     "read_reading",
     "sample_fields",
 ]
@@ -75,8 +73,8 @@ def num_shown_for_kept(params: SamplingParams, capabilities: Capabilities) -> in
     if not 0 < params.top_k <= most:
         raise FleetError(
             f"top_k is {params.top_k}; {capabilities.model} reports at most {most} tokens of each "
-            "position, and training with top_p, top_k or min_p needs all that an answer was drawn "
-            f"from: set top_k to 1 to {most}, start the servers with a higher --max-logprobs "
+            "position, and training with top_p, top_k or min_p needs all tokens that were left. "
+            f"Set top_k to 1 to {most}, start the servers with a higher --max-logprobs "
             "(launch.max_logprobs), or draw with top_p 1, top_k 0 and min_p 0."
         )
     return min(most, _TIES * params.top_k)
@@ -500,7 +498,7 @@ def _check_server(params: SamplingParams, capabilities: Capabilities) -> None:
     if not is_plain and not capabilities.has_processed_logprobs:
         raise FleetError(
             f"{capabilities.model} reports log-probabilities before temperature, top_p, top_k, "
-            "min_p and penalties, which are not those of the distribution drawn from. Start it "
+            "min_p and penalties, not of the distribution that was drawn from. Start it "
             "with --logprobs-mode processed_logprobs, or sample with temperature 1 or 0, without "
             "cuts and penalties."
         )

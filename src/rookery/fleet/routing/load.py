@@ -10,15 +10,7 @@ from dataclasses import dataclass, field
 from rookery.fleet.http.wire import Fields, StreamedChoices
 from rookery.types import ModelRef, TokenIds
 
-__all__ = [
-    "Batch",
-    "Call",
-    "Entry",
-    "ReplicaLoad",
-    "Spread",
-    "make_batches",
-    "prefix_hashes",
-]
+__all__ = ["Batch", "Call", "Entry", "ReplicaLoad", "Spread", "make_batches", "prefix_hashes"]
 
 PREFIX_TOKENS = 64
 """Prompts are compared in blocks of this many tokens: four of vLLM's on a GPU."""

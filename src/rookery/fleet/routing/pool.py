@@ -26,9 +26,9 @@ from functools import partial
 
 from rookery.concurrency import together
 from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
-from rookery.fleet.adapters.residency import ServedAdapters
 from rookery.fleet.http.client import ServerLost
 from rookery.fleet.http.wire import Choice
+from rookery.fleet.residency import ServedAdapters
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.routing.router import Router

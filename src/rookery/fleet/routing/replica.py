@@ -9,14 +9,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rookery.errors import AdapterError, FleetError, RookeryError
-from rookery.fleet.adapters.fit import base_names
-from rookery.fleet.adapters.residency import Residency, ServedAdapters, list_names
-from rookery.fleet.adapters.staging import Staging
-from rookery.fleet.http.capabilities import Capabilities, Route
+from rookery.fleet.http.capabilities import Capabilities, Route, base_names
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal, is_local
 from rookery.fleet.http.probe import (
     Fingerprint,
@@ -30,11 +26,15 @@ from rookery.fleet.http.probe import (
     read_metrics,
 )
 from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens, read_choices
-from rookery.fleet.routing.breaker import Breaker
+from rookery.fleet.perturbed import PerturbedFactors
+from rookery.fleet.residency import Residency, ServedAdapters, list_names
+from rookery.fleet.routing.health import Breaker, Proof, started
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.paused import (
     VERSION,
     CallExclusion,
+    TrainerLock,
+    WeightsMark,
     load_first_weights,
     name_first_weights,
     read_mark,
@@ -42,10 +42,9 @@ from rookery.fleet.routing.paused import (
     require_left,
     wait_until_running,
 )
-from rookery.fleet.routing.proof import Proof, started
 from rookery.fleet.servers.launch import LocalServer
 from rookery.fleet.servers.settings import FleetConfig
-from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark
+from rookery.fleet.staging import Staging
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
 
@@ -322,7 +321,7 @@ class Replica:
             return call.stream.answer
         if not is_by_tokens:
             return await self.client.complete(encode_body(model, call.fields, call.prompts))
-        path = None if call.is_base else str(self._buffer_path(call.ref))
+        path = None if call.is_base else self._served_path(call.ref)
         body = encode_tokens(model, call.fields, call.prompts, path=path)
         try:
             return await self.client.generate(body)
@@ -464,32 +463,26 @@ class Replica:
         """Why this server takes none."""
         return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
 
-    def _buffer_path(self, ref: ModelRef) -> Path:
-        return self._staging.buffer_path(ref, dtype=self.capabilities.lora_dtype or "float32")
+    def _served_path(self, ref: ModelRef) -> str:
+        return self._staging.served_path(ref, dtype=self.capabilities.lora_dtype or "float32")
 
     async def _load(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool) -> None:
         if self.route == "none":
             raise self.refuse_adapters()
         name = self._staging.wire_name(ref)
         if self.route == "extension":
-            dtype = self.capabilities.lora_dtype or "float32"
-            if self._staging.is_in_place(adapter):
-                # A few kernels: sooner done than handed to a thread.
-                folder = self._staging.buffer_folder(ref, adapter, dtype=dtype)
-            else:
-                write = self._staging.buffer_folder
-                folder = await asyncio.to_thread(write, ref, adapter, dtype=dtype)
+            path = await self._stage(ref, adapter)
             if is_brought:
                 self._residency.expect(name)
                 self._brought.add(ref)
                 return
             self._brought.discard(ref)
             try:
-                await self._residency.load(name, path=folder)
+                await self._residency.load(name, path=path)
             except AdapterError:
                 # A server that restarted reads buffers only after it was told how.
                 await self.client.call_workers("rookery_attach")
-                await self._residency.load(name, path=folder)
+                await self._residency.load(name, path=path)
             return
         folder = await asyncio.to_thread(
             self._staging.peft_folder, ref, adapter, base=self.capabilities.root
@@ -498,6 +491,17 @@ class Replica:
             await self._residency.load(name, path=folder)
         else:
             self._residency.expect(name)
+
+    async def _stage(self, ref: ModelRef, adapter: Adapter) -> str:
+        """Put an adapter where the worker extension reads it; what the server is told."""
+        dtype = self.capabilities.lora_dtype or "float32"
+        if isinstance(adapter.factors, PerturbedFactors):
+            return await asyncio.to_thread(self._staging.member_text, ref, adapter)
+        if self._staging.is_in_place(adapter):
+            # A few kernels: sooner done than handed to a thread.
+            return str(self._staging.buffer_folder(ref, adapter, dtype=dtype))
+        write = self._staging.buffer_folder
+        return str(await asyncio.to_thread(write, ref, adapter, dtype=dtype))
 
     def _open(self) -> None:
         self.breaker.record_success()

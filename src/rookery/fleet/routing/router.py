@@ -26,10 +26,7 @@ from math import inf
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.types import ModelRef
 
-__all__ = [
-    "AffinityHomes",
-    "Router",
-]
+__all__ = ["Router"]
 
 # The replica that requests of one affinity go to while it is not busier than the others.
 #

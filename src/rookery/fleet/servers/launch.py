@@ -54,7 +54,6 @@ __all__ = [
     "LaunchProgress",
     "LocalServer",
     "Progress",
-    "Reservation",
     "is_free",
     "keep_alive",
     "open_servers",

@@ -29,7 +29,7 @@ from rookery.executors.ray import connect_ray
 from rookery.fleet.servers.launch import keep_alive, open_servers
 from rookery.fleet.servers.settings import LaunchConfig, check_launch, gpus_each
 
-__all__ = ["Placed", "place_on_ray"]
+__all__ = ["place_on_ray"]
 
 STOP_S = 40.0
 """How long all actors together may take to stop their servers."""

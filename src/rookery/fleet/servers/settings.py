@@ -19,7 +19,6 @@ from rookery.errors import ConfigError
 from rookery.fleet.http.client import ClientConfig, check_urls
 
 __all__ = [
-    "LORA_RANKS",
     "PLUGIN_MODULE",
     "FleetConfig",
     "LaunchConfig",

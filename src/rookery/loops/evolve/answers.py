@@ -36,6 +36,7 @@ __all__ = [
     "enforce_blocks",
     "evolve_blocks",
     "extract_blocks",
+    "extract_prompt",
     "extract_rewrite",
     "find_lines",
     "find_marker_problem",
@@ -279,6 +280,21 @@ def extract_rewrite(answer: str, *, language: str) -> str:
     return code
 
 
+def extract_prompt(answer: str) -> str:
+    """What stands between the first fence and the last, as a prompt may hold fences itself; without
+    any the whole answer. One that is opened and never closed was cut off."""
+    first, last = answer.find("```"), answer.rfind("```")
+    if 0 <= first == last:
+        raise AnswerError(
+            FailureKind.NO_CODE,
+            "The answer's block has no end: it was cut off. Raise llm.max_tokens.",
+        )
+    prompt = answer if first < 0 else _without_tag(answer[first + 3 : last])
+    if not prompt.strip():
+        raise AnswerError(FailureKind.NO_CODE, "The answer has no prompt.")
+    return prompt.strip()
+
+
 def rewrite_files(answer: str, *, files: Mapping[str, str]) -> dict[str, str]:
     """The files of a folder with those replaced for which the answer has a fenced block.
 
@@ -390,6 +406,8 @@ class AnswerRules:
     """Whether an answer must also update the changes description."""
     initial_description: str = ""
     """The changes description of a parent that has none."""
+    is_prompt: bool = False
+    """Answers are whole prompts, in which fences and lines of files mean nothing."""
     summary: SummaryLimits = field(default_factory=SummaryLimits)
 
 
@@ -463,7 +481,9 @@ def _edit(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildProgra
 
 
 def _rewrite(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildProgram:
-    if files := parent.files:
+    if rules.is_prompt:
+        code = extract_prompt(answer)
+    elif files := parent.files:
         code = _join(rewrite_files(answer, files=files))
     else:
         code = extract_rewrite(answer, language=rules.language)
@@ -553,7 +573,8 @@ def _join(files: dict[str, str]) -> str:
 def _check_text(code: str, rules: AnswerRules) -> None:
     if not is_utf8(code):
         raise AnswerError(FailureKind.NOT_TEXT, "The child has characters that no file can hold.")
-    num_chars = sum(map(len, split_files(code).values())) or len(code)
+    files = {} if rules.is_prompt else split_files(code)
+    num_chars = sum(map(len, files.values())) or len(code)
     if num_chars > rules.max_code_chars:
         raise AnswerError(
             FailureKind.TOO_LONG,

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError
 from rookery.loops.evolve.config import LearnConfig
-from rookery.loops.evolve.config.sections import FEWEST_ROWS
+from rookery.loops.evolve.config_sections import FEWEST_ROWS
 from rookery.loops.evolve.program import ProgramStore
 from rookery.loops.evolve.search_state import Answered, Learned, SearchState
 from rookery.ports import TextModel

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
-from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
 from rookery.loops.evolve.parts import (
     Iteration,
@@ -33,8 +32,10 @@ from rookery.loops.evolve.parts import (
     prepare_first_programs,
     tell_first_programs,
 )
+from rookery.loops.evolve.problem import FirstProgram
 from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.report import FinishedSearch, make_report
+from rookery.loops.evolve.prompt_tasks import PromptTasks, TaskAnswers, choose_prompt
+from rookery.loops.evolve.report import FinishedSearch, export_training_data, make_report
 from rookery.loops.evolve.scheduler import AttemptScheduler
 from rookery.loops.evolve.search_state import SearchState, open_state, search_config
 from rookery.loops.evolve.stages import Evaluated
@@ -47,6 +48,8 @@ from rookery.seeding import stream_seed
 
 __all__ = ["BASELINES", "EvolveInputs", "evolve"]
 
+WINNERS = "winners.jsonl"
+"""Of a run's folder: the prompts and answers that improved a program."""
 JOBS = 2**32
 """More than a search has attempts: numbers of its jobs begin at a multiple."""
 
@@ -59,8 +62,10 @@ class EvolveInputs:
     programs: Sequence[FirstProgram | ProgramRecord]
     """A ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is
     scored."""
-    executor: Executor
+    executor: Executor | None = None
     """Where programs are scored."""
+    tasks: PromptTasks | None = None
+    """What prompts are scored on, instead."""
     output_format: OutputFormat
     """Writes `best/`, the checkpoints and the trace."""
     extended_from: int = 0
@@ -85,10 +90,20 @@ async def evolve(
         run=run,
         observer=observer,
         language=programs[0].language,
+        answers=_open_answers(inputs, engine, run),
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
         return await _evolve(replace(inputs, programs=programs), providers)
+
+
+def _open_answers(inputs: EvolveInputs, engine: Models, run: Run) -> TaskAnswers | None:
+    if inputs.tasks is None:
+        return None
+    config = inputs.config.rookery.tasks
+    if config is None or engine.answerer is None:
+        raise ConfigError("Prompts are scored on tasks: give rookery.tasks, and who answers them.")
+    return TaskAnswers(inputs.tasks, config, answerer=engine.answerer, run=run)
 
 
 async def _evolve(inputs: EvolveInputs, providers: Providers) -> EvolveReport:
@@ -98,6 +113,8 @@ async def _evolve(inputs: EvolveInputs, providers: Providers) -> EvolveReport:
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
     state.extended_from = inputs.extended_from
+    if providers.answers is not None:
+        state.spending.num_choice_rollouts = providers.answers.num_choice_rollouts
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
     outputs = Outputs(
@@ -120,10 +137,21 @@ async def _evolve(inputs: EvolveInputs, providers: Providers) -> EvolveReport:
         await scheduler.run()
     start = _Start(programs=programs, measured=measured, seed=seed, arms=arms)
     baselines = await _run_baselines(config, providers, evolution=state, start=start)
+    tasks = None
+    if providers.answers is not None:
+        tasks = await choose_prompt(providers.answers, state, store=parts.store, run=run, seed=seed)
+        await outputs.write_best()
     search = _finished(scheduler, state)
-    report = await run_in_thread(make_report, parts, search, baselines, seed=seed)
+    report = await run_in_thread(make_report, parts, search, baselines, seed=seed, tasks=tasks)
+    await run_in_thread(_write_winners, run, config)
     await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
     return report
+
+
+def _write_winners(run: Run, config: EvolveConfig) -> None:
+    """What `rookery sft` can learn from the run; no file where no answer improved a program."""
+    if rows := export_training_data(run, features=config.database.feature_dimensions):
+        run.write_text(WINNERS, rows)
 
 
 async def _seed(config: EvolveConfig, run: Run) -> int:

@@ -16,6 +16,7 @@ from typing import Protocol
 from rookery.loops.evolve.config import BudgetConfig
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Stages
+from rookery.runs.budget import find_hours_over
 from rookery.search.programs.database import Ask, Tell
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "Progress",
     "SteadyOrder",
     "find_exhausted",
-    "find_hours_over",
     "price",
     "stop_reason",
 ]
@@ -160,13 +160,6 @@ def price(spending: Spending, budget: BudgetConfig) -> float | None:
     return _price(spending.prompt_tokens, spending.completion_tokens, budget)
 
 
-def find_hours_over(budget: BudgetConfig, *, elapsed_s: float) -> str:
-    """Why the run has to end; empty while it may go on."""
-    if budget.max_hours is None or elapsed_s < budget.max_hours * 3600:
-        return ""
-    return f"The budget of {budget.max_hours:g} hours is over."
-
-
 def find_exhausted(
     budget: BudgetConfig, spending: Spending, *, num_told: int, num_open: int
 ) -> str:
@@ -175,15 +168,22 @@ def find_exhausted(
     Attempts in flight count as much as the dearest one before them. What the first one costs is
     not known: it begins alone.
     """
-    if budget.max_tokens is None and budget.max_usd is None:
+    if budget.max_rollouts is not None:
+        needed = (num_open + 1) * spending.dearest_rollouts
+        if spending.num_rollouts + needed > budget.max_rollouts:
+            return f"The budget of {budget.max_rollouts} rollouts allows no further iteration."
+    if budget.max_tokens is None and budget.max_usd is None and budget.max_answer_tokens is None:
         return ""
     if spending.num_unreported:
         return "A model does not report its tokens, so that the budget cannot be kept."
     if num_open and not num_told:
-        return "What an iteration costs is not known yet."
+        return "The cost of an iteration is not known yet."
     num_begun = num_open + 1
     prompt = spending.prompt_tokens + num_begun * spending.dearest_prompt_tokens
     answer = spending.completion_tokens + num_begun * spending.dearest_completion_tokens
+    most = budget.max_answer_tokens
+    if most is not None and answer + spending.training_tokens + spending.choice_tokens > most:
+        return f"The budget of {most} answer tokens allows no further iteration."
     max_tokens, max_usd, usd = budget.max_tokens, budget.max_usd, _price(prompt, answer, budget)
     if max_tokens is not None and prompt + answer + spending.training_tokens > max_tokens:
         return f"The budget of {max_tokens} tokens allows no further iteration."

@@ -24,7 +24,7 @@ from typing import Protocol
 from rookery.concurrency import run_in_thread, task_group
 from rookery.errors import RunError, boundary
 from rookery.loops.evolve.config import EvolveConfig, TraceConfig
-from rookery.loops.evolve.first_program import FirstProgram, suffix_of
+from rookery.loops.evolve.problem import FirstProgram, suffix_of
 from rookery.loops.evolve.program import ProgramRecord, ProgramStore
 from rookery.loops.evolve.prompts import Prompt
 from rookery.loops.evolve.search_state import SearchState
@@ -254,7 +254,7 @@ class Outputs:
     async def ensure_best(self) -> None:
         """There is a best program from the first one on, before any model is asked."""
         if not (self._run.path / "best").exists():
-            await self._write_best()
+            await self.write_best()
 
     async def note_resumed(self) -> None:
         """All that earlier sessions told was told again."""
@@ -295,10 +295,11 @@ class Outputs:
         while self._is_best_due.is_set() or not self._is_closed:
             await self._is_best_due.wait()
             self._is_best_due.clear()
-            await self._write_best()
+            await self.write_best()
 
-    async def _write_best(self) -> None:
-        program = await run_in_thread(self._store.get, self._state.best.id)
+    async def write_best(self) -> None:
+        """`best/` with the winner as it is known now."""
+        program = await run_in_thread(self._store.get, self._state.winner)
         options = self._options()
         await run_in_thread(
             self._run.write_folder,

@@ -7,13 +7,21 @@ from dataclasses import dataclass, replace
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
-from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.learning import Learner, Learning
-from rookery.loops.evolve.novelty import UNCOMPARED, Comparison, Novelty, NoveltyJudge
+from rookery.loops.evolve.problem import FirstProgram
 from rookery.loops.evolve.program import ProgramRecord, ProgramStore, has_large
 from rookery.loops.evolve.program_evaluator import Judge, Judges, Lease, ProgramEvaluator
+from rookery.loops.evolve.prompt_tasks import Answerer, PromptEvaluator, Reflection, TaskAnswers
 from rookery.loops.evolve.prompts import Prompts
-from rookery.loops.evolve.proposer import Endpoint, Proposer, make_child
+from rookery.loops.evolve.proposer import (
+    UNCOMPARED,
+    Comparison,
+    Endpoint,
+    Novelty,
+    NoveltyJudge,
+    Proposer,
+    make_child,
+)
 from rookery.loops.evolve.search_state import ADAPTER_NAME, SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data
 from rookery.ports import Embedder, Executor, Observer, TextModel
@@ -75,6 +83,8 @@ class Models:
     """The config's `database.embedding_model`."""
     learner: Learner | None = None
     """Trains for `rookery.learn`."""
+    answerer: Answerer | None = None
+    """Answers the tasks of `rookery.tasks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +92,14 @@ class Providers:
     """What the caller of the loop provides."""
 
     engine: Models
-    executor: Executor
+    executor: Executor | None
     run: Run
     observer: Observer[Iteration]
     language: str
     job_offset: int = 0
     """Added to the attempts of jobs: searches at the same time share the executor."""
+    answers: TaskAnswers | None = None
+    """Where programs are prompts: what they are scored by, in place of the executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +110,7 @@ class Parts:
     run: Run
     store: ProgramStore
     proposer: Proposer
-    evaluator: ProgramEvaluator
+    evaluator: ProgramEvaluator | PromptEvaluator
     observer: Observer[Iteration]
     novelty: Novelty | None = None
     """None: programs are not compared by embedding."""
@@ -122,9 +134,24 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
         await asyncio.to_thread(load_library)  # says what to install
     language = providers.language
     store = ProgramStore(providers.run.blobs)
-    prompts = await asyncio.to_thread(Prompts, config, language=language, seed=seed)
     endpoints = _endpoints(config, providers)
-    judges = _open_judges(config, endpoints, prompts, seed)
+    prompts: Prompts | Reflection
+    evaluator: ProgramEvaluator | PromptEvaluator
+    if providers.answers is not None:
+        prompts = await asyncio.to_thread(Reflection, config, providers.answers, seed=seed)
+        evaluator = PromptEvaluator(config, providers.answers, store=store, seed=seed)
+    else:
+        if providers.executor is None:
+            raise ConfigError("An evolution of programs needs an executor to score them.")
+        prompts = await asyncio.to_thread(Prompts, config, language=language, seed=seed)
+        evaluator = ProgramEvaluator(
+            config,
+            executor=providers.executor,
+            store=store,
+            judges=_open_judges(config, endpoints, prompts, seed),
+            seed=seed,
+            job_offset=providers.job_offset,
+        )
     return Parts(
         config=config,
         run=providers.run,
@@ -137,14 +164,7 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             seed=seed,
             with_prompts=config.database.log_prompts,
         ),
-        evaluator=ProgramEvaluator(
-            config,
-            executor=providers.executor,
-            store=store,
-            judges=judges,
-            seed=seed,
-            job_offset=providers.job_offset,
-        ),
+        evaluator=evaluator,
         observer=providers.observer,
         novelty=_open_novelty(config, providers, endpoints, store, seed),
     )
@@ -179,7 +199,7 @@ async def open_learning(
     if config.rookery.learn is None:
         return None
     if providers.engine.learner is None:
-        raise ConfigError("The config has rookery.learn, and nobody was given who trains.")
+        raise ConfigError("The config has rookery.learn, and no trainer was given.")
     if taken := [name for name in providers.engine.models if name.startswith(ADAPTER_NAME)]:
         raise ConfigError(
             f"A model is named {taken[0]!r}, and rookery.learn gives names that begin with "
@@ -225,7 +245,7 @@ def _open_novelty(
         if not arms:
             raise ConfigError(
                 f"database.novelty_llm is {own.novelty_llm!r}, which is no model of llm: name one "
-                "of them, or write false to reject what is similar unasked."
+                "of them, or write false to reject similar programs without a judge."
             )
     judge = NoveltyJudge(arms, endpoints=endpoints, seed=seed)
     return Novelty(providers.engine.embedder, store=store, judge=judge)

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.errors import ConfigError
+from rookery.paths import expanded
 from rookery.runs import BlobStore
 
 __all__ = [
@@ -100,7 +101,7 @@ def named_file(text: str, names: Iterable[str]) -> str | None:
 
 def read_program(path: Path) -> str:
     """The text of a program file, or of a folder: its files with markers, else all its files."""
-    if path.is_file():
+    if expanded(path).is_file():
         return _read_text(path)
     if not path.is_dir():
         raise ConfigError(f"There is no program {path}: give a file or a folder.")

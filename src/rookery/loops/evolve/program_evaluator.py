@@ -20,7 +20,7 @@ from typing import Any
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import EvaluationRequest, say_not_isolated
+from rookery.loops.evolve.problem import EvaluationRequest, say_not_isolated
 from rookery.loops.evolve.program import Metrics, ProgramStore, has_large, is_number, keep_artifacts
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_child, seed_of

@@ -39,7 +39,6 @@ __all__ = [
 # Templates are `*.txt` with `{field}`s, fragments are the texts of `fragments.json`. A field that
 # nobody fills is found when the templates are loaded, before any model is asked.
 
-
 DEFAULTS = Path(__file__).parent / "prompt_templates"
 
 _USER = frozenset(
@@ -70,6 +69,7 @@ FIELDS = {
         {"system_message", "system_message_changes_description"}
     ),
     "user_message_with_changes_description": frozenset({"user_message", "changes_description"}),
+    "reflection_user": frozenset({"current_prompt", "examples", "demands"}),
 }
 """The fields of each template. Other templates are texts in which braces mean nothing."""
 

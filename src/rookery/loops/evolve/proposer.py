@@ -4,13 +4,22 @@
     child = await proposer.read(7, plan, generated)           # an answer that was paid before
 
 Prompts are built and answers read in threads: both may be long.
+
+Whether a child is new by what it means: its embedding beside those of earlier programs.
+
+    comparison = await novelty.compare(child, attempt=7, find=find_similar)
+    if comparison.failure is not None: ...      # it repeats a program: no evaluation
+
+A program that is at least `similarity_threshold` like an earlier one is shown to a model, which
+says whether the two differ in what they do. What goes wrong on the way (the embedding server, the
+judge) is counted, and the child counts as new: an evolution does not end for it.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn, Protocol
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import (
@@ -22,26 +31,33 @@ from rookery.errors import (
 )
 from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, ChildProgram, read_answer
 from rookery.loops.evolve.config import ModelConfig
-from rookery.loops.evolve.program import ProgramRecord, ProgramStore
-from rookery.loops.evolve.prompts import Asked, Prompt, Prompts, ShownPrograms
-from rookery.loops.evolve.search_state import program_id
-from rookery.loops.evolve.stages import AttemptFailure, Generated
+from rookery.loops.evolve.program import ProgramRecord, ProgramStore, pack_vector, unpack_vector
+from rookery.loops.evolve.prompts import Asked, Prompt, ShownPrograms
+from rookery.loops.evolve.search_state import program_id, similarity_failure
+from rookery.loops.evolve.stages import AttemptFailure, Evaluated, Generated
 from rookery.loops.evolve.tuning import TUNE
-from rookery.ports import TextModel
-from rookery.search.programs.novelty import code_hash
+from rookery.ports import Embedder, TextModel
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.novelty import Repetition, code_hash
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import CodeSummary, summarize
-from rookery.search.programs.sampling import Plan
-from rookery.seeding import stream_seed
+from rookery.seeding import stream, stream_seed
 from rookery.types import Message, TextReply, TextRequest
 
 __all__ = [
+    "UNCOMPARED",
     "Child",
+    "Comparison",
     "Endpoint",
     "ModelFailed",
+    "Novelty",
+    "NoveltyJudge",
     "Proposer",
     "make_child",
+    "read_verdict",
     "seed_of",
 ]
+
 
 # One model of the ensemble as the loop asks it: waits while it is down, retries what failed.
 #
@@ -188,6 +204,17 @@ def seed_of(seed: int, *keys: int | str) -> int:
     return stream_seed(seed, *keys) & 0x7FFF_FFFF
 
 
+class PromptBuilder(Protocol):
+    """Asks for a child: `Prompts`, or for prompts a `Reflection`."""
+
+    @property
+    def num_top_programs(self) -> int: ...
+
+    def build(
+        self, parent: ProgramRecord, *, shown: ShownPrograms, attempt: int, asked: Asked
+    ) -> Prompt: ...
+
+
 NO_PROMPTS: Mapping[str, object] = {}
 
 
@@ -198,7 +225,7 @@ class Proposer:
         self,
         *,
         store: ProgramStore,
-        prompts: Prompts,
+        prompts: "PromptBuilder",
         rules: AnswerRules,
         arms: Mapping[str, Endpoint],
         seed: int,
@@ -311,3 +338,151 @@ class Proposer:
                 prompts=prompts,
             )
         )
+
+
+MAX_ERROR_CHARS = 300
+
+SYSTEM = """You compare two programs. Say whether the second one does something else than the first.
+
+A different algorithm, data structure, order of steps, constant or parameter makes it different.
+Other names, layout, comments or a rearrangement without effect do not.
+
+Begin your answer with the word NOVEL if they differ, or NOT_NOVEL if they do not. Then give the
+reason in one sentence."""
+
+USER = """First program:
+```{language}
+{earlier}
+```
+
+Second program:
+```{language}
+{child}
+```
+
+Does the second program differ in what it does? Begin with NOVEL or NOT_NOVEL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What came of comparing a program."""
+
+    embedding: str = ""
+    """As `pack_vector` writes it; empty when there is none."""
+    error: str = ""
+    """Why it could not be compared as asked; empty when it could."""
+    failure: AttemptFailure | None = None
+    """That it repeats an earlier program."""
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    """Of the judge; None when it does not report them."""
+
+    def note_on(self, child: Child) -> Child:
+        """The child with its embedding, which its document keeps."""
+        if not self.embedding:
+            return child
+        program = replace(child.program, embedding=unpack_vector(self.embedding))
+        return replace(child, program=program)
+
+    def note_in(self, evaluated: Evaluated) -> Evaluated:
+        """What was measured of the program, with this."""
+        return replace(
+            evaluated,
+            embedding=self.embedding,
+            embedding_error=self.error,
+            prompt_tokens=_sum(evaluated.prompt_tokens, self.prompt_tokens),
+            completion_tokens=_sum(evaluated.completion_tokens, self.completion_tokens),
+        )
+
+
+UNCOMPARED = Comparison()
+"""Of a run without an embedding model."""
+
+
+class NoveltyJudge:
+    """The models that say whether two programs differ: one of them is asked by its weight."""
+
+    def __init__(
+        self, arms: tuple[Arm, ...], *, endpoints: Mapping[str, Endpoint], seed: int
+    ) -> None:
+        self._arms = arms
+        self._endpoints = endpoints
+        self._seed = seed
+
+    async def ask(self, child: Child, *, earlier: str, attempt: int) -> TextReply:
+        """Raises ModelFailed."""
+        total = sum(arm.weight for arm in self._arms)
+        shares = [arm.weight / total for arm in self._arms]
+        drawn = stream(self._seed, "novelty", attempt).choice(len(self._arms), p=shares)
+        endpoint = self._endpoints[self._arms[int(drawn)].name]
+        program = child.program
+        user = USER.format(language=program.language, earlier=earlier, child=program.code)
+        seed = seed_of(self._seed, "novelty", attempt)
+        return await endpoint.reply(endpoint.request(system=SYSTEM, user=user, seed=seed))
+
+
+class Novelty:
+    """Embeds programs and compares them."""
+
+    def __init__(
+        self, embedder: Embedder, *, store: ProgramStore, judge: NoveltyJudge | None
+    ) -> None:
+        """Without a judge a program that is similar to another repeats it."""
+        self._embedder = embedder
+        self._store = store
+        self._judge = judge
+
+    async def embed(self, code: str) -> Comparison:
+        """The embedding of a program, or why there is none."""
+        try:
+            vector = await self._embedder.embed(code)
+            return Comparison(embedding=await run_in_thread(pack_vector, vector))
+        except FleetSettingsError:
+            raise
+        except (EngineError, FleetError, ValueError) as error:
+            return Comparison(error=_shorten(f"No embedding: {error}"))
+
+    async def compare(
+        self, child: Child, *, attempt: int, find: Callable[[str], Repetition | None]
+    ) -> Comparison:
+        """`find` is asked for the program that is most like this one, if it is like enough."""
+        embedded = await self.embed(child.program.code)
+        similar = find(embedded.embedding) if embedded.embedding else None
+        if similar is None:
+            return embedded
+        if self._judge is None:
+            return replace(embedded, failure=similarity_failure(similar))
+        earlier = await run_in_thread(self._store.get, similar.of)
+        try:
+            reply = await self._judge.ask(child, earlier=earlier.code, attempt=attempt)
+        except ModelFailed as error:
+            return replace(embedded, error=_shorten(f"No judge of novelty: {error}"))
+        return _judged(embedded, similar, reply)
+
+
+def read_verdict(text: str) -> bool | None:
+    """Whether an answer says NOVEL; None when it says neither. The first of the two counts."""
+    words = text.upper().replace("NOT NOVEL", "NOT_NOVEL")
+    first = words.find("NOVEL")
+    return None if first < 0 else not words[:first].endswith("NOT_")
+
+
+def _judged(embedded: Comparison, similar: Repetition, reply: TextReply) -> Comparison:
+    is_new, usage = read_verdict(reply.text), reply.usage
+    judged = replace(
+        embedded,
+        prompt_tokens=usage.prompt_tokens if usage else None,
+        completion_tokens=usage.completion_tokens if usage else None,
+    )
+    if is_new is None:
+        answer = " ".join(reply.text.split())
+        return replace(judged, error=_shorten(f"The judge of novelty answered {answer!r}"))
+    return judged if is_new else replace(judged, failure=similarity_failure(similar))
+
+
+def _shorten(sentence: str) -> str:
+    return sentence[:MAX_ERROR_CHARS]
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from rookery.loops.comparison import warn_of_failed_tasks, warn_of_small_samples
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import FORGEABLE
 from rookery.loops.evolve.order import price
 from rookery.loops.evolve.parts import FIRST_PROGRAM, Parts, first_id
+from rookery.loops.evolve.problem import FORGEABLE
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.search_state import SearchState, Spending, program_id, search_config
 from rookery.loops.evolve.stages import Evaluated, Stages, from_data, read_stages
+from rookery.reports import SpentRecord
 from rookery.reports.evolve import (
     ArmRecord,
     BaselineRecord,
@@ -27,6 +29,7 @@ from rookery.reports.evolve import (
     LearnedRow,
     OperatorRow,
     ProgramRow,
+    TasksReport,
     TokensRecord,
 )
 from rookery.runs import RunView
@@ -48,7 +51,12 @@ class FinishedSearch:
 
 
 def make_report(
-    parts: Parts, search: FinishedSearch, baselines: Sequence[FinishedSearch], *, seed: int
+    parts: Parts,
+    search: FinishedSearch,
+    baselines: Sequence[FinishedSearch],
+    *,
+    seed: int,
+    tasks: TasksReport | None = None,
 ) -> EvolveReport:
     """All that the page and the terminal show."""
     config, state = parts.config, search.state
@@ -88,6 +96,7 @@ def make_report(
         num_demoted=state.num_demoted,
         staleness={str(lag): count for lag, count in sorted(state.staleness.items())},
         tokens=_tokens(state.spending),
+        spent=_spent(state.spending, tasks),
         usd=price(state.spending, config.rookery.budget),
         seconds=search.elapsed_s,
         evaluation_seconds=state.spending.evaluation_s,
@@ -95,13 +104,17 @@ def make_report(
         num_workers_lost=state.spending.num_lost,
         baselines=tuple(_baseline(baseline) for baseline in baselines),
         is_forgeable=not parts.evaluator.isolate,
-        warnings=tuple(_warnings(config, state, is_forgeable=not parts.evaluator.isolate)),
+        tasks=tasks,
+        warnings=(
+            *_warnings(config, state, is_forgeable=not parts.evaluator.isolate),
+            *(_warn_of_tasks(tasks) if tasks is not None else ()),
+        ),
     )
 
 
 def _winning_line(parts: Parts, state: SearchState) -> Iterator[ProgramRecord]:
     """From the first program to the best."""
-    ids, id = [state.best.id], state.ancestors[state.best.id].parent
+    ids, id = [state.winner], state.ancestors[state.winner].parent
     while id is not None:
         ids.append(id)
         id = state.ancestors[id].parent
@@ -191,7 +204,7 @@ def _earned_between(begin: Iterable[Arm], end: Iterable[Arm]) -> Iterator[Arm]:
 
 
 def _operators(state: SearchState) -> tuple[OperatorRow, ...]:
-    are_counted = not state.spending.num_unreported
+    are_counted = state.spending.tokens > 0 and not state.spending.num_unreported
     return tuple(
         OperatorRow(
             name=one.name,
@@ -241,6 +254,13 @@ def _tokens(spending: Spending) -> TokensRecord:
     return TokensRecord(prompt=spending.prompt_tokens, completion=spending.completion_tokens)
 
 
+def _spent(spending: Spending, tasks: TasksReport | None) -> SpentRecord:
+    return SpentRecord(
+        drawn_tokens=spending.completion_tokens + (tasks.num_choice_tokens if tasks else 0),
+        trained_tokens=spending.training_tokens,
+    )
+
+
 def _baseline(baseline: FinishedSearch) -> BaselineRecord:
     state = baseline.state
     return BaselineRecord(
@@ -266,6 +286,15 @@ def _warnings(config: EvolveConfig, state: SearchState, *, is_forgeable: bool) -
         yield f"{num} programs could not be compared by embedding as asked. The first: {first}"
     if state.num_decided and not state.num_committed:
         yield "No iteration gave a program that could be scored."
+
+
+def _warn_of_tasks(tasks: TasksReport) -> Iterator[str]:
+    if not tasks.taskset.num_select:
+        yield "There are no select tasks: the prompt was chosen by the tasks it was found on."
+    if not tasks.rows:
+        yield "There are no report tasks: what the chosen prompt is worth was not measured."
+    yield from warn_of_failed_tasks(tasks.rows)
+    yield from warn_of_small_samples(tasks.rows)
 
 
 # The population of a run as text without clocks: equal for runs that found the same.
@@ -324,7 +353,7 @@ def _program(run: RunView, evaluated: Evaluated) -> dict[str, Any]:
     return {name: document[name] for name in names}
 
 
-# The answers of a run that improved a program, as rows that `rookery sft` takes.
+# The answers of a run that improved a program, as rows that `rookery sft` takes: `winners.jsonl`.
 #
 #     text = export_training_data(run, features=config.database.feature_dimensions)
 #

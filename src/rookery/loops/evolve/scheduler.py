@@ -32,20 +32,18 @@ from functools import partial
 
 from rookery.concurrency import task_group
 from rookery.loops.evolve.learning import Learning
-from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.order import (
     BacklogLimit,
     Order,
     Progress,
     SteadyOrder,
     find_exhausted,
-    find_hours_over,
     stop_reason,
 )
 from rookery.loops.evolve.outputs import Due, Outputs
 from rookery.loops.evolve.parts import Iteration, Parts
 from rookery.loops.evolve.program_evaluator import Lease
-from rookery.loops.evolve.proposer import Child
+from rookery.loops.evolve.proposer import UNCOMPARED, Child, Comparison
 from rookery.loops.evolve.search_state import SearchState, program_id
 from rookery.loops.evolve.stages import (
     Decision,
@@ -58,6 +56,7 @@ from rookery.loops.evolve.stages import (
 )
 from rookery.loops.evolve.tuning import TUNE
 from rookery.runs import Attempt, AttemptLog, AttemptState, Event
+from rookery.runs.budget import find_hours_over
 from rookery.search.programs.database import Ask, Tell, Window
 from rookery.search.programs.program import Member
 

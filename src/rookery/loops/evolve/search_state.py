@@ -28,11 +28,18 @@ from rookery.loops.evolve.stages import (
 from rookery.loops.evolve.tuning import TUNE
 from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
 from rookery.search.programs.bandit import Arm
-from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.database import (
+    DatabaseConfig,
+    ParetoDatabase,
+    ProgramDatabase,
+    Stopping,
+    StoppingConfig,
+    advance,
+    begin_again,
+)
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
-from rookery.search.programs.sampling import Plan
-from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
     "ADAPTER_NAME",
@@ -186,9 +193,21 @@ class Spending:
     """Evaluations that tuned numbers."""
     training_tokens: int = 0
     """Of `rookery.learn`."""
+    num_rollouts: int = 0
+    """Answers to tasks, of prompts."""
+    dearest_rollouts: int = 0
     dearest_prompt_tokens: int = 0
     dearest_completion_tokens: int = 0
     """The most of one attempt."""
+    dearest_answer_tokens: float = 0.0
+    """The most of one answer to a task, on average over those of an attempt."""
+    num_choice_rollouts: int = 0
+    """Answers that the choice of a prompt takes when the search is over."""
+
+    @property
+    def choice_tokens(self) -> int:
+        """Tokens of these answers, as far as can be told."""
+        return math.ceil(self.num_choice_rollouts * self.dearest_answer_tokens)
 
     @property
     def tokens(self) -> int:
@@ -202,6 +221,8 @@ class Spending:
         completion = sum(stage.completion_tokens or 0 for stage in stages)
         self.dearest_prompt_tokens = max(self.dearest_prompt_tokens, prompt)
         self.dearest_completion_tokens = max(self.dearest_completion_tokens, completion)
+        rollouts = sum(stage.num_rollouts for stage in stages if isinstance(stage, Evaluated))
+        self.dearest_rollouts = max(self.dearest_rollouts, rollouts)
 
     def add(self, stage: Generated | Evaluated) -> None:
         if stage.prompt_tokens is None or stage.completion_tokens is None:
@@ -212,6 +233,10 @@ class Spending:
             self.evaluation_s += stage.seconds
             self.num_lost += stage.num_lost
             self.num_tuning += stage.num_tuning
+            self.num_rollouts += stage.num_rollouts
+            if stage.num_rollouts:
+                each = (stage.completion_tokens or 0) / stage.num_rollouts
+                self.dearest_answer_tokens = max(self.dearest_answer_tokens, each)
 
 
 @dataclass(slots=True)
@@ -241,6 +266,8 @@ class SearchState:
     learned: list[tuple[Learned, tuple[Arm, ...]]] = field(default_factory=list)
     """The trainings, with what the arms had earned by then."""
     first_best: str = ""
+    chosen: str = ""
+    """The program that the select tasks chose; empty: the best score is."""
     tuned: set[str] = field(default_factory=set)
     """Programs whose numbers were tuned, or are being tuned, and those that tuning gave."""
     num_decided: int = 0
@@ -255,6 +282,11 @@ class SearchState:
         return best
 
     @property
+    def winner(self) -> str:
+        """The program that the run leaves as its best."""
+        return self.chosen or self.best.id
+
+    @property
     def stop_reason(self) -> str:
         """Why the search should stop; empty while it should not."""
         return self.stopping.reason if self.num_decided >= self.extended_from else ""
@@ -263,9 +295,15 @@ class SearchState:
         """Take in a program that the evolution starts from."""
         assert evaluated.code is not None
         record = ProgramRecord(
-            id=id, attempt=0, island=island, metrics=evaluated.metrics, code=evaluated.code
+            id=id,
+            attempt=0,
+            island=island,
+            metrics=evaluated.metrics,
+            code=evaluated.code,
+            rewards=evaluated.rewards,
         )
         self.spending.add(evaluated)
+        self.spending.dearest_rollouts = max(self.spending.dearest_rollouts, evaluated.num_rollouts)
         self._count_uncompared(0, evaluated.embedding_error)
         is_large = evaluated.has_large_artifacts
         ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
@@ -380,6 +418,7 @@ class SearchState:
             cost=cost,
             operator=plan.operator,
             mends=plan.mends,
+            rewards=evaluated.rewards,
         )
         self.num_committed += 1
         ancestor = Ancestor(
@@ -477,6 +516,8 @@ def _open_database(config: EvolveConfig, *, seed: int, arms: tuple[Arm, ...]) ->
     own = search_config(config)
     if config.database.strategy == "openevolve":
         return ProgramDatabase(own, seed=seed, arms=arms)
+    if config.database.strategy == "pareto":
+        return ParetoDatabase(own, seed=seed, arms=arms)
     max_cost = config.rookery.budget.max_tokens
     budget = Budget(num_attempts=config.max_iterations, max_cost=max_cost)
     return AdaptiveDatabase(own, seed=seed, budget=budget, arms=arms)

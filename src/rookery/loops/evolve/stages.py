@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from rookery.runs import Attempt, RunView, read_attempts
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import CodeSummary
-from rookery.search.programs.sampling import Plan
 
 __all__ = [
     "AttemptFailure",
@@ -94,6 +94,10 @@ class Evaluated:
     """Of the models that judge programs, and of those that judge whether they are new."""
     num_tuning: int = 0
     """Evaluations of programs that differ from it in their numbers alone."""
+    rewards: tuple[float, ...] = ()
+    """Of a prompt: on each search task, in their order."""
+    num_rollouts: int = 0
+    """Answers to tasks that scoring it took."""
     embedding: str = ""
     """As `pack_vector` writes it; empty without one."""
     embedding_error: str = ""

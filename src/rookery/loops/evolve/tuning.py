@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rookery.loops.evolve.answers import evolve_blocks, find_marker_problem
+from rookery.search.candidate import Fitness
 from rookery.search.es import Cmaes, CmaesConfig, Point
-from rookery.search.fitness import Fitness
 from rookery.seeding import stream
 
 __all__ = ["TUNE", "Constant", "NumberSearch", "lift_constants", "write_constants"]

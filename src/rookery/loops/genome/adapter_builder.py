@@ -15,8 +15,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rookery.errors import AdapterError, boundary
+from rookery.fleet.perturbed import Population, moved
 from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
+from rookery.weights import make_adapter
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge, merge_by_block
 from rookery.weights.mutate import GaussianConfig, mutate, rounded, unrounded
 
@@ -96,6 +98,13 @@ class AdapterBuilder:
     def maker(self, candidate: str) -> Callable[[], Adapter]:
         """Makes the candidate when called, in any thread."""
         return partial(self.adapter, candidate)
+
+    def population(self, centre: str, *, rank: int) -> Population:
+        """What members around this ES step are made from; noise of this rank in each factor."""
+        self.chained.add(centre)
+        like = self.adapter(centre)
+        exact = make_adapter(centre, base=like.base, factors=self._unrounded[centre])
+        return Population.around(exact, like=like, rank=rank)
 
     def version(self, candidate: str) -> str | None:
         """Its content hash; None for one that was never made."""
@@ -212,11 +221,20 @@ class AdapterBuilder:
 
     def _es_step(self, recipe: EsStep, parent: Adapter) -> Adapter:
         start = self._unrounded[recipe.parent] if recipe.is_chained else parent.factors
-        seeds = [(seed,) for seed in recipe.seeds]
-        moved = unrounded(start, seeds=seeds, amounts=recipe.amounts)
+        if recipe.rank is None:
+            seeds = [(seed,) for seed in recipe.seeds]
+            sums = unrounded(start, seeds=seeds, amounts=recipe.amounts)
+        else:
+            sums = moved(
+                start,
+                seeds=recipe.seeds,
+                amounts=recipe.amounts,
+                rank=recipe.rank,
+                device=self._device,
+            )
         if recipe.id in self.chained:
-            self._unrounded[recipe.id] = moved
-        return replace(rounded(moved, like=parent), name=recipe.id)
+            self._unrounded[recipe.id] = sums
+        return replace(rounded(sums, like=parent), name=recipe.id)
 
     def _merge(self, name: str) -> MergeConfig:
         if name in COMBINATIONS:

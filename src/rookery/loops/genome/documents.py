@@ -1,11 +1,13 @@
-"""What a genome run leaves behind: winner, population, founders, lineage, report, warnings."""
+"""What a genome run is made of, and what it leaves behind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from rookery.loops.comparison import (
+    Samples,
     describe_taskset,
     warn_of_batches,
     warn_of_failed_tasks,
@@ -13,17 +15,120 @@ from rookery.loops.comparison import (
     warn_of_small_samples,
 )
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.final_report import Choice
-from rookery.loops.genome.parts import RunParts
-from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.reports import CandidateRecord, GenomeReport, LineageRecord, ReportRow
+from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
+from rookery.loops.genome.final_report import Choice, FinalReport
+from rookery.loops.genome.generation_log import GenerationLog, Spending
+from rookery.loops.genome.search_evaluator import CandidateLoader, SearchEvaluator
+from rookery.ports import Engine, Observer
+from rookery.reports import (
+    CandidateRecord,
+    GenerationRecord,
+    GenomeReport,
+    LineageRecord,
+    ReportRow,
+    SpentRecord,
+)
+from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
-from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
-from rookery.search.fitness import first_front
+from rookery.runs.budget import Budget
+from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe, first_front
 from rookery.tasks.taskset import Taskset
+from rookery.types import Adapter, Task
 from rookery.weights import write_adapter
 
-__all__ = ["RunSummary", "write_report"]
+__all__ = ["GenomeInputs", "RunParts", "RunSummary", "assemble", "write_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenomeInputs:
+    """What an evolution is made of."""
+
+    config: GenomeConfig
+    founders: Mapping[str, Adapter]
+    tasksets: Sequence[Taskset]
+    evaluator: TasksetEvaluator
+    """Asks the engine, and keeps the answers in the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The parts of one run; who makes, who measures, who writes down."""
+
+    config: GenomeConfig
+    tasksets: Sequence[Taskset]
+    engine: Engine
+    evaluator: TasksetEvaluator
+    builder: AdapterBuilder
+    search: SearchEvaluator
+    final: FinalReport
+    log: GenerationLog
+    budget: Budget
+    run: Run
+
+    def split(self, name: Literal["select", "report"]) -> list[Task]:
+        return [task for taskset in self.tasksets for task in taskset.split(name)]
+
+
+def assemble(
+    inputs: GenomeInputs, *, engine: Engine, run: Run, observer: Observer[GenerationRecord]
+) -> RunParts:
+    """Everything a run needs, ready to measure the founders."""
+    config, founders, tasksets = inputs.config, inputs.founders, inputs.tasksets
+    evaluator = inputs.evaluator
+    builder = AdapterBuilder(
+        founders,
+        merges={**MERGES, **config.merges},
+        mutations={**MUTATIONS, **config.mutations},
+        rank=config.rank or max(adapter.rank for adapter in founders.values()),
+        device=config.merge_device,
+    )
+    loader = CandidateLoader(engine, run=run)
+    weights = {taskset.name: taskset.weight for taskset in tasksets}
+    searched = {taskset.name for taskset in tasksets if taskset.split("search")}
+    search = SearchEvaluator(
+        evaluator,
+        loader=loader,
+        builder=builder,
+        tasks=[task for taskset in tasksets for task in taskset.split("search")],
+        weights={name: weight for name, weight in weights.items() if name in searched},
+        race=config.race,
+        merit=config.merit,
+        is_remote=engine.is_remote,
+    )
+    budget = Budget(config.budget, run)
+    num_select = sum(len(taskset.split("select")) for taskset in tasksets)
+    return RunParts(
+        config=config,
+        tasksets=tasksets,
+        engine=engine,
+        evaluator=evaluator,
+        builder=builder,
+        search=search,
+        final=FinalReport(
+            evaluator,
+            loader=loader,
+            base=engine.base,
+            builder=builder,
+            search=search,
+            weights=weights,
+            settings=config.finals,
+            samples=None if config.report.samples is None else Samples(config.report.samples),
+        ),
+        log=GenerationLog(
+            run,
+            builder=builder,
+            evaluator=evaluator,
+            observer=observer,
+            spending=Spending(
+                budget,
+                evaluator=evaluator,
+                run=run,
+                num_choice_answers=num_select * (config.finals.num_finalists + len(config.floors)),
+            ),
+        ),
+        budget=budget,
+        run=run,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +141,8 @@ class RunSummary:
     """The candidates that the last stage ended with."""
     choice: Choice
     rows: Sequence[ReportRow]
+    num_search_tokens: int = 0
+    """Of answers, before the report tasks were read."""
 
 
 def write_report(parts: RunParts, summary: RunSummary) -> GenomeReport:
@@ -61,9 +168,11 @@ def write_report(parts: RunParts, summary: RunSummary) -> GenomeReport:
         population=_describe_all(search, population),
         front=_describe_all(search, _find_front(search, summary.searched)),
         floors=dict(search.floors),
-        num_candidates=builder.num_distinct(summary.searched),
+        num_candidates=builder.num_distinct(summary.searched) + search.num_members,
         num_rollouts=parts.evaluator.num_rollouts,
         num_tokens=parts.evaluator.num_tokens,
+        spent=SpentRecord(drawn_tokens=summary.num_search_tokens),
+        stop_reason=parts.budget.stop_reason,
         seconds=run.worked_s,
         warnings=tuple(_make_warnings(parts, summary)),
     )
@@ -203,6 +312,11 @@ def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
     failed = [measured[name].error for name in summary.searched if measured[name].error]
     if failed:
         warnings.append(f"{len(failed)} candidates failed and lost. The first error: {failed[0]}")
+    if errors := parts.search.member_errors:
+        warnings.append(
+            f"{len(errors)} of {parts.search.num_members} members of populations failed and lost. "
+            f"The first error: {errors[0]}"
+        )
     return [*warnings, *_warn_of_random_search(parts, summary)]
 
 

@@ -19,13 +19,12 @@ from rookery.errors import TaskError
 from rookery.loops.comparison import Samples, compare, complete_means
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import Cost
-from rookery.loops.genome.loading import CandidateLoader, LoadFailure
-from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.loops.genome.search_evaluator import CandidateLoader, LoadFailure, SearchEvaluator
 from rookery.reports import ReportRow, SampledRecord
 from rookery.rollout import TasksetEvaluator
-from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
-from rookery.search.founders import random_plans
+from rookery.search.candidate import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.merit import merits_of, vote
+from rookery.search.population import random_plans
 from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
 from rookery.weights.merge import LinearConfig, merge
@@ -221,8 +220,10 @@ class FinalReport:
     async def report(
         self, entries: Sequence[ReportEntry], tasks: Sequence[Task], *, seed: int
     ) -> list[ReportRow]:
-        """A row per entry. The first one is the winner, the second the one that gains are counted
-        from."""
+        """A row per entry, none without tasks. The first one is the winner, the second the one that
+        gains are counted from."""
+        if not tasks:
+            return []  # they are another run's
         # A founder may be called like an entry: their names are told apart.
         makers = {
             f"voter {voter}": self._builder.maker(voter)

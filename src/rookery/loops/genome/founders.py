@@ -13,10 +13,10 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import AdapterError
+from rookery.paths import expanded
 from rookery.types import Adapter
 from rookery.weights import read_adapter
-from rookery.weights.init import random_adapter, zero_adapter
-from rookery.weights.stack import LayerShape, Layout
+from rookery.weights.stack import LayerShape, Layout, random_adapter, zero_adapter
 
 __all__ = [
     "FileInit",
@@ -81,7 +81,7 @@ InitConfig = Annotated[FileInit | ZeroInit | RandomInit, Field(discriminator="ty
 def read_founders(config: FileInit) -> dict[str, Adapter]:
     """Every PEFT folder at or below the paths, by folder name, in the order of the names. Hidden
     ones are left by writers that were killed."""
-    folders = sorted(folder for path in config.paths for folder in _peft_folders(path.expanduser()))
+    folders = sorted(folder for path in config.paths for folder in _peft_folders(expanded(path)))
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):  # runs call theirs alike: by the run, then
         names = [f"{folder.parent.name}.{folder.name}" for folder in folders]

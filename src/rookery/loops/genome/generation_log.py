@@ -1,19 +1,20 @@
 """What a run remembers of its search, and tells the observer: one record per generation."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.loading import check_repeated
-from rookery.loops.genome.search_evaluator import Measured
+from rookery.loops.genome.search_evaluator import Measured, check_repeated
 from rookery.ports import Observer
 from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
+from rookery.runs.budget import Budget
 
-__all__ = ["Cost", "GenerationLog", "RunCost"]
+__all__ = ["Cost", "GenerationLog", "RunCost", "Spending"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,42 @@ class RunCost:
     """To choose among the finalists of the search."""
 
 
+class Spending:
+    """Answer tokens of the generations so far, and whether the budget has room for another."""
+
+    def __init__(
+        self, budget: Budget, *, evaluator: TasksetEvaluator, run: Run, num_choice_answers: int
+    ) -> None:
+        """`num_choice_answers` are asked for when the search is over."""
+        self._budget = budget
+        self._evaluator = evaluator
+        self._num_choice_answers = num_choice_answers
+        self._num_done = run.counts().get("generation", 0)
+        self._noted = 0
+        self._answer = 0.0
+        """Tokens of an answer, in the generation where it took most."""
+        self._candidate = 0.0
+        """Tokens of a candidate, in the generation of the search where it took most."""
+
+    def note(self, generation: GenerationRecord) -> None:
+        """A generation that was measured; the first one is that of the founders."""
+        spent = self._evaluator.num_answer_tokens - self._noted
+        self._noted += spent
+        self._answer = max(self._answer, spent / max(1, generation.num_rollouts))
+        if generation.generation:
+            self._candidate = max(self._candidate, spent / max(1, generation.num_candidates))
+
+    async def has_room(self, generation: int, *, num_candidates: int, num_tasks: int) -> bool:
+        """For one as dear as the dearest, and for the choice behind it. Before the first one every
+        candidate is taken to answer all tasks."""
+        needed = num_candidates * (self._candidate or num_tasks * self._answer)
+        needed += self._num_choice_answers * self._answer
+        spent = self._evaluator.num_answer_tokens
+        return await self._budget.has_room(
+            generation, tokens=spent + math.ceil(needed), num_done=self._num_done
+        )
+
+
 class GenerationLog:
     """Records generations and phases in the run, and tells the observer of each."""
 
@@ -56,8 +93,10 @@ class GenerationLog:
         builder: AdapterBuilder,
         evaluator: TasksetEvaluator,
         observer: Observer[GenerationRecord],
+        spending: "Spending",
     ) -> None:
         self.cost = RunCost()
+        self._spending = spending
         self.generations: list[GenerationRecord] = []
         self.generation_of: dict[str, int] = {}
         """By candidate, among all generations of the run: a stage's own count begins again."""
@@ -66,6 +105,12 @@ class GenerationLog:
         self._evaluator = evaluator
         self._observer = observer
         self._best: float | None = None
+
+    async def has_room(self, num_candidates: int, *, num_tasks: int) -> bool:
+        """Whether the budget has room for a generation of so many, each on so many tasks."""
+        return await self._spending.has_room(
+            len(self.generations), num_candidates=num_candidates, num_tasks=num_tasks
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[], Cost]]:
@@ -88,10 +133,16 @@ class GenerationLog:
         return replace(cost, seconds=first.payload["seconds"])
 
     async def record(
-        self, stage: str, measured: Mapping[str, Measured], cost: Cost
+        self,
+        stage: str,
+        measured: Mapping[str, Measured],
+        cost: Cost,
+        *,
+        members: Sequence[Measured] = (),
     ) -> GenerationRecord:
-        """Note the candidates that were measured together."""
-        scores = [m.mean for m in measured.values() if m.mean is not None]
+        """Note the candidates that were measured together, and the members of a population."""
+        every = [*members, *measured.values()]
+        scores = [m.mean for m in every if m.mean is not None]
         feasible = [
             m.mean
             for m in measured.values()
@@ -100,7 +151,7 @@ class GenerationLog:
         number = len(self.generations)
         first = self._run.get("generation", str(number))
         seconds = cost.seconds if first is None else first.payload["seconds"]
-        cost = replace(cost, num_candidates=len(measured), seconds=seconds)
+        cost = replace(cost, num_candidates=len(every), seconds=seconds)
         self._best = max([*feasible, *([] if self._best is None else [self._best])], default=None)
         generation = GenerationRecord(
             generation=number,
@@ -111,12 +162,13 @@ class GenerationLog:
             scores=tuple(scores),
             num_candidates=cost.num_candidates,
             num_dropped=sum(not m.is_complete and not m.error for m in measured.values()),
-            num_failed=sum(bool(m.error) for m in measured.values()),
+            num_failed=sum(bool(m.error) for m in every),
             num_rollouts=cost.num_rollouts,
             num_tokens=cost.num_tokens,
             seconds=cost.seconds,
         )
         await self._write(generation, measured)
+        self._spending.note(generation)
         self.generations.append(generation)
         self.generation_of |= dict.fromkeys(measured, number)
         self.cost.generations += cost

@@ -16,16 +16,21 @@ from dataclasses import replace
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import TaskError
-from rookery.loops.genome.checks import check_inputs, check_tasks
-from rookery.loops.genome.documents import RunSummary, write_report
+from rookery.loops.genome.config import check_inputs, check_tasks
+from rookery.loops.genome.documents import (
+    GenomeInputs,
+    RunParts,
+    RunSummary,
+    assemble,
+    write_report,
+)
 from rookery.loops.genome.final_report import Choice, ReportEntry
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.parts import GenomeInputs, RunParts, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import UNOBSERVED, Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.runs import Run
-from rookery.search.founders import pair_plans
+from rookery.search.population import pair_plans
 from rookery.tasks.taskset import join_splits
 
 __all__ = ["evolve"]
@@ -50,10 +55,17 @@ async def evolve(
         population = await STAGES[stage.type](stage, _context(parts, index))
     searched = list(parts.search.measured)
     choice = await _select(parts, holders)
+    num_search_tokens = parts.evaluator.num_answer_tokens
     entries = await _list_entries(parts, choice, holders)
     with parts.log.phase("report"):
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
-    summary = RunSummary(searched=searched, population=tuple(population), choice=choice, rows=rows)
+    summary = RunSummary(
+        searched=searched,
+        population=tuple(population),
+        choice=choice,
+        rows=rows,
+        num_search_tokens=num_search_tokens,
+    )
     return await run_in_thread(write_report, parts, summary)
 
 
@@ -123,7 +135,11 @@ async def _list_entries(
     final, builder, cost = parts.final, parts.builder, parts.log.cost
     settings, founders = parts.config.finals, final.founders()
     num_searched = builder.num_distinct(parts.search.measured)
-    searching = replace(cost.generations + cost.select, num_candidates=num_searched)
+    # Members of populations saw part of the tasks: they count as many candidates as their answers.
+    num_equal = num_searched + parts.search.num_member_answers // len(parts.search.tasks)
+    searching = replace(
+        cost.generations + cost.select, num_candidates=num_searched + parts.search.num_members
+    )
     winner, best = choice.ranked[0], founders[0]
     entries = [
         ReportEntry(name="evolved", make=builder.maker(winner), note=winner, cost=searching),
@@ -131,7 +147,7 @@ async def _list_entries(
         *final.merged(parts.engine.max_rank),
     ]
     if settings.random_search and len(builder.founders) > 1:
-        entries += await _search_randomly(parts, holders, count=num_searched)
+        entries += await _search_randomly(parts, holders, count=num_equal)
     entries.append(ReportEntry(name="base model"))
     panels = {
         "vote of founders": (founders[: settings.num_voters], cost.founders),

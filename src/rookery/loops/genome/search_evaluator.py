@@ -3,25 +3,167 @@
 With racing they are asked in waves, the same tasks for all, and those that can no longer survive
 are dropped. Members of the population that have seen every task take part without being asked
 again. On a remote engine, candidates are asked while others are still being made.
+
+Candidates on their way into the engine: made in a thread, loaded, unloaded at the end.
+
+    loader = CandidateLoader(engine, run=run)
+    async with loader.load({"g001-c03": make}, phase="search") as arrivals:
+        ref = await arrivals["g001-c03"]         # a ModelRef, or a LoadFailure
+
+A candidate that cannot be made or loaded is recorded in the run, so that a resumed run finds it
+failed as this one did.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 
 from rookery.concurrency import task_group, together
+from rookery.errors import (
+    AdapterError,
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    FleetError,
+    RookeryError,
+    RunError,
+    boundary,
+)
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
+from rookery.ports import Adapters
 from rookery.rollout import TasksetEvaluator, mean_by_source
+from rookery.runs import Run
 from rookery.search import racing
 from rookery.search.annealing import Waves
-from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of, rank_key
+from rookery.search.candidate import FAILED, Fitness, find_violation, fitness_of, rank_key
 from rookery.search.merit import Merit, merits_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.seeding import stream
-from rookery.types import ModelRef, Task
+from rookery.types import Adapter, ModelRef, Task
 
-__all__ = ["Measured", "SearchEvaluator"]
+__all__ = [
+    "Arrivals",
+    "CandidateLoader",
+    "LoadFailure",
+    "Measured",
+    "SearchEvaluator",
+    "check_repeated",
+]
+
+
+# A resumed run repeats its search; what does not come out as before is refused by name.
+#
+# check_repeated(run, "candidate", "g001-c03", {"version": adapter.version})
+
+
+def check_repeated(run: Run, kind: str, key: str, values: Mapping[str, object]) -> None:
+    """RunError unless these values are those that the run recorded, if it recorded any."""
+    first = run.get(kind, key)
+    if first is None:
+        return
+    for name, now in values.items():
+        before = first.payload.get(name)
+        if before != now:
+            raise RunError(
+                f"The run cannot be resumed here: {name} of {kind} {key} was {_show(before)} when "
+                f"the run was made, and comes out as {_show(now)}. {_reason(first.payload)}"
+            )
+
+
+def _reason(payload: Mapping[str, object]) -> str:
+    if payload.get("operator") == "founder":
+        return "It is a founder: restore its files."
+    return (
+        "Children are computed again, and their last bits depend on the CPU, the version of torch "
+        "and the number of threads. Resume the run where it was made, or start a new one."
+    )
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a candidate is not in the engine, and its version if it could be made."""
+
+    error: str
+    version: str | None
+
+
+Arrivals = Mapping[str, asyncio.Task[ModelRef | LoadFailure]]
+"""Each candidate by name: done when the engine has it, or never will."""
+
+
+class CandidateLoader:
+    """Brings candidates into one engine, and knows which could not be."""
+
+    def __init__(self, adapters: Adapters, *, run: Run) -> None:
+        self._adapters = adapters
+        self._run = run
+        self._making = asyncio.Lock()  # one at a time: making one takes every core there is
+
+    @asynccontextmanager
+    async def load(
+        self, makers: Mapping[str, Callable[[], Adapter]], *, phase: str
+    ) -> AsyncIterator[Arrivals]:
+        """Make and load in the order given, while the block goes on.
+
+        `phase` (search, select, report) tells apart what one candidate met at different times.
+        """
+
+        async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
+            key = f"{phase}/{name}"
+            known = self._run.get("failure", key)
+            if known is not None:
+                return LoadFailure(known.payload["error"], known.payload["version"])
+            version = None
+            try:
+                async with self._making:
+                    adapter = await asyncio.to_thread(_make, name, make)
+                version = adapter.version
+                if phase == "search":  # before anything is asked of it
+                    check_repeated(self._run, "candidate", name, {"version": version})
+                return await self._adapters.load(adapter)
+            except (EngineDownError, FleetDownError):
+                raise
+            except (AdapterError, EngineError, FleetError) as error:
+                failure = LoadFailure(str(error), version)
+                payload = {"candidate": name, **asdict(failure)}
+                await self._run.append("failure", payload, key=key)
+                return failure
+
+        arrivals = {name: asyncio.create_task(bring(name, make)) for name, make in makers.items()}
+        try:
+            yield arrivals
+        finally:
+            for arrival in arrivals.values():
+                arrival.cancel()
+            ended = await asyncio.gather(*arrivals.values(), return_exceptions=True)
+            await self._unload([ref for ref in ended if isinstance(ref, ModelRef)])
+
+    async def _unload(self, refs: list[ModelRef]) -> None:
+        """Every one of them. A failure to unload is logged and not raised."""
+        unloads = (self._adapters.unload(ref) for ref in refs)
+        for result in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(result, RookeryError):
+                logger.warning("An adapter could not be unloaded: %s", result)
+            elif isinstance(result, BaseException):
+                raise result
+
+
+def _make(name: str, make: Callable[[], Adapter]) -> Adapter:
+    """Whatever stops a candidate from being made is a failure of this candidate."""
+    with boundary(AdapterError, f"Making {name}"):
+        return make()
+
 
 COHORT = 64
 """Candidates in the engine at a time. More are measured one cohort after another, each against
@@ -30,6 +172,10 @@ the best of those before it: memory does not grow with the number of candidates.
 WAVE, REMOTE_WAVE = 64, 512
 """Answers asked for together in a race: what fills the engine here, and servers. Constants, so
 that what is asked does not depend on the number of servers."""
+
+MEMBER_ANSWERS = 8192
+"""Answers of a population in flight on servers: more than any of them computes together. Members
+come one after another with all their tasks, so that a batch has few adapters."""
 
 NUM_REMOTE_WAVES = 4
 """Waves in flight on servers: at 7B a GPU answers four in about as long as making a child of whole
@@ -87,6 +233,11 @@ class SearchEvaluator:
         self._merits: dict[str, dict[str, float]] = {}
         self._certainties: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
+        self.num_members = 0
+        """Members of populations that were measured, beside the candidates."""
+        self.num_member_answers = 0
+        self.member_errors: list[str] = []
+        """Of each member that failed the first."""
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -155,6 +306,41 @@ class SearchEvaluator:
             self.measured[name] = self._conclude(
                 name, race, estimate=estimates[name], mean=means[name]
             )
+
+    async def measure_members(
+        self, members: Mapping[str, Callable[[], Adapter]], tasks: Sequence[str]
+    ) -> dict[str, Measured]:
+        """Measure members of a population, all on the same tasks, none against another. They are
+        no candidates: nothing is made of them but the next centre, and nothing is kept."""
+        names = list(members)
+        size = 1 if self._is_remote else COHORT
+        places = asyncio.Semaphore(max(1, MEMBER_ANSWERS // len(tasks)) if self._is_remote else 1)
+
+        async def ask(group: Sequence[str]) -> None:
+            makers = {name: members[name] for name in group}
+            async with places, self._loader.load(makers, phase="search") as arrivals:
+                await self._ask_batch(group, tasks, arrivals)
+
+        await together(ask(names[i : i + size]) for i in range(0, len(names), size))
+        self.num_members += len(names)
+        self.num_member_answers += len(names) * len(tasks)
+        measured = {name: self._conclude_member(name) for name in names}
+        self.member_errors += [m.error for m in measured.values() if m.error]
+        return measured
+
+    def _conclude_member(self, name: str) -> Measured:
+        rewards, merits = self._rewards.pop(name, {}), self._merits.pop(name, {})
+        certainties, errors = self._certainties.pop(name, {}), self._errors.pop(name, {})
+        fitness = FAILED if errors else self._fitness(rewards, merits, None)
+        return Measured(
+            fitness=fitness,
+            rewards=rewards,
+            merits=merits,
+            certainties=certainties,
+            mean=None if errors else self._fitness(rewards, rewards, None).score,
+            is_complete=False,
+            error=next(iter(errors.values()), ""),
+        )
 
     def means(self, name: str) -> dict[str, float]:
         """A candidate's mean reward by source, of the tasks it saw."""

@@ -2,13 +2,10 @@
 
 config.py          what a run is told
 batch.py           the rollouts of one step, and how they are kept
-batch_drawer.py    tasks -> groups whose rewards differ
-group_source.py    the batches of a run: drawn once, oldest first, durable
-data.py            groups -> advantages -> training rows; what is refused before the run is made
+group_source.py    tasks -> groups whose rewards differ; drawn once, oldest first, durable
 policy_weights.py  what is trained: a LoRA adapter, or all weights of a model
-policy_trainer.py  rows -> gradients -> step, and the check against the engine
-checkpoints.py     folders of weights, and the trainer's state
-selection.py       choosing on the select split, measuring on the report split, once
+policy_trainer.py  groups -> advantages -> rows -> gradients -> step; checks beforehand and after
+checkpoints.py     folders of weights; one chosen on the select split, measured on the report split
 documents.py       what is recorded of each step; what is left behind, and the warnings
 loop.py            the loop
 """

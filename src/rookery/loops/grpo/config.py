@@ -12,17 +12,18 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, launch_of, local_model
 from rookery.environments import GameConfig
-from rookery.environments.atropos import AtroposConfig
-from rookery.environments.verifiers import VerifiersConfig
+from rookery.environments.atropos import AtroposConfig, VerifiersConfig
 from rookery.loops.comparison import ReportConfig, Samples
 from rookery.loops.grpo.batch import AdvantageName
+from rookery.paths import expanded
+from rookery.runs.budget import BudgetConfig
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
 from rookery.tasks.scorers import PythonConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import FullWeights, LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
-from rookery.train.losses.variants import Grpo
+from rookery.train.losses.policy import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
@@ -62,6 +63,10 @@ FIXED = (
 """Keys that all adapters of a sweep have in common."""
 
 
+MOST_ADAPTERS = 10_000
+"""Of one sweep: each has a run of its own and a slot in the trainer."""
+
+
 class SweepConfig(Config):
     """Which adapters are trained together."""
 
@@ -89,6 +94,11 @@ class SweepConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.num_adapters > MOST_ADAPTERS:
+            raise ValueError(
+                f"vary and seeds make {self.num_adapters:,} adapters; one run trains at most "
+                f"{MOST_ADAPTERS:,}: give fewer values or seeds"
+            )
         for key, values in self.vary.items():
             first = key.partition(".")[0]
             if first in FIXED:
@@ -194,6 +204,8 @@ class GrpoConfig(ScheduleConfig):
     """0: step k draws with the weights of step k, then trains. 1: it draws with those of step k - 1
     while that step is trained, so that engine and trainer work at the same time. null: 1 where a
     server is started on the trainer's GPU, else 0."""
+    budget: BudgetConfig = BudgetConfig()
+    """Fewer steps where these would take more. The learning rate goes by `steps`."""
     publish_every: int = Field(default=1, ge=1)
     """Steps after which the engine gets the new weights."""
     save_every: int = Field(default=20, ge=1)
@@ -302,8 +314,8 @@ class GrpoConfig(ScheduleConfig):
             )
         if isinstance(self.engine, EngineConfig) and self.engine.weights == "int4":
             raise ValueError(
-                "engine.weights is int4, and a policy is trained in float32, which would not be "
-                "what its answers were drawn from: leave weights out"
+                "engine.weights is int4, and a policy is trained in float32: its answers would "
+                "come from other weights than are trained. Leave weights out"
             )
         if self.share and self.full is not None and self.publish_every > 1:
             raise ValueError(
@@ -317,6 +329,11 @@ class GrpoConfig(ScheduleConfig):
         if self.sweep is not None and (self.full is not None or self.atropos is not None):
             what = "full trains one model" if self.full is not None else "environment feeds one"
             raise ValueError(f"sweep trains many adapters, and {what}: leave one of them out")
+        if self.sweep is not None and self.budget.has_limit:
+            raise ValueError(
+                "budget ends one training, and sweep trains many to the same step: write steps, "
+                "or leave sweep out"
+            )
         if self.game is not None and self.report.samples is not None:
             raise ValueError(
                 "report.samples is for answers to prompts, and environment plays games: leave one "
@@ -347,9 +364,9 @@ class GrpoConfig(ScheduleConfig):
             return
         if not (self.atropos.environments or self.atropos.url or self.atropos.port):
             raise ValueError(
-                "environment starts no environments and names no url, and on port 0, any free one, "
-                "nobody finds the gateway: write environments with a command, url, or a port for "
-                "those that are started elsewhere"
+                "environment starts no environments, names no url and has port 0, where no program "
+                "finds the gateway: write environments, url, or a port for environments that are "
+                "started elsewhere"
             )
         if self.drawing.params(group_size=2).is_cut:
             raise ValueError(
@@ -405,5 +422,5 @@ class GrpoConfig(ScheduleConfig):
             update["environment"] = self.environment.from_folder(folder)
         for name, path in (("init_from", self.init_from), ("reference", self.reference)):
             if path is not None:
-                update[name] = (folder / path.expanduser()).resolve()
+                update[name] = expanded(path, folder).resolve()
         return self.model_copy(update=update)

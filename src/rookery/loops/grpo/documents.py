@@ -16,15 +16,15 @@ from rookery.loops.comparison import (
     warn_of_small_samples,
 )
 from rookery.loops.grpo.batch import Batch, DrawnGroup, DrawnRollout
-from rookery.loops.grpo.checkpoints import Checkpoints
+from rookery.loops.grpo.checkpoints import Checkpoints, Selection
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.group_source import BATCH
-from rookery.loops.grpo.selection import Selection
 from rookery.ports import Engine, Observer
 from rookery.reports import (
     CheckpointRecord,
     GrpoReport,
     ReportRow,
+    SpentRecord,
     SweepRecord,
     TrainStepRecord,
     describe_task,
@@ -34,10 +34,13 @@ from rookery.tasks.taskset import Taskset
 from rookery.types import Task, TokenIds, TokenSequence
 
 __all__ = [
+    "DRAWN",
+    "TRAINED",
     "Example",
     "RunSummary",
     "Step",
     "StepLog",
+    "count_trained",
     "write_report",
 ]
 
@@ -45,6 +48,7 @@ __all__ = [
 
 
 STEP, GAP = "step", "gap"
+DRAWN, TRAINED = "grpo/num_drawn_tokens", "grpo/num_trained_tokens"
 SHOWN_TOKENS = 256
 """Of a completion whose gaps are kept: a few kilobytes a step."""
 SHOWN_CHARACTERS = 600
@@ -119,7 +123,8 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
         "grpo/num_equal_groups": float(counts.num_equal),
         "grpo/num_failed_rollouts": float(counts.num_failed),
         "grpo/num_rollouts": float(counts.num_rollouts),
-        "grpo/num_drawn_tokens": float(counts.num_tokens),
+        DRAWN: float(counts.num_tokens),
+        TRAINED: float(count_trained(batch)),
         "grpo/staleness": float(batch.step - batch.model_step),
     }
     if counts.mean_reward is not None:
@@ -128,6 +133,11 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     if rewards:
         metrics["reward/std"] = pstdev(rewards)
     return metrics | {f"game/{name}": value for name, value in counts.metrics.items()}
+
+
+def count_trained(batch: Batch) -> int:
+    """Tokens of the answers that the batch trains on."""
+    return sum(rollout.num_drawn for group in batch.groups for rollout in group.rollouts)
 
 
 def _examples(group: DrawnGroup) -> tuple[Example, ...]:
@@ -192,6 +202,8 @@ class RunSummary:
     selection: Selection
     log: StepLog
     rows: Sequence[ReportRow]
+    stop_reason: str = ""
+    """Why a budget ended it before its last step."""
 
 
 def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = None) -> GrpoReport:
@@ -223,7 +235,12 @@ def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = N
         steps=steps,
         sweep=sweep,
         num_rollouts=int(_total(steps, "grpo/num_rollouts")),
-        num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
+        num_tokens=int(_total(steps, DRAWN)),
+        spent=SpentRecord(
+            drawn_tokens=int(_total(steps, DRAWN)) + sum(summary.selection.answer_tokens.values()),
+            trained_tokens=int(_total(steps, TRAINED)),
+        ),
+        stop_reason=summary.stop_reason,
         seconds=run.worked_s,
         warnings=(*_warn_of_scorers(run), *_make_warnings(summary, steps), *_warn_of_sweep(sweep)),
     )

@@ -39,17 +39,24 @@ from typing import Protocol
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
-from rookery.loops.grpo.batch_drawer import Policy
-from rookery.loops.grpo.checkpoints import Checkpoints
+from rookery.loops.grpo.checkpoints import Checkpoints, Selection
 from rookery.loops.grpo.config import GrpoConfig
-from rookery.loops.grpo.documents import RunSummary, Step, StepLog, write_report
-from rookery.loops.grpo.group_source import GroupSource
+from rookery.loops.grpo.documents import (
+    DRAWN,
+    TRAINED,
+    RunSummary,
+    Step,
+    StepLog,
+    count_trained,
+    write_report,
+)
+from rookery.loops.grpo.group_source import GroupSource, Policy
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
-from rookery.loops.grpo.selection import Selection
 from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport, ReportRow
 from rookery.runs import Run
+from rookery.runs.budget import Budget
 from rookery.tasks.taskset import Taskset
 from rookery.types import TokenIds
 
@@ -114,6 +121,7 @@ class Parts:
     checkpoints: Checkpoints
     selection: Selection
     log: StepLog
+    budget: Budget
 
     @property
     def trained(self) -> SavedWeights:
@@ -136,6 +144,7 @@ class Parts:
             selection=self.selection,
             log=self.log,
             rows=rows,
+            stop_reason=self.budget.stop_reason,
         )
 
 
@@ -151,6 +160,7 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
             inputs.evaluator, tasksets=tasksets, weights=weights, run=run, samples=config.samples
         ),
         log=StepLog(run, observer=observer, decode=inputs.decode),
+        budget=Budget(config.budget, run),
     )
 
 
@@ -175,28 +185,56 @@ async def train(parts: Parts) -> None:
     policy = await parts.trainer.publish(first)
     source.use(policy)
     await _save(parts, policy)
-    if first == config.steps:
+    spending = _Spending(parts, first)
+    if first == config.steps or not await spending.has_room(first):
         return
     seconds = _Seconds()
     with seconds.spent_on("draw"):
         batch = await source.batch(first, policy=policy)
     for step in range(first, config.steps):
-        trained, ahead = await _train_and_draw(parts, batch, policy, seconds)
-        if (step + 1) % config.publish_every == 0 or step + 1 == config.steps:
+        spending.add(batch)
+        is_last = step + 1 == config.steps or not await spending.has_room(step + 1)
+        trained, ahead = await _train_and_draw(parts, batch, policy, seconds, is_last=is_last)
+        if (step + 1) % config.publish_every == 0 or is_last:
             with seconds.spent_on("publish"):
                 policy = await parts.trainer.publish(step + 1)
                 source.use(policy)
         metrics = {**trained, **seconds.take()}
         await parts.log.record(batch, metrics, gaps=parts.trainer.gaps)
-        if config.is_checkpoint(step + 1):
+        if config.is_checkpoint(step + 1) or is_last:
             await _save(parts, policy)
-        if step + 1 < config.steps:
-            with seconds.spent_on("draw"):
-                batch = ahead or await source.batch(step + 1, policy=policy)
+        if is_last:
+            return
+        with seconds.spent_on("draw"):
+            batch = ahead or await source.batch(step + 1, policy=policy)
+
+
+class _Spending:
+    """Answer tokens of the steps so far, and whether the budget has room for another step."""
+
+    def __init__(self, parts: Parts, first: int) -> None:
+        self._parts = parts
+        before = [step.metrics for step in parts.log.read()]
+        self._num_done = len(before)
+        self._steps = [int((m.get(DRAWN) or 0) + (m.get(TRAINED) or 0)) for m in before[:first]]
+
+    def add(self, batch: Batch) -> None:
+        """A step that is about to be trained."""
+        self._steps.append(batch.counts.num_tokens + count_trained(batch))
+
+    async def has_room(self, step: int) -> bool:
+        """For a step as dear as the dearest, and for measuring the checkpoint behind it."""
+        measured = self._parts.selection.answer_tokens
+        select = [tokens for own, tokens in measured.items() if own <= step]
+        needed = max(self._steps, default=0) + max(select, default=0)
+        spent = sum(self._steps) + sum(select)
+        return await self._parts.budget.has_room(
+            step, tokens=spent + needed, num_done=self._num_done
+        )
 
 
 async def _train_and_draw(
-    parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds"
+    parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds", *, is_last: bool
 ) -> tuple[dict[str, float], Batch | None]:
     """Train a batch and, with staleness 1, draw the next one meanwhile.
 
@@ -207,7 +245,7 @@ async def _train_and_draw(
         rows = await parts.trainer.prepare(step, batch, policy=policy)
     async with task_group() as tasks:
         drawing = None
-        if config.staleness and step + 1 < config.steps:
+        if config.staleness and not is_last:
             drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
         with seconds.spent_on("train"):
             trained = await parts.trainer.gradients(rows)

@@ -29,11 +29,12 @@ from typing import Any
 from rookery.concurrency import run_to_end, task_group
 from rookery.config import Config, assign, parse_config
 from rookery.errors import RookeryError, TaskError, TrainError
+from rookery.loops.comparison import mean_rewards
+from rookery.loops.grpo.checkpoints import Selection
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import STEP, Step, write_report
 from rookery.loops.grpo.loop import GrpoInputs, Parts, assemble, train
 from rookery.loops.grpo.policy_weights import AdapterTrainer, SavedWeights
-from rookery.loops.grpo.selection import Selection
 from rookery.ports import UNOBSERVED, Engine, Evaluator, Observer
 from rookery.reports import GrpoReport, ReportRow, SettingRow, SweepRecord, SweptAdapter
 from rookery.runs import NewEvent, Run
@@ -408,7 +409,7 @@ def _setting_rows(
     """What the adapters of each setting earned on average, task by task."""
     settings = _settings(ranked)
     earned = {
-        setting: _mean_rewards([rewards[own.swept.name] for own, _ in trained])
+        setting: mean_rewards([rewards[own.swept.name] for own, _ in trained])
         for setting, trained in settings.items()
     }
     first = next(iter(settings))
@@ -422,12 +423,6 @@ def _setting_rows(
         )
         for setting, trained in settings.items()
     )
-
-
-def _mean_rewards(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of tasks that all have a reward for."""
-    common = set.intersection(*(set(own) for own in rewards))
-    return {task: fmean(own[task] for own in rewards) for task in rewards[0] if task in common}
 
 
 def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -> SweptAdapter:

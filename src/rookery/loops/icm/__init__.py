@@ -1,16 +1,14 @@
 """icm: labels data that has no labels, by internal coherence.
 
 config.py        what a run is told
-loop.py          the loop
+loop.py          the loop, and how far it is
 items.py         items, their groups and batches; the true labels, for the report alone
 prompts.py       items as tokens: demonstrations and queries that join exactly
 objective.py     constraints over fields of the items, and U = alpha * P - I
 label_scorer.py  label log-probabilities: each context once, by content, durable
 chain.py         one search: the paper's annealing; batches of items, and decisions as events
 baselines.py     what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
-progress.py      how far a run is, for its observer
-support.py       how far labels support one another, beside those of random models
-verdict.py       what the labels are worth
+verdict.py       what the labels are worth; how far they support one another
 report.py        the result beside its baselines
 exports.py       files for training
 """

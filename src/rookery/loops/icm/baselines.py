@@ -13,14 +13,14 @@ from dataclasses import replace
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
+from rookery.loops.icm.chain import Chain, ChainResult, HasRoom, Problem, Step
 from rookery.loops.icm.objective import LabelLogprobs, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
-from rookery.search.constraints import Constraints
-from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
+from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_items, relabel
 from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = [
+    "BASELINE_READS",
     "BOOTSTRAP",
     "INVERTED",
     "Baselines",
@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+BASELINE_READS = 5
+"""Of an item, by what the search is compared with: behind no labels, behind random ones, and to
+assess three ways to label."""
 BOOTSTRAP = "bootstrap"
 INVERTED = "inverted seed"
 
@@ -123,6 +126,7 @@ class Baselines:
         *,
         config: AnnealingConfig,
         on_step: Callable[[Step], None] | None = None,
+        has_room: HasRoom | None = None,
     ) -> ChainResult | None:
         """The search from the opposite of its result; None where constraints forbid that start."""
         start = self._blank
@@ -135,8 +139,10 @@ class Baselines:
         if (await self._problem.assess([start]))[0] is None:
             return None
         seed = stream_seed(self._seed, "inverted")
-        chain = Chain(self._problem, config=config, seed=seed, on_step=on_step)
-        return replace(await chain.run(start), origin=INVERTED)
+        scorer = self._problem.scorer.of_chain(None, part="baselines")
+        problem = replace(self._problem, scorer=scorer)
+        chain = Chain(problem, config=config, seed=seed, on_step=on_step)
+        return replace(await chain.run(start, has_room=has_room), origin=INVERTED)
 
     async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
         """All items behind the same demonstrations, each without itself."""

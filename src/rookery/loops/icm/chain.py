@@ -10,7 +10,7 @@ A labelling for which the engine leaves a question unanswered has no utility and
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -32,8 +32,7 @@ from rookery.search.annealing import (
     start_labels,
     tell,
 )
-from rookery.search.constraints import Constraints
-from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_items
 from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
     "Chain",
     "ChainResult",
     "DecisionLog",
+    "HasRoom",
     "Problem",
     "Step",
 ]
@@ -48,6 +48,10 @@ __all__ = [
 NUM_STARTS = 8
 """Random starts to try where the engine cannot answer for one of their items, then as many with
 half as many items, and so on. At last every item is tried alone."""
+
+
+HasRoom = Callable[[int, int], Awaitable[bool]]
+"""Whether an iteration may begin, behind which the chain has asked for so many contexts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +153,13 @@ class Chain:
         self._steps: list[Step] = []
         self._asked: set[int] = set()
         """Unlabelled items that were drawn since a label changed."""
+        self._num_asked = self._dearest = 0
+        """Contexts before the last iteration, and the most of one iteration."""
 
-    async def run(self, start: Labels | None = None) -> ChainResult:
-        """Search from random start labels, or from the given ones.
+    async def run(
+        self, start: Labels | None = None, *, has_room: HasRoom | None = None
+    ) -> ChainResult:
+        """Search from random start labels, or from the given ones, while there is room.
 
         EngineError when the engine cannot answer for any start.
         """
@@ -161,6 +169,8 @@ class Chain:
         best, labelled_at = now, [UNLABELLED] * problem.num_items
         best_at = tuple(labelled_at)
         while state.iteration < self._config.iterations and not _is_settled(state.labels, now):
+            if has_room is not None and not await self._fits(state.iteration, has_room):
+                break
             await self._look_ahead(state, now)
             before = state
             state, decision, tried = await self._iterate(state, now)
@@ -182,6 +192,13 @@ class Chain:
             labelled_at=best_at,
             steps=tuple(self._steps),
         )
+
+    async def _fits(self, iteration: int, has_room: HasRoom) -> bool:
+        """Whether there is room for an iteration as dear as the dearest so far."""
+        num_asked = self._problem.scorer.num_asked
+        self._dearest = max(self._dearest, num_asked - self._num_asked)
+        self._num_asked = num_asked
+        return await has_room(iteration, num_asked + self._dearest)
 
     async def _begin(self, start: Labels | None) -> tuple[Labels, Assessment]:
         for labels in self._draw_starts() if start is None else [start]:

@@ -8,10 +8,12 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import SamplerChoice, engine_from_folder, local_model
-from rookery.loops.icm.baselines import BaselinesConfig
+from rookery.loops.icm.baselines import BASELINE_READS, BaselinesConfig
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.items import DataConfig
 from rookery.loops.icm.objective import ConstraintConfig, ObjectiveConfig, fields_of
+from rookery.paths import expanded
+from rookery.runs.budget import BudgetConfig
 from rookery.runs.trackers import TrackerName
 from rookery.search.annealing import AnnealingConfig
 from rookery.train.sft import SftConfig
@@ -32,7 +34,7 @@ class IterateConfig(Config):
         """The config with its path taken from the folder of its file."""
         if self.sft.init_from is None:
             return self
-        path = (folder / self.sft.init_from.expanduser()).resolve()
+        path = expanded(self.sft.init_from, folder).resolve()
         return self.model_copy(update={"sft": self.sft.model_copy(update={"init_from": path})})
 
 
@@ -66,6 +68,9 @@ class IcmConfig(Config):
     exports: ExportsConfig = ExportsConfig()
     track: tuple[TrackerName, ...] = ()
     """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    budget: BudgetConfig = BudgetConfig()
+    """Fewer iterations where these would take more. A read of an item's labels counts as one answer
+    token; every search has an equal share of those that the baselines leave."""
     seed: int = 0
     """All random numbers follow from it."""
 
@@ -77,6 +82,14 @@ class IcmConfig(Config):
                 "type embedded or fleet"
             )
         return self
+
+    def reads_of_search(self, *, num_items: int, num_batches: int) -> int | None:
+        """Reads that a budget leaves to each search of a batch, one at least; None: any number."""
+        most = self.budget.max_answer_tokens
+        if most is None:
+            return None
+        num_searches = num_batches * (self.num_chains + self.baselines.inverted)
+        return max(1, (most - BASELINE_READS * num_items) // num_searches)
 
     @model_validator(mode="after")
     def _hides_gold(self) -> Self:

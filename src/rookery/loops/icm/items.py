@@ -21,6 +21,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.errors import TaskError
+from rookery.paths import expanded
 from rookery.tasks.files import read_json, read_jsonl
 from rookery.tasks.rows import Row
 from rookery.tasks.template import (
@@ -86,8 +87,8 @@ class DataConfig(Config):
         """The config with its paths taken from the folder of its file."""
         gold = self.gold
         if gold is not None and gold.path is not None:
-            gold = gold.model_copy(update={"path": folder / gold.path.expanduser()})
-        return self.model_copy(update={"path": folder / self.path.expanduser(), "gold": gold})
+            gold = gold.model_copy(update={"path": expanded(gold.path, folder).resolve()})
+        return self.model_copy(update={"path": expanded(self.path, folder).resolve(), "gold": gold})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 from zlib import crc32
 
+from rookery.concurrency import AskOnce
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
 from rookery.loops.icm.objective import LabelLogprobs
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
-from rookery.rollout.ask_once import AskOnce
 from rookery.runs import NewEvent, Run
 from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
@@ -158,6 +158,11 @@ class LabelScorer(Protocol):
         """Prompt tokens of all reads of the search, had nothing been shared."""
         ...
 
+    @property
+    def num_asked(self) -> int:
+        """Different contexts that this scorer was asked for, of whoever asked first."""
+        ...
+
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "LabelScorer":
         """The same scorer for one chain: what it asks for goes to one server where that is as
         quick. New reads are counted as those of `part`."""
@@ -187,6 +192,7 @@ class PlainLabelScorer:
         self._order = order
         self._model = model
         self.naive_tokens = 0
+        self.num_asked = 0
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "PlainLabelScorer":
         del affinity, part
@@ -201,6 +207,7 @@ class PlainLabelScorer:
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         reads: list[LabelLogprobs | None] = []
+        self.num_asked += len(contexts)
         for labels, target in contexts:
             request = _request(self._prompts, self._order, self._model, (labels, target))
             self.naive_tokens += len(request.tokens)
@@ -235,6 +242,8 @@ class SharedLabelScorer:
         self._naive: Counter[str] = Counter()
         self._affinity: Hashable = None
         self._part: Part = "search"
+        self._asked: set[str] = set()
+        """Not shared."""
 
     @property
     def naive_tokens(self) -> int:
@@ -242,8 +251,12 @@ class SharedLabelScorer:
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "SharedLabelScorer":
         scorer = copy.copy(self)
-        scorer._affinity, scorer._part = affinity, part
+        scorer._affinity, scorer._part, scorer._asked = affinity, part, set()
         return scorer
+
+    @property
+    def num_asked(self) -> int:
+        return len(self._asked)
 
     def known(self, context: Context) -> LabelLogprobs | None:
         return self._store.find(self._key(context))
@@ -258,6 +271,7 @@ class SharedLabelScorer:
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         by_key = {self._key(context): context for context in contexts}
+        self._asked.update(by_key)
         missing = [key for key in by_key if key not in self._store]
         missing.sort(key=lambda key: self._place[by_key[key][1]])
         asked = {key: by_key[key] for key in missing}

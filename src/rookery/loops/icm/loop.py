@@ -18,32 +18,132 @@ from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
-from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
-from rookery.loops.icm.chain import Batch, Chain, ChainResult, DecisionLog, Problem, Step
+from rookery.loops.icm.baselines import BASELINE_READS, BOOTSTRAP, Baselines
+from rookery.loops.icm.chain import Batch, Chain, ChainResult, DecisionLog, HasRoom, Problem, Step
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import check_exports, write_exports
 from rookery.loops.icm.items import Item, batch_items
 from rookery.loops.icm.label_scorer import LabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.objective import build_constraints
-from rookery.loops.icm.progress import ChainStep, Progress
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
+from rookery.loops.icm.verdict import NUM_CONTEXTS
 from rookery.ports import UNOBSERVED, Observer, Sampler
-from rookery.reports import IcmReport
-from rookery.runs import Run
+from rookery.reports import IcmReport, SpentRecord
+from rookery.runs import NewEvent, Run
+from rookery.runs.budget import Budget, find_stop_reason
 from rookery.search.labelling import UNLABELLED, IdOrder, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 
 __all__ = [
+    "ChainStep",
     "IcmInputs",
     "Labeller",
+    "Progress",
     "check_batches",
     "label",
     "open_problem",
 ]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainStep:
+    """A decision of one chain, for the observer."""
+
+    batch: int
+    chain: int
+    num_items: int
+    num_tokens: int
+    """Prompt tokens computed so far, by all chains."""
+    step: Step
+
+
+REPORT_READS = 1 + NUM_CONTEXTS
+"""The same for the report."""
+REPORT_SPEED = 6
+"""Servers compute the reads of the report in one block: six take as long as one of a search."""
+
+
+class Progress:
+    """Foretells the reads of all rounds. A search is as far as its items are labelled or its
+    iterations used up. The inverted one is as long as one from random labels, and every round as
+    long as the one before."""
+
+    def __init__(
+        self, run: Run, config: IcmConfig, observer: Observer[ChainStep], *, is_remote: bool
+    ) -> None:
+        self.store = ScoreStore(run, on_read=self._tell)
+        self._config, self._observer = config, observer
+        self._report_reads = REPORT_READS / (REPORT_SPEED if is_remote else 1)
+        self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
+        self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
+        self._num_items: dict[int, int] = {}
+        """By batch of the round."""
+        self._parts: dict[tuple[int, int], float] = {}
+        """How far each search of the round is, 0 to 1, by batch and chain."""
+        self._num_before = self._num_rounds_left = self._num_searched = 0
+        self._search_reads = 0.0
+        """Of one search from random labels in every batch of the round."""
+
+    def begin(self, batches: Sequence[Batch], *, num_rounds_left: int) -> None:
+        """A round begins; so many follow."""
+        self._num_before, self._num_rounds_left = self.store.num_reads, num_rounds_left
+        self._num_items = {batch.index: len(batch.items) for batch in batches}
+        self._parts = {}
+
+    def step(self, batch: Batch, chain: int, step: Step) -> None:
+        search, num_items = self._config.search, len(batch.items)
+        start = min(search.num_start, num_items - 1)
+        num_labelled = sum(label != UNLABELLED for label in step.labels)
+        part = max((num_labelled - start) / (num_items - start), step.iteration / search.iterations)
+        known = self._parts.get((batch.index, chain), 0.0)
+        self._parts[batch.index, chain] = max(known, min(part, 0.95))
+        self._observer.on_step(
+            ChainStep(
+                batch=batch.index,
+                chain=chain,
+                num_items=num_items,
+                num_tokens=sum(self.store.computed.values()),
+                step=step,
+            )
+        )
+
+    def end(self, batch: Batch, chain: int) -> None:
+        self._parts[batch.index, chain] = 1.0
+
+    def _tell(self) -> None:
+        part = self._part(range(self._num_random))
+        if not part:
+            return
+        num_reads, num_items = self.store.num_reads, sum(self._num_items.values())
+        inverted = self._part(self._inverted)
+        if part < 1:
+            self._search_reads = (num_reads - self._num_before) / part / self._num_random
+        left = (1 - part) * self._num_random * self._search_reads
+        left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
+        if part < 1 or inverted < 1:
+            self._num_searched = num_reads
+        whole_round = num_reads - self._num_before + left
+        report = self._report_reads * num_items - (num_reads - self._num_searched)
+        left += self._num_rounds_left * whole_round + max(0, report)
+        self._observer.on_progress(num_reads, num_reads + left)
+
+    def _part(self, chains: range) -> float:
+        """How far these chains are, every batch by its items; 1 where there is none."""
+        total = sum(self._num_items.values()) * len(chains)
+        done = sum(
+            num_items * self._parts.get((batch, chain), 0.0)
+            for batch, num_items in self._num_items.items()
+            for chain in chains
+        )
+        return done / total if total else 1.0
+
+
 logger = logging.getLogger(__name__)
+
+SPENT = "spent"
+"""The event that says how many reads there were before those of the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +187,7 @@ async def label(
     store = progress.store
     batches: list[Batch] = []
     rounds = _rounds(config, inputs.items)
+    reads = config.reads_of_search(num_items=len(inputs.items), num_batches=sum(map(len, rounds)))
     for number, round_items in enumerate(rounds, start=1):
         if batches:
             labeller = replace(labeller, model=await _tune(config, batches, labeller))
@@ -95,8 +196,9 @@ async def label(
             for index, part in enumerate(round_items, start=len(batches))
         ]
         progress.begin(opened, num_rounds_left=len(rounds) - number)
-        await _search(config, opened, run, progress)
+        await _search(config, opened, run, progress, reads)
         batches += opened
+    spent = await _note_spent(run, progress.store)
     truth = dict(inputs.gold())
     summary = await make_report(batches, config=config, model=engine.model, gold=truth, store=store)
     records = label_records(batches)
@@ -105,11 +207,25 @@ async def label(
     )
     warnings = (*summary.warnings, *engine.notes)
     report = summary.model_copy(
-        update={"run": run.name, "seconds": run.worked_s, "warnings": warnings}
+        update={
+            "run": run.name,
+            "seconds": run.worked_s,
+            "warnings": warnings,
+            "spent": spent,
+            "stop_reason": find_stop_reason(run),
+        }
     )
     document = report.model_dump(mode="json", exclude_none=True)
     await run_in_thread(run.write_json, "report.json", document)
     return report
+
+
+async def _note_spent(run: Run, store: ScoreStore) -> SpentRecord:
+    """What labelling took; when a report that was cut short is made again, its own reads are
+    known too."""
+    new = NewEvent(kind=SPENT, key=SPENT, payload={"reads": store.num_reads}, first_wins=True)
+    [event] = await run.append_many([new])
+    return SpentRecord(drawn_tokens=int(event.payload["reads"]))
 
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labeller) -> None:
@@ -210,9 +326,10 @@ def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labell
 
 
 async def _search(
-    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: Progress
+    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: Progress, reads: int | None
 ) -> None:
-    """All chains of all batches, a few at a time; each batch is left with its results."""
+    """All chains of all batches, a few at a time; each batch is left with its results. `reads` is
+    what a budget leaves to each chain."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
 
     async def search(batch: Batch, chain: int) -> ChainResult:
@@ -233,7 +350,7 @@ async def _search(
                 seed=stream_seed(batch.seed, "chain", chain),
                 speculate=config.speculate,
                 on_step=stepped,
-            ).run(start)
+            ).run(start, has_room=_has_room(config, batch, chain, run, reads))
         await decisions.flush()
         progress.end(batch, chain)
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
@@ -244,7 +361,8 @@ async def _search(
             baselines = _baselines(config, batch, batch.problem)
             batch.results += await baselines.better_than(batch.results)
             if config.baselines.inverted:
-                await _search_inverted(config, batch, baselines, run, progress)
+                has_room = _has_room(config, batch, config.num_chains, run, reads)
+                await _search_inverted(config, batch, baselines, run, progress, has_room)
 
     chains = range(config.num_chains)
     results = await together(search(batch, chain) for batch in batches for chain in chains)
@@ -258,8 +376,30 @@ def _baselines(config: IcmConfig, batch: Batch, problem: Problem) -> Baselines:
     return Baselines(problem, config=config.baselines, seed=batch.seed)
 
 
+def _has_room(config: IcmConfig, batch: Batch, chain: int, run: Run, reads: int | None) -> HasRoom:
+    """Chains run side by side: each has a budget of its own, which none of the others touches."""
+    own = config.budget.model_copy(update={"max_answer_tokens": reads})
+    where = f"{batch.index}/{chain}"
+    budget = Budget(own, run, key=where)
+    num_done = _count_decided(run, where) if own.max_hours is not None else 0
+    return lambda iteration, num_asked: budget.has_room(
+        iteration, tokens=num_asked, num_done=num_done
+    )
+
+
+def _count_decided(run: Run, where: str) -> int:
+    """Iterations of a chain up to its last decision."""
+    found = (event.key.rpartition("/") for event in run.events("decision"))
+    return max((int(number) + 1 for chain, _, number in found if chain == where), default=0)
+
+
 async def _search_inverted(
-    config: IcmConfig, batch: Batch, baselines: Baselines, run: Run, progress: Progress
+    config: IcmConfig,
+    batch: Batch,
+    baselines: Baselines,
+    run: Run,
+    progress: Progress,
+    has_room: HasRoom,
 ) -> None:
     """The search from the opposite of the best labels; it counts where it finds better ones."""
     decisions = DecisionLog(run, batch, chain=len(batch.results))
@@ -268,7 +408,9 @@ async def _search_inverted(
         decisions.add(step)
         progress.step(batch, config.num_chains, step)
 
-    batch.inverted = await baselines.inverted(batch.best, config=config.search, on_step=stepped)
+    batch.inverted = await baselines.inverted(
+        batch.best, config=config.search, on_step=stepped, has_room=has_room
+    )
     await decisions.flush()
     if batch.inverted is not None and batch.inverted.rank > batch.best.rank:
         batch.results.append(batch.inverted)

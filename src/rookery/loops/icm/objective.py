@@ -19,15 +19,16 @@ from rookery.config import Config
 from rookery.errors import TaskError
 from rookery.loops.icm.items import Item
 from rookery.search.annealing import argmax_label
-from rookery.search.constraints import (
+from rookery.search.labelling import (
     AsymmetricPair,
     Constraint,
     Constraints,
     EqualAnswer,
     Exclusive,
     Implies,
+    Labels,
+    labelled_items,
 )
-from rookery.search.labelling import Labels, labelled_items
 
 __all__ = [
     "Assessment",

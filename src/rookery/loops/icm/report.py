@@ -19,8 +19,16 @@ from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import LabelRecord
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, normalised, predict
-from rookery.loops.icm.support import Support, join_supports, measure_support
-from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
+from rookery.loops.icm.verdict import (
+    Agreement,
+    Evidence,
+    MajorityLabel,
+    Support,
+    agree,
+    join_supports,
+    judge,
+    measure_support,
+)
 from rookery.reports import (
     AgreementRecord,
     ChainRecord,

@@ -21,9 +21,8 @@ from typing import Any
 
 from . import isolation
 from .candidate import Descriptors, start_candidate
-from .contract import UnusableEvaluator, load_evaluator
-from .scratch import empty_folder
-from .shim import provide_openevolve
+from .contract import UnusableEvaluator, load_evaluator, provide_openevolve
+from .isolation import empty_folder
 
 __all__ = ["main"]
 

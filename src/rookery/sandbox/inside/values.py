@@ -18,7 +18,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MAX_MESSAGE_BYTES", "Refer", "decode", "encode", "receive", "send"]
+__all__ = ["MAX_MESSAGE_BYTES", "decode", "encode", "receive", "send"]
 
 MAX_MESSAGE_BYTES = 1 << 28
 """One value of a program. A longer one is refused, before it is read."""

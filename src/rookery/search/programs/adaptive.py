@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rookery.search.programs.bandit import Arm
+from rookery.search.programs.bandit import Arm, OperatorBandit, OperatorRecord
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
-from rookery.search.programs.operators import OperatorBandit, OperatorRecord
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
-from rookery.search.programs.sampling import Plan
 from rookery.seeding import stream
 
 __all__ = ["AdaptiveDatabase", "Budget"]

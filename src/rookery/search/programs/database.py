@@ -10,6 +10,12 @@
 order. A database is therefore its config and its tells: telling the same again in the order of
 commits rebuilds it, and `state` saves the way. Cost does not grow with the number of programs.
 For results that do not depend on the number of workers, order asks and tells by a `Window`.
+
+When to stop early: no improvement for a while, or a target reached.
+
+stopping = Stopping()
+stopping = advance(stopping, database.tell(record), config=config)
+stopping.reason                                          # a sentence, or empty
 """
 
 import math
@@ -19,26 +25,27 @@ from typing import Generic, TypeVar
 
 from pydantic import Field
 
-from rookery.search.programs.bandit import Arm, Bandit, BanditConfig
-from rookery.search.programs.operators import OperatorRecord
+from rookery.config import Config
+from rookery.search.programs.bandit import Arm, Bandit, BanditConfig, OperatorRecord
+from rookery.search.programs.island import Front
 from rookery.search.programs.population import (
+    Elites,
+    Plan,
     Population,
     PopulationConfig,
     PopulationState,
+    SamplingConfig,
+    draw_inspirations,
+    draw_parent,
 )
 from rookery.search.programs.program import (
+    COMBINED,
     CodeSummary,
     FailedRecord,
     Member,
     ProgramRecord,
+    mean_of,
     score_of,
-)
-from rookery.search.programs.sampling import (
-    Elites,
-    Plan,
-    SamplingConfig,
-    draw_inspirations,
-    draw_parent,
 )
 from rookery.seeding import stream
 
@@ -47,12 +54,18 @@ __all__ = [
     "BestOfN",
     "DatabaseConfig",
     "DatabaseState",
+    "ParetoDatabase",
     "ProgramDatabase",
     "References",
     "Sequential",
+    "Stopping",
+    "StoppingConfig",
     "Tell",
     "Window",
+    "advance",
+    "begin_again",
 ]
+
 
 # How far a program is from a few reference programs: the built-in feature `diversity`.
 #
@@ -350,6 +363,44 @@ class ProgramDatabase:
         return Member(record=record, serial=self._num_told, score=score, features=features)
 
 
+# A search of prompts: each is best on some tasks.
+
+
+FRONT_SIZE = 100
+"""Prompts of the front: more than a search of prompts has iterations."""
+
+
+class ParetoDatabase(ProgramDatabase):
+    """Parents are the programs that are best on some task, drawn by on how many they are."""
+
+    def __init__(self, config: DatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()) -> None:
+        super().__init__(config, seed=seed, arms=arms)
+        self._front = Front(size=FRONT_SIZE)
+        self._parents: dict[str, Member] = {}
+        """Those of the front, which the population may have forgotten."""
+
+    def tell(self, record: ProgramRecord) -> Member:
+        member = super().tell(record)
+        change = self._front.add(member.id, record.rewards)
+        if change.is_member:
+            self._parents[member.id] = member
+        for id in change.removed:
+            del self._parents[id]
+        return member
+
+    def ask(self, attempt: int) -> Plan:
+        rng = stream(self._seed, "parent", attempt)
+        parent = self._parents[self._front.draw_by_wins(rng)]
+        return replace(
+            super().ask(attempt),
+            parent=parent.id,
+            parent_score=parent.score,
+            generation=parent.record.generation + 1,
+            inspirations=(),
+            top=(),
+        )
+
+
 # Simpler searches, to compare with.
 
 
@@ -391,3 +442,61 @@ class Sequential(ProgramDatabase):
             generation=best.record.generation + 1,
             inspirations=(),
         )
+
+
+class StoppingConfig(Config):
+    """The rules of `early_stopping_*`, `convergence_threshold` and `target_score`."""
+
+    patience: int | None = None
+    """Stop after so many programs in a row without improvement; 0 or below stops when the metric
+    equals `threshold`; None never stops."""
+    threshold: float = 0.001
+    """The least improvement that counts, or the value to reach."""
+    metric: str = Field(default=COMBINED, min_length=1)
+    """The metric that is watched; the mean of all metrics where a program does not have it."""
+    target_score: float | None = None
+    """Stop when a program's score is at least this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """What was seen so far."""
+
+    best: float | None = None
+    num_without_improvement: int = 0
+    reason: str = ""
+    """Why the search should stop; empty while it should not."""
+
+
+def advance(stopping: Stopping, member: Member, *, config: StoppingConfig) -> Stopping:
+    """The state after one more program; attempts that failed do not count."""
+    value = _watched(member.record.metrics, config.metric)
+    best, count = stopping.best, stopping.num_without_improvement
+    if value is not None:
+        is_better = best is None or value - best >= config.threshold
+        best, count = (value, 0) if is_better else (best, count + 1)
+    reason = stopping.reason or _reason(member.score, value, count, config)
+    return Stopping(best=best, num_without_improvement=count, reason=reason)
+
+
+def begin_again(stopping: Stopping, best: Member, *, config: StoppingConfig) -> Stopping:
+    """Of a search that ended and goes on: patience counts anew, a target that was reached holds."""
+    is_reached = config.target_score is not None and best.score >= config.target_score
+    return Stopping(best=stopping.best, reason=stopping.reason if is_reached else "")
+
+
+def _reason(score: float, value: float | None, count: int, config: StoppingConfig) -> str:
+    if config.target_score is not None and score >= config.target_score:
+        return f"The score {score:.6g} reached the target {config.target_score:.6g}."
+    if config.patience is None:
+        return ""
+    if config.patience <= 0:
+        is_reached = value == config.threshold
+        return f"{config.metric} reached {config.threshold:.6g}." if is_reached else ""
+    if count < config.patience:
+        return ""
+    return f"{config.metric} did not improve by {config.threshold:.6g} in {count} programs."
+
+
+def _watched(metrics: Mapping[str, float], name: str) -> float | None:
+    return mean_of([metrics[name]] if name in metrics else list(metrics.values()))

@@ -64,6 +64,8 @@ class ProgramRecord:
     """How it was made, where the database draws operators."""
     mends: str = ""
     """The failed program that it is a repair of."""
+    rewards: tuple[float, ...] = ()
+    """On each task, of a prompt that was scored on tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

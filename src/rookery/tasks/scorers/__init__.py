@@ -1,4 +1,4 @@
-"""Scorers: what an answer earns. One file each, one dict of all, chosen by `type` in a config.
+"""Scorers: what an answer earns. One dict of all, chosen by `type` in a config.
 
 A new scorer is a file with its config and its class, one line in the union and one in the dict.
 """
@@ -10,14 +10,18 @@ from pydantic import Field
 
 from rookery.errors import TaskError
 from rookery.ports import Sampler, Scorer
-from rookery.tasks.scorers.choice import ChoiceConfig, ChoiceScorer
-from rookery.tasks.scorers.exact import ExactConfig, ExactScorer
 from rookery.tasks.scorers.json_schema import JsonSchemaConfig, JsonSchemaScorer
 from rookery.tasks.scorers.judge import JudgeConfig, JudgeScorer
-from rookery.tasks.scorers.math import MathConfig, MathScorer
-from rookery.tasks.scorers.numeric import NumericConfig, NumericScorer
+from rookery.tasks.scorers.numeric import MathConfig, MathScorer, NumericConfig, NumericScorer
 from rookery.tasks.scorers.python import PythonConfig, PythonScorer
-from rookery.tasks.scorers.regex import RegexConfig, RegexScorer
+from rookery.tasks.scorers.text import (
+    ChoiceConfig,
+    ChoiceScorer,
+    ExactConfig,
+    ExactScorer,
+    RegexConfig,
+    RegexScorer,
+)
 from rookery.tasks.template import Template
 
 __all__ = [

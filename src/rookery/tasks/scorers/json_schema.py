@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from rookery.errors import TaskError, boundary
-from rookery.tasks.scorers.options import ScorerOptions, require_judgeable
+from rookery.tasks.scorers.text import ScorerOptions, require_judgeable
 from rookery.types import Completion, Json, Task
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
-__all__ = ["JsonSchemaConfig", "JsonSchemaScorer", "find_json"]
+__all__ = ["JsonSchemaConfig", "JsonSchemaScorer"]
 
 MAX_STARTS = 1000
 """How many opening brackets are tried: a text of a hundred thousand of them must not take hours."""

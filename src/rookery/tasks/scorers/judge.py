@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from rookery.errors import TaskError
 from rookery.ports import Sampler
-from rookery.tasks.scorers.options import ScorerOptions
+from rookery.tasks.scorers.text import ScorerOptions
 from rookery.tasks.template import (
     Template,
     check_prompt_template,

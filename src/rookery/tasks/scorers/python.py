@@ -31,7 +31,7 @@ from rookery.tasks.python_function import (
     finite_number,
     shown,
 )
-from rookery.tasks.scorers.options import ScorerOptions
+from rookery.tasks.scorers.text import ScorerOptions
 from rookery.types import Completion, Task
 
 __all__ = ["PythonConfig", "PythonScorer"]

@@ -1,4 +1,4 @@
-"""Losses: one file each, one dict of all. A new one is a file, a line here and one in the union."""
+"""Losses: one dict of all. A new one is a class, a line here and one in the union."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,16 +9,18 @@ from rookery.config import parse_config
 from rookery.errors import TrainError
 from rookery.train.losses.custom import Custom
 from rookery.train.losses.loss import Column, CrossEntropy, Loss, LossOutput, Targets
-from rookery.train.losses.policy import CorrectionConfig, KlConfig, PolicyLoss
-from rookery.train.losses.variants import (
+from rookery.train.losses.policy import (
     Bnpo,
     Cispo,
+    CorrectionConfig,
     Dapo,
     DrGrpo,
     Dro,
     Grpo,
     Gspo,
     ImportanceSampling,
+    KlConfig,
+    PolicyLoss,
     Ppo,
     Reinforce,
 )

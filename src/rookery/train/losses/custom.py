@@ -22,10 +22,7 @@ from rookery.errors import TrainError, boundary
 from rookery.train.losses.loss import Column, LossOutput, Targets
 from rookery.types import Datum, Json
 
-__all__ = [
-    "Custom",
-    "LossGraph",
-]
+__all__ = ["Custom", "LossGraph"]
 
 # A loss as a graph of tensor operations in plain data, checked and run from a list of what is
 # allowed.
@@ -131,8 +128,8 @@ class LossGraph:
                 num_values += sum(map(self._values, data))
         if num_values > most:
             raise TrainError(
-                f"The loss has {len(self._nodes):,} operations, which is {num_values:,} numbers to "
-                f"compute for the {num_positions:,} positions of {len(data):,} data; at most "
+                f"The loss has {len(self._nodes):,} operations: {num_values:,} numbers for the "
+                f"{num_positions:,} positions of {len(data):,} data. At most "
                 f"{MAX_VALUES_PER_POSITION:,} for each position are computed: use fewer operations "
                 "and smaller inputs, or data of equal shapes."
             )
@@ -242,9 +239,9 @@ def _read_nodes(document: object) -> list[dict[str, Any]]:
         op, target = node["op"], node["target"]
         if (op, target) not in _ALLOWED and (op, None) not in _ALLOWED:
             raise TrainError(
-                f"The loss uses {target!r:.60} ({op!r:.40}), which is not run here: write it with "
-                "sums, means, comparisons and elementwise functions, or compute it in the client "
-                "by giving forward_backward_custom the function itself."
+                f"The loss uses {target!r:.60} ({op!r:.40}), which is not run here. Write it with "
+                "sums, means, comparisons and elementwise functions, or give "
+                "forward_backward_custom the function itself."
             )
     return nodes
 

@@ -7,7 +7,9 @@
 A digest keeps numbers and names, never texts: those are read when they are looked at.
 """
 
+import heapq
 import math
+import time
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -17,6 +19,8 @@ from rookery.runs import Event, RunView
 __all__ = ["DIGESTS", "Digest", "EvolveDigest", "GenomeDigest"]
 
 Row = dict[str, Any]
+SAID = 1_000
+"""Characters of what an error said; its event has all."""
 
 
 class Digest:
@@ -33,20 +37,26 @@ class Digest:
         """By list and id: the seq of the event that changed the row last."""
         self.facts: Row = {}
 
-    def update(self) -> None:
-        """Take in what was appended since the last call, in its order."""
+    def update(self, *, seconds: float = math.inf) -> bool:
+        """Take in what was appended since the last call, in its order, for about so long; whether
+        there is more."""
         newest = self._run.last()
         if newest is None or newest.seq == self._seq:
-            return
-        fresh = [
-            event
-            for kind in self.kinds
-            for event in self._run.events(kind, after=self._seq)
-            if event.seq <= newest.seq
-        ]
-        for event in sorted(fresh, key=lambda event: event.seq):
+            return False
+        until_s = time.monotonic() + seconds
+        self._seq = self.read(after=self._seq, last=newest.seq, until_s=until_s)
+        return self._seq < newest.seq
+
+    def read(self, *, after: int, last: int, until_s: float) -> int:
+        """The events between two of them, until it is late; up to which one."""
+        kinds = [self._run.events(kind, after=after) for kind in self.kinds]
+        for event in heapq.merge(*kinds, key=lambda event: event.seq):
+            if event.seq > last:
+                break  # of the next time, with what lies between
             self.take(event)
-        self._seq = newest.seq
+            if time.monotonic() > until_s:
+                return event.seq
+        return last
 
     def take(self, event: Event) -> None:
         """One event of these kinds."""
@@ -86,6 +96,7 @@ class GenomeDigest(Digest):
             case "candidate":
                 keys = ("operator", "parents", "score", "num_tasks", "error", "version")
                 values = {key: payload.get(key) for key in keys}
+                values["error"] = str(values["error"] or "")[:SAID]
                 name = str(payload.get("id", event.key))
                 self.put("candidates", name, event.seq, values)
                 self._waiting.append(name)
@@ -126,20 +137,20 @@ class GenomeDigest(Digest):
         best = candidates.get(name or self.facts["winner"]) or max(others, key=_score, default=None)
         if founder is None or best is None or founder is best:
             return {"founder": "", "candidate": "", "tasks": []}
-        sides: dict[str, dict[str, tuple[float, int]]] = {
-            str(founder["version"]): {},
-            str(best["version"]): {},
-        }
-        for event in self._run.events("rollout"):
-            answers = sides.get(str(event.payload.get("model", "")).rpartition("@")[2])
-            reward = event.payload.get("reward")
-            if answers is not None and isinstance(reward, int | float):
-                # The first is measured; the further ones are drawn for pass@k.
-                answers.setdefault(str(event.payload.get("task")), (float(reward), event.seq))
-        before, after = sides[str(founder["version"])], sides[str(best["version"])]
+        before, after = self._answers(founder["version"]), self._answers(best["version"])
         both = sorted(before.keys() & after.keys())
         rows = [[task, *before[task], *after[task]] for task in both]
         return {"founder": founder["id"], "candidate": best["id"], "tasks": rows}
+
+    def _answers(self, version: object) -> dict[str, tuple[float, int]]:
+        """By task, the reward of an adapter and the event of the answer."""
+        answers: dict[str, tuple[float, int]] = {}
+        for event in self._run.keyed("rollout", f"{version}|"):
+            reward = event.payload.get("reward")
+            if isinstance(reward, int | float):
+                # The first is measured; the further ones are drawn for pass@k.
+                answers.setdefault(str(event.payload.get("task")), (float(reward), event.seq))
+        return answers
 
 
 class GrpoDigest(Digest):
@@ -160,15 +171,23 @@ class IcmDigest(Digest):
 
     kinds = ("decision",)
 
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        self._held: dict[str, str] = {}
+        """The labels of each chain."""
+
     def take(self, event: Event) -> None:
         chain, _, iteration = event.key.rpartition("/")
         labels = str(event.payload.get("labels", ""))
+        known = self._held.get(chain, labels)
+        self._held[chain] = labels
         keys = ("utility", "num_frustrated", "is_accepted", "item", "temperature")
         values = {
             "seq": event.seq,
             "chain": chain,
             "iteration": int(iteration) if iteration.isdecimal() else 0,
             "num_labelled": len(labels) - labels.count("-"),
+            "changed": [k for k, (a, b) in enumerate(zip(known, labels, strict=False)) if a != b],
             **{key: event.payload.get(key) for key in keys},
         }
         self.put("decisions", event.key, event.seq, values)
@@ -198,7 +217,7 @@ class EvolveDigest(Digest):
         match event.payload.get("state"):
             case "planned":
                 plan = data.get("plan", {})
-                values = {key: plan.get(key) for key in ("island", "parent", "generation")}
+                values = {key: plan.get(key) for key in ("island", "parent", "generation", "arm")}
                 values |= {"number": number, "state": "open"}
                 self.put("programs", name, event.seq, values)
             case "generated":
@@ -221,7 +240,7 @@ class EvolveDigest(Digest):
         self._num_decided += 1
         why = None
         if isinstance(failure, Mapping):
-            why = [str(failure.get("kind", "")), str(failure.get("message", ""))]
+            why = [str(failure.get("kind", "")), str(failure.get("message", ""))[:SAID]]
         values = {"state": "failed" if failure else state, "failure": why}
         self.put("programs", name, seq, values | {"decided": self._num_decided})
 
@@ -230,19 +249,26 @@ class EvolveDigest(Digest):
 
 
 class AnswersDigest(Digest):
-    """Every answer of an evaluation: which model, which task, what reward."""
+    """The tasks of an evaluation, with the answers of each model: by its place in `models`, a list
+    of [reward, whether it failed, event]. The first is measured."""
 
-    kinds = ("rollout",)
+    def __init__(self, run: RunView) -> None:
+        super().__init__(run)
+        self._places: dict[str, int] = {}
 
-    def take(self, event: Event) -> None:
-        payload = event.payload
-        values = {
-            "task": payload.get("task"),
-            "model": str(payload.get("model", "")).partition("@")[0],
-            "reward": payload.get("reward"),
-            "is_failed": bool(payload.get("error")),
-        }
-        self.put("answers", str(event.seq), event.seq, values)
+    def read(self, *, after: int, last: int, until_s: float) -> int:
+        keys = ("task", "model", "reward", "error")
+        for seq, task, model, reward, error in self._run.fields("rollout", keys, after=after):
+            if seq > last:
+                break
+            place = self._places.setdefault(str(model), len(self._places))
+            self.put("tasks", str(task), seq, {})
+            answers = self.rows("tasks")[str(task)].setdefault("answers", {})
+            answers.setdefault(place, []).append([reward, bool(error), seq])
+            if time.monotonic() > until_s:
+                last = seq
+        self.facts = {"models": list(self._places)}
+        return last
 
 
 DIGESTS: dict[str, type[Digest]] = {
@@ -251,6 +277,7 @@ DIGESTS: dict[str, type[Digest]] = {
     "icm": IcmDigest,
     "evolve": EvolveDigest,
     "eval": AnswersDigest,
+    "league": AnswersDigest,
     "pipeline": AnswersDigest,
 }
 

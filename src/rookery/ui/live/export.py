@@ -4,6 +4,8 @@ export_run(Path("runs/demo"), Path("demo.html"))
 
 The file holds the page's own modules, joined, and the answers that its server would give,
 compressed. Its policy allows these scripts, by their hash, and no request.
+
+The status page of a service has no script: it loads itself anew every few seconds.
 """
 
 import base64
@@ -14,19 +16,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.reports import ServiceStatus
 from rookery.runs import find_runs
-from rookery.ui.live.folder import MALFORMED, malformed
+from rookery.ui.live.folder import MALFORMED, malformed, run_id
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.summary import parse_report, render_summary
+from rookery.ui.wording import count
 
 __all__ = [
     "MODULES",
@@ -35,12 +40,14 @@ __all__ = [
     "join_modules",
     "read_file",
     "render_run",
+    "render_service_page",
     "to_json",
 ]
 
+
 MODULES = (
     "dom", "words", "source", "table", "charts", "report", "lineage", "genome", "grpo", "icm",
-    "evolve", "eval", "events", "runs", "compare", "fleet", "run", "app",
+    "evolve", "eval", "league", "events", "runs", "compare", "fleet", "run", "app",
 )  # fmt: skip
 """In the order in which they need one another; joined they are one module."""
 UNQUOTED = "!*'()"
@@ -74,7 +81,7 @@ def export_run(path: Path, out: Path) -> None:
 def render_run(path: Path, *, status: str = "") -> str:
     """The file as text. `status` is what the run is about to be: its owner writes the page first,
     then that it is done."""
-    run = OpenRun(path, path.name)
+    run = OpenRun(path, run_id(path, path.parent))
     saved = gzip.compress(to_json(_saved(run, status)).encode(), 6, mtime=0)
     scripts = [inline(read_file("vendor/echarts.min.js")), inline(join_modules())]
     hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
@@ -135,7 +142,7 @@ def join_modules() -> str:
 
 
 def _saved(run: OpenRun, status: str) -> dict[str, Any]:
-    base = f"runs/{quote(run.name, safe=UNQUOTED, errors='replace')}"
+    base = f"runs/{quote(run.name, safe=UNQUOTED)}"
     view, overview = run.view(), run.overview()
     overview["row"] |= {"path": "", **({"status": status, "progress": None} if status else {})}
     answers: dict[str, Any] = {
@@ -198,3 +205,65 @@ def inline(script: str) -> str:
 def _hash(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+QUEUES = ("Queue", "Requests waiting", "Tokens waiting", "Tokens/s", "Until all are done")
+TENANTS = (
+    "Tenant", "Requests waiting or running", "Models in training", "Checkpoints", "Trained tokens",
+    "Sampled tokens", "Prompt tokens",
+)  # fmt: skip
+
+
+def render_service_page(status: ServiceStatus) -> str:
+    """Queues and tenants as they are now."""
+    queues = [
+        (
+            queue.name,
+            str(queue.num_waiting),
+            count(queue.tokens_waiting),
+            f"{queue.tokens_per_s:.0f}" if queue.tokens_per_s else "not measured yet",
+            f"{queue.wait_s:.0f} s" if queue.wait_s is not None else "not known",
+        )
+        for queue in status.queues
+    ]
+    tenants = [
+        (
+            tenant.name,
+            *(str(n) for n in (tenant.num_pending, tenant.num_models, tenant.num_checkpoints)),
+            *(count(tenant.tokens.get(kind, 0)) for kind in ("trained", "sampled", "prompt")),
+        )
+        for tenant in status.tenants
+    ]
+    facts = {
+        "Waiting": str(sum(queue.num_waiting for queue in status.queues)),
+        "Tenants": str(len(status.tenants)),
+        "Journal since the last snapshot": f"{status.journal_bytes / 1048576:.1f} MiB",
+    }
+    shown = "".join(f"<div><dt>{term}</dt><dd>{fact}</dd></div>" for term, fact in facts.items())
+    nobody = '<p class="empty">Nobody has used it yet.</p>'
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta http-equiv="refresh" content="3">',
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+            "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>Service · Rookery</title><style>{read_file('page.css')}</style></head>",
+            '<body><main><header class="masthead"><p class="brand">Rookery <span>service</span>',
+            f"</p><h1>{escape(', '.join(status.models))}</h1>",
+            f'<dl class="facts">{shown}</dl></header>',
+            f"<section><h2>Queues</h2>{_table(QUEUES, queues)}</section>",
+            f"<section><h2>Tenants</h2>{_table(TENANTS, tenants) if tenants else nobody}</section>",
+            "</main></body></html>\n",
+        ]
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )

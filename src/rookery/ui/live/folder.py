@@ -3,27 +3,181 @@
 folder = RunsFolder(Path("runs"))
 folder.refresh(seconds=0.3)      # looks at the files; reads what changed, for so long
 folder.changes(since=0)          # {"version": 7, "pending": 0, "runs": [...], "removed": []}
+
+The curves of a run: read as they are written, and thinned so that no extreme is lost.
+
+curves = Curves(run / "metrics.jsonl")
+curves.update()
+curves.document(points=600)     {"revision": 0, "last": 99, "curves": {"loss/kl": [[0, 0.1], ..]}}
 """
 
 import hashlib
+import json
 import math
 import os
+import stat
 import threading
 import time
-from collections.abc import Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rookery.errors import RookeryError, RunError
-from rookery.runs import Run, RunView, find_runs, is_locked
-from rookery.ui.live.curves import spark
+from rookery.runs import Run, RunView, find_runs, is_locked, read_rows
 from rookery.ui.time_left import PROGRESS
 
-__all__ = ["MALFORMED", "RunsFolder", "describe_run", "malformed"]
+__all__ = [
+    "DOCUMENT_BYTES",
+    "LABELS",
+    "MALFORMED",
+    "Curves",
+    "RunsFolder",
+    "check_files",
+    "describe_run",
+    "malformed",
+    "run_id",
+    "spark",
+    "thin",
+]
+
+
+Point = tuple[int, float | None]
+BLOCK_ROWS = 4096
+"""Lines that are read at a time: memory does not grow with the file."""
+SPARK_LINES = 48
+"""Lines of a long file that a small drawing is made of."""
+LINE_BYTES = 1 << 13
+"""More than a line has."""
+WHOLE_BYTES = 1 << 17
+"""Files up to this size are read whole for a small drawing, and lines up to it."""
+
+
+class Curves:
+    """All metrics of a run, each as two rows of numbers in the order of their step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._steps: dict[str, array[int]] = {}
+        self._values: dict[str, array[float]] = {}
+        self.revision = 0
+        """Rises when a step was measured again, as after a resume: what was drawn is then wrong."""
+
+    def update(self) -> None:
+        """Take in what was written since the last call."""
+        if self._path.exists() and self._path.stat().st_size < self._read_bytes:
+            self._read_bytes, self._steps, self._values = 0, {}, {}
+            self.revision += 1
+        is_more = True
+        while is_more:
+            rows, self._read_bytes = read_rows(
+                self._path, after_bytes=self._read_bytes, most=BLOCK_ROWS
+            )
+            is_more = len(rows) == BLOCK_ROWS
+            for row in rows:
+                for name, value in row.values.items():
+                    self._put(name, row.step, value)
+
+    def _put(self, name: str, step: int, value: float) -> None:
+        steps = self._steps.setdefault(name, array("q"))
+        values = self._values.setdefault(name, array("d"))
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            values.append(value)
+            return
+        self.revision += 1
+        place = bisect_left(steps, step)
+        if steps[place] == step:
+            values[place] = value
+        else:
+            steps.insert(place, step)
+            values.insert(place, value)
+
+    def document(
+        self, *, points: int, first: int = 0, last: int | None = None, names: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The curves between two steps, each of at most about so many points."""
+        chosen = {}
+        for name in sorted(names or self._steps):
+            steps = self._steps.get(name)
+            if steps is None:
+                continue
+            low = bisect_left(steps, first)
+            high = len(steps) if last is None else bisect_left(steps, last + 1)
+            thinned = thin(steps[low:high], self._values[name][low:high], points=points)
+            if thinned:
+                chosen[name] = thinned
+        ends = [steps[-1] for steps in self._steps.values()]
+        return {"revision": self.revision, "last": max(ends, default=-1), "curves": chosen}
+
+
+def thin(steps: Sequence[int], values: Sequence[float], *, points: int) -> list[Point]:
+    """Lowest and highest of each stretch, with both ends; a gap (None) where a number is no number.
+
+    >>> thin(range(6), [0, 9, 1, 1, -5, 2], points=4)
+    [(0, 0), (1, 9), (4, -5), (5, 2)]
+    """
+    if len(steps) <= points:
+        return [(s, _finite(v)) for s, v in zip(steps, values, strict=True)]
+    num, chosen = max(1, points // 2), {0, len(steps) - 1}
+    for bucket in range(num):
+        places = range(len(steps) * bucket // num, len(steps) * (bucket + 1) // num)
+        finite = [place for place in places if math.isfinite(values[place])]
+        if finite:
+            chosen |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        if len(finite) < len(places):
+            chosen.add(next(p for p in places if not math.isfinite(values[p])))
+    return [(steps[place], _finite(values[place])) for place in sorted(chosen)]
+
+
+def spark(path: Path, prefixes: Sequence[str]) -> tuple[str, list[float]]:
+    """The first metric that is there and begins so, in a few dozen numbers; a long file is read
+    at evenly spaced lines only."""
+    if not path.exists():
+        return "", []
+    rows = _sampled_rows(path)
+    names = {name: None for row in rows for name in row}
+    found = [name for prefix in prefixes for name in names if name.startswith(prefix)]
+    name = next(iter(found), "")
+    numbers = [float(row[name]) for row in rows if name in row]
+    thinned = thin(range(len(numbers)), numbers, points=SPARK_LINES)
+    return name, [value for _, value in thinned if value is not None]
+
+
+def _sampled_rows(path: Path) -> list[dict[str, Any]]:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        if size_bytes <= WHOLE_BYTES:
+            lines = file.read().split(b"\n")[:-1]
+        else:
+            lines = []
+            for part in range(SPARK_LINES):
+                file.seek((size_bytes - LINE_BYTES) * part // (SPARK_LINES - 1))
+                if part:
+                    file.readline(WHOLE_BYTES)  # the rest of a line
+                lines.append(file.readline(WHOLE_BYTES))
+            lines += file.read().split(b"\n")[-2:-1]  # the newest
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # `Curves` tells of the damage
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
 
 WATCHED = (
     "events.db", "events.db-wal", "metrics.jsonl", "report.json", "config.json", PROGRESS,
 )  # fmt: skip
+LABELS = "labels.jsonl"
+DOCUMENT_BYTES = 1 << 28
+"""More than config.json or report.json of the largest runs has."""
 MAIN_METRICS = {
     "genome": ("genome/best",),
     "grpo": ("reward/mean",),
@@ -33,6 +187,8 @@ MAIN_METRICS = {
 ANY_METRIC = ("reward/", "train/loss", "loss/", "")
 LOOK_AGAIN_S = 0.3
 """Several pages that ask at once share one look at the files."""
+LOOK_SHARE = 0.05
+"""The part of a processor that looking takes at most: a thousand runs are seen every second."""
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading a file raises that is JSON, but not as a run writes it."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
@@ -51,16 +207,14 @@ class RunsFolder:
         self._removed: dict[str, int] = {}
         self._stale: list[tuple[str, Path, tuple[int, ...]]] = []
         """Runs whose row is to be read, the newest last."""
-        self._looked_s = 0.0
+        self._look_again_s = 0.0
         self._version = 0
 
     def refresh(self, *, seconds: float = math.inf) -> None:
         """Read the rows of runs that changed, the newest first, and stop when the time is over:
         the next call goes on there. Files are looked at once everything is read."""
         with self._mutex:
-            if not self._stale and (
-                seconds == math.inf or time.monotonic() > self._looked_s + LOOK_AGAIN_S
-            ):
+            if not self._stale and (seconds == math.inf or time.monotonic() > self._look_again_s):
                 self._look()
             until = time.monotonic() + seconds
             while self._stale:
@@ -73,16 +227,18 @@ class RunsFolder:
 
     def _look(self) -> None:
         """Find the runs whose files are not as they were."""
+        begun_s = time.thread_time()
         self._find()
         for name, path in self._paths.items():
             state = _state(path)
             if self._seen.get(name) != state or self._has_died(name, path):
                 self._stale.append((name, path, state))
         self._stale.sort(key=lambda one: one[2])
-        self._looked_s = time.monotonic()
+        pause_s = max(LOOK_AGAIN_S, (time.thread_time() - begun_s) / LOOK_SHARE)
+        self._look_again_s = time.monotonic() + pause_s
 
     def _find(self) -> None:
-        paths = {_id(path, self.root): path for path in find_runs(self.root)}
+        paths = {run_id(path, self.root): path for path in find_runs(self.root)}
         for name in self._rows.keys() - paths.keys():
             self._version += 1
             self._removed[name] = self._version
@@ -120,6 +276,7 @@ class RunsFolder:
 def describe_run(path: Path) -> dict[str, Any]:
     """One row of the table, also of a run that cannot be read."""
     try:
+        check_files(path)
         with Run.view(path) as run:
             return _describe(run)
     except (RookeryError, OSError, *MALFORMED) as error:
@@ -139,6 +296,27 @@ def describe_run(path: Path) -> dict[str, Any]:
             "spark": [],
             "spark_of": "",
         }
+
+
+def check_files(path: Path) -> None:
+    """Refuses a run of which a file is a pipe or a device, which may have no end, a link to what is
+    not among the runs, or too large to be read whole."""
+    for name in (*WATCHED, LABELS):
+        file = f"{path}/{name}"
+        try:
+            seen = os.stat(file)
+        except OSError:
+            continue  # who needs it says so
+        if not stat.S_ISREG(seen.st_mode):
+            raise RunError(f"{file} is not a plain file: restore the folder from a copy.")
+        runs = os.path.dirname(os.path.realpath(path))
+        if os.path.islink(file) and os.path.commonpath([runs, os.path.realpath(file)]) != runs:
+            raise RunError(f"{file} is a link out of {runs}: put the file itself there.")
+        if name.endswith(".json") and seen.st_size > DOCUMENT_BYTES:
+            raise RunError(
+                f"{file} has {seen.st_size >> 20:,} MiB, the page reads up to "
+                f"{DOCUMENT_BYTES >> 20}: restore the folder from a copy."
+            )
 
 
 def malformed(path: Path, error: Exception) -> RunError:
@@ -183,7 +361,7 @@ def _status(run: RunView) -> tuple[str, str]:
         return STATES[status], message
     if ending is not None:
         return "stopped", message.rstrip(": ") or "Stopped before its end."
-    return "killed", "Its process ended without a word: killed, or the machine went down."
+    return "killed", "Its process ended silently: killed, or the machine went down."
 
 
 def _model(config: Mapping[str, Any]) -> str:
@@ -232,10 +410,18 @@ def _result(run: RunView) -> dict[str, Any] | None:
         case "evolve":
             best = report.get("best")
             return {"label": "best score", "mean": best.get("score")} if best else None
+        case "league":
+            ranked = [row for row in report.get("rows", []) if row.get("mean") is not None]
+            return (
+                _estimate(ranked[0], f"accuracy, {ranked[0].get('name', '')}") if ranked else None
+            )
         case "eval" | "pipeline":
-            models = report.get("models", [])
-            best = max(models, key=lambda m: m.get("mean") or -math.inf, default=None)
-            return _estimate(best, f"mean reward, {best.get('name', '')}") if best else None
+            models = [m for m in report.get("models", []) if m.get("mean") is not None]
+            if not models:
+                return None
+            # A pipeline is about its last step, an evaluation about its best model.
+            shown = models[-1] if run.kind == "pipeline" else max(models, key=lambda m: m["mean"])
+            return _estimate(shown, f"mean reward, {shown.get('name', '')}")
         case "sft":
             return {"label": "loss of the last step", "mean": report.get("last_loss")}
     return None
@@ -251,16 +437,18 @@ def _state(path: Path) -> tuple[int, ...]:
     found = []
     for name in WATCHED:
         try:
-            stat = os.stat(f"{path}/{name}")
+            seen = os.stat(f"{path}/{name}")
             # A reader leaves an empty log behind: it tells of no change.
-            found.append((stat.st_mtime_ns, stat.st_size) if stat.st_size else (0, 0))
+            found.append((seen.st_mtime_ns, seen.st_size) if seen.st_size else (0, 0))
         except OSError:
             found.append((0, 0))
     return (max(time_ns for time_ns, _ in found), *(number for pair in found for number in pair))
 
 
-def _id(path: Path, root: Path) -> str:
-    """The name of a run below the folder; of one elsewhere a word that no other has."""
-    if path.parent == root:
-        return path.name
-    return f"{path.name}~{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+def run_id(path: Path, root: Path) -> str:
+    """The name of a run below the folder; of one elsewhere, or where no address can have the name
+    (it is not UTF-8), a word that no other has."""
+    name = path.name.encode(errors="replace").decode()
+    if path.parent == root and name == path.name:
+        return name
+    return f"{name}~{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"

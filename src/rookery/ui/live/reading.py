@@ -8,6 +8,7 @@ A few runs are kept open, those that were asked for last; what is remembered of 
 
 import difflib
 import json
+import math
 import threading
 import zlib
 from collections import OrderedDict
@@ -19,25 +20,35 @@ from typing import Any
 from rookery.errors import RunError
 from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
-from rookery.runs.references import find_sources
+from rookery.runs.run_folder import find_sources
 from rookery.ui import wording
-from rookery.ui.grpo import SETTING_COLUMNS, setting_rows
-from rookery.ui.live.curves import Curves
 from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
-from rookery.ui.live.folder import RunsFolder, describe_run
+from rookery.ui.live.folder import (
+    DOCUMENT_BYTES,
+    LABELS,
+    Curves,
+    RunsFolder,
+    check_files,
+    describe_run,
+)
+from rookery.ui.loops import SETTING_COLUMNS, setting_rows
 from rookery.ui.summary import parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
 MOST_OPEN = 8
+CHECKPOINTS = "checkpoints"
 MOST_EVENTS = 500
 LISTED_LABELS = 20_000
+LABEL_CHARACTERS = 1 << 20
+"""A line beyond that is no label."""
 ELSEWHERE: dict[str, set[str]] = {
     "genome": {"lineage", "generations", "population"},
     "grpo": {"steps"},
     "icm": {"items"},
     "evolve": set(),
     "eval": set(),
+    "league": set(),
     "pipeline": set(),
     "sft": set(),
 }
@@ -54,6 +65,7 @@ class OpenRuns:
 
     def get(self, name: str) -> "OpenRun":
         path = self.folder.path(name)
+        check_files(path)
         with self._mutex:
             run = self._open.get(name)
             if run is None or run.is_replaced():
@@ -77,6 +89,7 @@ class OpenRun:
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
+        check_files(path)
         self._inode = (path / "events.db").stat().st_ino
         self._view: RunView = Run.view(path)
         self._mutex = threading.Lock()
@@ -100,12 +113,12 @@ class OpenRun:
         if self.is_replaced():
             raise _gone(self.name)  # who asks again gets the one in its place
         newest = self._view.last()
-        metrics, report = self.path / "metrics.jsonl", self.path / "report.json"
+        metrics = self.path / "metrics.jsonl"
         return {
             "seq": newest.seq if newest else 0,
             "bytes": metrics.stat().st_size if metrics.exists() else 0,
             "status": self._view.status,
-            "report": report.stat().st_mtime_ns if report.exists() else 0,
+            "report": self._written_ns(),
         }
 
     def overview(self) -> dict[str, Any]:
@@ -133,16 +146,44 @@ class OpenRun:
         document = self._view.read_json("report.json")
         return document if isinstance(document, dict) else {}
 
+    def _written_ns(self) -> int:
+        """When what `report` reads changed last."""
+        files = (self.path / "report.json", self.path / CHECKPOINTS)
+        return max(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+
     def report(self) -> dict[str, Any]:
         """What its report says beside what the view, the curves and the labels hold."""
         if self.kind not in ELSEWHERE:
             return {}
-        path = self.path / "report.json"
-        written = path.stat().st_mtime_ns if path.is_file() else 0
+        written = self._written_ns()
         with self._mutex:
             if self._report is None or self._report[0] != written:
-                self._report = (written, _report_answer(self.kind, self.document()))
+                document = self.document()
+                answer = _report_answer(self.kind, document or self._so_far())
+                self._report = (written, answer | {"is_written": bool(document)})
             return self._report[1]
+
+    def _so_far(self) -> dict[str, Any]:
+        """What the newest checkpoint of an evolution has of its report: the grid."""
+        folders = (self.path / CHECKPOINTS).glob("checkpoint_*")
+        numbered = [(int(n), f) for f in folders if (n := f.name.rpartition("_")[2]).isdecimal()]
+        file = max(numbered)[1] / "metadata.json" if numbered else self.path
+        if not file.is_file() or file.stat().st_size > DOCUMENT_BYTES:
+            return {}
+        self._digest.update()
+        programs = self._digest.rows("programs")
+        cells = [
+            {"island": island, "cell": cell, "program": id, "score": programs[id].get("score")}
+            for island, grid in enumerate(json.loads(file.read_bytes())["island_feature_maps"])
+            for cell, id in grid.items()
+            if id in programs
+        ]
+        places = [map(int, cell["cell"].split("-")) for cell in cells]
+        bins = [1 + max(along) for along in zip(*places, strict=True)]
+        database = self._view.config.get("settings", {}).get("database", {})
+        return {"cells": cells, "bins": bins} | {
+            key: database[key] for key in ("feature_dimensions",) if key in database
+        }
 
     def curves(
         self, *, points: int, first: int, last: int | None, names: list[str]
@@ -166,11 +207,12 @@ class OpenRun:
             raise RunError(f"The run {self.name!r} has no event {seq}.")
         return {"seq": seq, "kind": event.kind, "key": event.key, "payload": event.payload}
 
-    def view(self, *, after: int = 0) -> dict[str, Any]:
-        """What its loop shows, from its events: what changed after one of them."""
+    def view(self, *, after: int = 0, seconds: float = math.inf) -> dict[str, Any]:
+        """What its loop shows, from its events: what changed after one of them, as far as can be
+        read in so long."""
         with self._mutex:
-            self._digest.update()
-            return self._digest.document(after=after)
+            is_more = self._digest.update(seconds=seconds)
+            return self._digest.document(after=after) | {"is_more": is_more}
 
     def duel(self, candidate: str) -> dict[str, Any]:
         """A candidate of a genome run against the best founder, task by task."""
@@ -230,13 +272,11 @@ class OpenRun:
 
     def labels(self) -> dict[str, Any]:
         """What labels.jsonl holds; empty before a labelling is done."""
-        path = self.path / "labels.jsonl"
+        path = self.path / LABELS
         rows: list[Any] = []
         if path.is_file():
             with path.open(encoding="utf-8") as file:
-                for line in file:
-                    if len(rows) == LISTED_LABELS:
-                        break
+                while len(rows) < LISTED_LABELS and (line := file.readline(LABEL_CHARACTERS)):
                     rows.append(json.loads(line))
         keys = ("id", "label", "margin", "score", "text", "batch", "chain", "iteration")
         return {"labels": [{key: row.get(key) for key in keys} for row in rows]}
@@ -250,7 +290,7 @@ def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
     """A report without its largest parts; what only these hold is added in a smaller form."""
     report = parse_report(kind, document)
     answer = report.model_dump(mode="json", exclude=ELSEWHERE[kind])
-    answer |= {"summary": asdict(summarize(report)), "is_written": bool(document)}
+    answer["summary"] = asdict(summarize(report))
     if isinstance(report, GenomeReport):
         answer["sources"] = report.sources
         answer["weights"] = {row.id: row.weights for row in report.lineage if row.weights}

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -35,8 +35,10 @@ from pydantic import BaseModel, Field
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
+from rookery.concurrency import task_group
 from rookery.config import is_loopback
 from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.runs.summary import find_runs
 from rookery.ui.live.export import join_modules, read_file, to_json
 from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed
 from rookery.ui.live.reading import OpenRun, OpenRuns
@@ -53,6 +55,8 @@ LOOK_S = 0.4
 """How often a run that is being looked at is looked at."""
 FIRST_S = 0.15
 """How long the first answer may read runs; the others follow."""
+VIEW_S = 0.4
+"""How long one answer may read events; the page asks for more."""
 START_S = 20.0
 KEY_CHARACTERS = 16
 YEAR_S = 31_536_000
@@ -132,6 +136,7 @@ def open_page(
             f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
         )
     _check_addresses([*fleet, service])
+    find_runs(Path(runs_dir))  # refuses what is no folder
     listener = _listen(host, port)
     token = key or secrets.token_urlsafe(18)
     number = listener.getsockname()[1]
@@ -181,7 +186,7 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = Json({"error": "The page only reads."}, status_code=405)
         elif given is not None and _is_equal(given, token):
-            response = RedirectResponse(request.url.path, status_code=303)
+            response = RedirectResponse("/", status_code=303)  # there is one page
             response.set_cookie(cookie, session, httponly=True, samesite="lax")
         elif is_code or _is_equal(request.cookies.get(cookie, ""), session):
             response = await answer(request)
@@ -277,7 +282,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
 
     @app.get("/api/runs/{name}/view")
     def view(name: str, after: int = 0) -> Response:
-        return Json(runs.get(name).view(after=after))
+        return Json(runs.get(name).view(after=after, seconds=VIEW_S))
 
     @app.get("/api/runs/{name}/curves")
     def curves(
@@ -349,20 +354,31 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
     @app.get("/api/fleet")
     async def servers() -> Response:
         fleets = await asyncio.to_thread(_fleets)
-        return Json(await fleets.read_fleet(fleet))
+        return Json(await _until_over(app, fleets.read_fleet(fleet)))
 
     @app.get("/api/service")
     async def status() -> Response:
-        return Json(await (await asyncio.to_thread(link)).status())
+        return Json(await _until_over(app, (await asyncio.to_thread(link)).status()))
 
     @app.post("/api/service/models")
     async def models(body: KeyRequest) -> Response:
-        return Json(await (await asyncio.to_thread(link)).models(key=body.key))
+        asked = (await asyncio.to_thread(link)).models(key=body.key)
+        return Json(await _until_over(app, asked))
 
     @app.post("/api/service/sample")
     async def sample(body: SampleRequest) -> Response:
-        asked = body.model_dump()
-        return Json(await (await asyncio.to_thread(link)).sample(**asked))
+        asked = (await asyncio.to_thread(link)).sample(**body.model_dump())
+        return Json(await _until_over(app, asked))
+
+
+async def _until_over(app: FastAPI, asked: Coroutine[Any, Any, Any]) -> Any:
+    """What another server answers, unless the page is closed before that."""
+    async with task_group() as tasks:
+        task = tasks.create_task(asked)
+        while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+            if app.state.is_over():
+                raise RunError("The page was closed.")
+        return task.result()
 
 
 def _fleets() -> ModuleType:
@@ -411,6 +427,8 @@ def _check_addresses(urls: Sequence[str]) -> None:
 
 def _listen(host: str, port: int | None) -> socket.socket:
     """The port that was asked for, or the usual one, or, where that is taken, any free one."""
+    if port is not None and not 0 <= port <= 65_535:
+        raise ConfigError(f"--port is {port}; ports are 0, for any that is free, to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in [port] if port is not None else [PORT, 0]:
         try:

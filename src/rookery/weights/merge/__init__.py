@@ -9,9 +9,15 @@ from rookery.weights.merge.children import (
     merge_stack,
 )
 from rookery.weights.merge.cross import Cross, Space
-from rookery.weights.merge.linear import LayerwiseConfig, LinearConfig
-from rookery.weights.merge.method import MergeConfig, is_dense
-from rookery.weights.merge.ties import DareConfig, DareTiesConfig, TiesConfig
+from rookery.weights.merge.methods import (
+    DareConfig,
+    DareTiesConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    MergeConfig,
+    TiesConfig,
+    is_dense,
+)
 
 __all__ = [
     "Cross",

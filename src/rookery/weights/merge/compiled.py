@@ -25,7 +25,6 @@ from rookery.weights.merge.cross import Rows, blocks
 
 __all__ = [
     "Blend",
-    "Compiled",
     "Drop",
     "Engine",
     "Floats",

@@ -17,7 +17,6 @@ from rookery.weights.stack import Layout, Stack, places
 __all__ = [
     "BLOCK",
     "Cross",
-    "Piece",
     "Rows",
     "Space",
     "blocks",

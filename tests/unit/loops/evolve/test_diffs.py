@@ -23,7 +23,7 @@ from rookery.loops.evolve.answers import (
     find_marker_problem,
     summarise,
 )
-from rookery.loops.evolve.first_program import detect_language, file_suffix, normalise
+from rookery.loops.evolve.problem import detect_language, file_suffix, normalise
 
 OpenEvolve = Callable[[str, Any], Any]
 

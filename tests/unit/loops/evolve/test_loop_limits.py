@@ -23,9 +23,8 @@ from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineDownError
 from rookery.loops.evolve import scheduler
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
-from rookery.loops.evolve.evaluation_task import EvaluationRequest
-from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.order import BacklogLimit
+from rookery.loops.evolve.problem import EvaluationRequest, FirstProgram
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.scheduler import PER_WORKER
 from rookery.ports import TextModel

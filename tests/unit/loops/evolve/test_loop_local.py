@@ -9,12 +9,13 @@ from loops.evolve.toy import FIRST, evolve_toy, propose_new, toy_config, toy_mod
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import (
+from rookery.loops.evolve.problem import (
     EvaluationRequest,
+    FirstProgram,
     evaluation_spec,
     open_evaluation,
+    read_first_program,
 )
-from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.reports import EvolveReport
 from rookery.sandbox import decode_outcome
 from rookery.testing import FakeTextModel

@@ -18,8 +18,8 @@ from loops.evolve.toy import (
 from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineError
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.novelty import read_verdict
 from rookery.loops.evolve.program import pack_vector, unpack_vector
+from rookery.loops.evolve.proposer import read_verdict
 from rookery.loops.evolve.report import export_population
 from rookery.ports import Embedder, Executor, TextModel
 from rookery.reports import EvolveReport

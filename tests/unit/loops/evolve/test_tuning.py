@@ -10,8 +10,7 @@ from loops.evolve.test_loop_resume import read_export
 from loops.evolve.toy import ToyExecutor, decided_states, evolve_toy, toy_model
 
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import EvaluationRequest
-from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.problem import EvaluationRequest, FirstProgram
 from rookery.loops.evolve.report import export_training_data
 from rookery.loops.evolve.tuning import NumberSearch, lift_constants, write_constants
 from rookery.reports import EvolveReport

@@ -13,11 +13,10 @@ from typing import Any
 
 from rookery.compat import openevolve
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import EvaluationRequest
-from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration, Models
+from rookery.loops.evolve.problem import EvaluationRequest, FirstProgram
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.ports import UNOBSERVED, Embedder, Executor, Observer, TextModel
 from rookery.reports import EvolveReport

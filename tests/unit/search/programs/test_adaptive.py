@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
+from rookery.search.programs.bandit import OPERATORS, OperatorBandit
 from rookery.search.programs.database import DatabaseConfig
-from rookery.search.programs.operators import OPERATORS, OperatorBandit
+from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
-from rookery.search.programs.sampling import Plan
 from rookery.seeding import stream
 
 CONFIG = DatabaseConfig(migration_interval=10**9)

@@ -10,11 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rookery.loops.genome.stages.cmaes import CmaesStage, run_cmaes
 from rookery.loops.genome.stages.context import StageContext
-from rookery.loops.genome.stages.es import EsStage, run_es
-from rookery.loops.genome.stages.ga import GaStage, run_ga
-from rookery.loops.genome.stages.random import RandomStage, run_random
+from rookery.loops.genome.stages.es import CmaesStage, EsStage, run_cmaes, run_es
+from rookery.loops.genome.stages.ga import GaStage, RandomStage, run_ga, run_random
 from rookery.loops.genome.stages.surrogate import SurrogateStage, run_surrogate
 
 __all__ = [

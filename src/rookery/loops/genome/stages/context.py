@@ -1,21 +1,23 @@
 """What every stage is handed: the candidates so far, how to make more, how to measure them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from rookery.concurrency import together
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.search_evaluator import SearchEvaluator
-from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
-from rookery.search.fitness import Fitness, rank_key
-from rookery.seeding import stream_seed
+from rookery.search.candidate import BY_BLOCK, ChildPlan, EsStep, Fitness, Recipe, rank_key
+from rookery.seeding import shuffled, stream, stream_seed
 from rookery.types import Adapter
 from rookery.weights.merge import adapted_blocks, block_names
 from rookery.weights.mutate import spread
 
 __all__ = [
+    "Noise",
     "StageContext",
     "Unit",
     "count_blocks",
@@ -32,6 +34,14 @@ thousand sums of which half survive would cost more than their answers."""
 def num_survivors(num_candidates: int) -> int:
     """How many of the sums of one generation a race must leave: half of them."""
     return min(max(2, num_candidates // 2), MOST_SURVIVORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What a member of a population adds to its centre."""
+
+    seed: int
+    amount: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,47 @@ class StageContext:
             self.search.put_last(measured)
             await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
+
+    async def has_room(self, num_candidates: int, *, num_tasks: int | None = None) -> bool:
+        """Whether the budget has room for a generation of so many, each on all tasks or on so many
+        of them."""
+        every = len(self.search.tasks)
+        return await self.log.has_room(num_candidates, num_tasks=num_tasks or every)
+
+    def draw_tasks(self, count: int | None, *, step: int) -> list[str]:
+        """The tasks of one step, common to all its members: so many, at least one of every
+        taskset that counts, or all."""
+        tasks = self.search.tasks
+        if count is None or count >= len(tasks):
+            return [task.id for task in tasks]
+        order = shuffled(tasks, rng=stream(self.seed, "tasks", self.index, step))
+        first = {task.source: task.id for task in reversed(order)}
+        chosen = dict.fromkeys([*first.values(), *(task.id for task in order)])
+        return list(chosen)[:count]
+
+    async def measure_population(
+        self, centre: EsStep, members: Mapping[str, Noise], *, rank: int, tasks: Sequence[str]
+    ) -> dict[str, Fitness]:
+        """Measure members around a centre on these tasks, and the centre on all; record the
+        generation."""
+        number = len(self.log.generations)
+        with self.log.phase(f"es {number}") as cost:
+            self.builder.plan([centre])
+            seed = stream_seed(self.seed, "race", self.index, number)
+            population = await asyncio.to_thread(self.builder.population, centre.id, rank=rank)
+            makers = {
+                name: partial(population.member, name, seed=noise.seed, amount=noise.amount)
+                for name, noise in members.items()
+            }
+            at_centre, measured = await together(
+                [
+                    self.search.measure([centre.id], rivals=[], seed=seed, keep=1),
+                    self.search.measure_members(makers, tasks),
+                ]
+            )
+            self.search.put_last(at_centre)
+            await self.log.record("es", at_centre, cost(), members=list(measured.values()))
+        return {name: own.fitness for name, own in measured.items()}
 
 
 # What the stages that search coefficients share: sums of all founders, as a whole or by block.

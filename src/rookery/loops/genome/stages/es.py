@@ -5,23 +5,40 @@
 
 Directions are seeds. Only the current centre is kept as tensors: the next one is that plus one
 update, a trial is that plus one noise, and any of them can be made again from the recipes.
+
+With a `rank` the trials are members of a population: noise of that rank, made from the seed where
+the member is served, so that hundreds of them cost servers no more than one. Nothing is made of a
+member but the next centre.
+
+CMA-ES over merge coefficients: a candidate is a weighted sum of the founders' deltas, with one
+coefficient per founder or, with `unit: block`, one per founder and block of the model.
+
+repeat: points = coefficients from a normal distribution; measure the sums; adapt it
 """
 
-from collections.abc import Sequence
-from typing import Literal
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import TaskError
-from rookery.loops.genome.stages.context import StageContext
+from rookery.errors import ConfigError, TaskError
+from rookery.loops.genome.stages.context import (
+    Noise,
+    StageContext,
+    Unit,
+    count_blocks,
+    measure_sums,
+)
 from rookery.search import es as strategy
-from rookery.search.candidate import EsStep
-from rookery.search.es import Es, EsConfig
+from rookery.search.candidate import EsStep, Fitness, rank_key
+from rookery.search.es import Cmaes, CmaesConfig, Es, EsConfig, average_start, population_size
 from rookery.seeding import stream_seed
 from rookery.types import Adapter
 
-__all__ = ["EsStage", "run_es"]
+__all__ = ["CmaesStage", "EsStage", "run_cmaes", "run_es"]
 
 
 class EsStage(EsConfig, Config):
@@ -30,6 +47,42 @@ class EsStage(EsConfig, Config):
     type: Literal["es"] = "es"
     steps: int = Field(default=5, ge=1)
     """Updates of the centre."""
+    population: int | None = Field(default=None, ge=2)
+    """Trials of a step, in mirrored pairs: another way to write num_pairs, which is half of it.
+    """
+    rank: int | None = Field(default=None, ge=1)
+    """The rank of the noise in each factor of an adapter. Members are then made where they are
+    served, from their seeds. null: a number of its own in every place, and trials that are made
+    here, one by one, and are candidates themselves."""
+    tasks_per_step: int | None = Field(default=None, ge=1)
+    """Search tasks that a step draws for all its members; null: all of them. Needs a rank."""
+
+    @model_validator(mode="after")
+    def _read_population(self) -> Self:
+        size = self.population
+        if size is None:
+            return self
+        if size % 2:
+            raise ValueError(
+                f"population is {size}, and members come in mirrored pairs: write an even number, "
+                f"such as {size + 1}."
+            )
+        if "num_pairs" in self.model_fields_set and self.num_pairs != size // 2:
+            raise ValueError(
+                f"population is {size} and num_pairs is {self.num_pairs}; the first is twice "
+                "the second: write one of them."
+            )
+        object.__setattr__(self, "num_pairs", size // 2)  # of a value that is still being made
+        return self
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        if self.tasks_per_step is not None and self.rank is None:
+            raise ValueError(
+                f"tasks_per_step is {self.tasks_per_step}, and without a rank every trial is a "
+                "candidate that sees all tasks: write rank: 1 besides, or leave it out."
+            )
+        return self
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
         """How many it measures: trials and centres."""
@@ -42,29 +95,41 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
     scale = await context.spread(start)
-    plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
+    plain = EsConfig.model_validate(config.model_dump(include=set(EsConfig.model_fields)))
     es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
-    centre = _es_step(context, "e000-centre", start, terms=(), is_chained=False)
+    first = f"{context.prefix}e000-centre"
+    step = _es_step(context, first, start, terms=(), rank=config.rank, is_chained=False)
     for _ in range(config.steps):
-        trials = strategy.ask(es)
-        recipes = [
-            _es_step(
-                context,
-                trial.id,
-                centre.id,
-                terms=[(trial.seed, trial.sign * plain.sigma * scale)],
-            )
-            for trial in trials
-        ]
-        fitness = await context.measure(
-            [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
-        )
-        context.builder.keep([start, centre.id])
-        es = strategy.tell(es, {trial.id: fitness[context.prefix + trial.id] for trial in trials})
-        terms = [(term.seed, term.weight * scale) for term in es.updates[-1]]
-        centre = _es_step(context, f"e{es.generation:03d}-centre", centre.id, terms=terms)
-    last = await context.measure([centre], rivals=[start], keep=2, stage="es")
-    return [start] if last[centre.id].is_failed else [centre.id]
+        num_measured = 2 * config.num_pairs + 2  # with the last centre
+        if not await context.has_room(num_measured, num_tasks=config.tasks_per_step):
+            break
+        trials = {
+            context.prefix + trial.id: Noise(trial.seed, trial.sign * config.sigma * scale)
+            for trial in strategy.ask(es)
+        }
+        if config.rank is None:
+            fitness = await _measure_trials(context, step, trials, start=start)
+        else:
+            tasks = context.draw_tasks(config.tasks_per_step, step=es.generation)
+            fitness = await context.measure_population(step, trials, rank=config.rank, tasks=tasks)
+        context.builder.keep([start, step.id])
+        told = {name.removeprefix(context.prefix): fitness[name] for name in trials}
+        es = strategy.tell(es, told)
+        terms = [Noise(term.seed, term.weight * scale) for term in es.updates[-1]]
+        name = f"{context.prefix}e{es.generation:03d}-centre"
+        step = _es_step(context, name, step.id, terms=terms, rank=config.rank)
+    last = await context.measure([step], rivals=[start], keep=2, stage="es")
+    return [start] if last[step.id].is_failed else [step.id]
+
+
+async def _measure_trials(
+    context: StageContext, centre: EsStep, trials: Mapping[str, Noise], *, start: str
+) -> dict[str, Fitness]:
+    """Trials as candidates, together with their centre."""
+    recipes = [_es_step(context, name, centre.id, terms=[noise]) for name, noise in trials.items()]
+    return await context.measure(
+        [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
+    )
 
 
 def _es_step(
@@ -72,15 +137,76 @@ def _es_step(
     name: str,
     parent: str,
     *,
-    terms: Sequence[tuple[int, float]],
+    terms: Sequence[Noise],
+    rank: int | None = None,
     is_chained: bool = True,
 ) -> EsStep:
-    """The parent plus the terms, each a seed and how much of its noise."""
+    """The parent plus the terms."""
     return EsStep(
-        id=context.prefix + name,
+        id=name,
         generation=len(context.log.generations),
         parent=parent,
-        seeds=tuple(seed for seed, _ in terms),
-        amounts=tuple(amount for _, amount in terms),
+        seeds=tuple(term.seed for term in terms),
+        amounts=tuple(term.amount for term in terms),
         is_chained=is_chained,
+        rank=rank,
     )
+
+
+class CmaesStage(CmaesConfig, Config):
+    """CMA-ES over the founders' coefficients, from the best sum of all founders so far, else from
+    their uniform average."""
+
+    type: Literal["cmaes"] = "cmaes"
+    generations: int = Field(default=6, ge=1)
+    """How many generations the stage has."""
+    unit: Unit = "model"
+    """What has coefficients of its own: every block of the model, or the model as one."""
+
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:
+        """How many it measures, of so many founders and their blocks."""
+        num_coefficients = len(founders) * count_blocks(self.unit, founders)
+        return self.generations * population_size(self, count=num_coefficients)
+
+
+async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
+    """Search the coefficients of the founders; the last generation is the population."""
+    founders = context.builder.founders
+    if len(founders) < 2:
+        raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
+    plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations", "unit"}))
+    num_blocks = count_blocks(config.unit, [context.builder.adapter(f) for f in founders])
+    search = Cmaes(
+        plain,
+        seed=stream_seed(context.seed, "cmaes", context.index),
+        start=_start(plain, context, num_blocks),
+    )
+    population: list[str] = []
+    for _ in range(config.generations):
+        points = await asyncio.to_thread(search.ask)
+        if not await context.has_room(len(points)):
+            break
+        fitness = await measure_sums(context, points, stage="cmaes", letter="m", unit=config.unit)
+        await asyncio.to_thread(search.tell, list(fitness.values()))
+        population = [name for name, own in fitness.items() if not own.is_failed]
+    return population
+
+
+def _start(config: CmaesConfig, context: StageContext, num_blocks: int) -> tuple[float, ...]:
+    """The coefficients of the best sum of all founders, in every block the same unless it is one by
+    block."""
+    num_founders, measured = len(context.builder.founders), context.search.measured
+    sums = {
+        id: weights
+        for id in context.fitness()
+        if (weights := context.builder.coefficients(id)) is not None
+        and len(weights) in (num_founders, num_founders * num_blocks)
+        and measured[id].is_complete
+    }
+    if not sums:
+        return average_start(config, count=num_founders) * num_blocks
+    best = sums[max(sums, key=lambda id: rank_key(measured[id].fitness))]
+    low = -math.inf if config.low is None else config.low
+    high = math.inf if config.high is None else config.high
+    start = tuple(min(high, max(low, weight)) for weight in best)
+    return start if len(start) == num_founders * num_blocks else start * num_blocks

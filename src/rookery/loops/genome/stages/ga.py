@@ -5,18 +5,53 @@ repeat: children = mutate(cross over(select(population))); measure; population =
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rookery.config import Config, without_removed
-from rookery.loops.genome.stages.context import StageContext
+from rookery.loops.genome.stages.context import StageContext, num_survivors
 from rookery.search import population as ga
 from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationConfig
-from rookery.search.population import PopulationConfig
+from rookery.search.population import PopulationConfig, random_plans
+from rookery.seeding import stream_seed
 from rookery.types import Adapter
 
-__all__ = ["GaStage", "run_ga"]
+__all__ = ["GaStage", "RandomStage", "run_ga", "run_random"]
+
+
+class RandomStage(Config):
+    """Sums of the founders with random weights, as random search draws them."""
+
+    type: Literal["random"] = "random"
+    count: int = Field(default=16, ge=1)
+    """How many."""
+
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
+        """How many it measures."""
+        return self.count
+
+
+async def run_random(config: RandomStage, context: StageContext) -> list[str]:
+    """Measure the sums; they are the population."""
+    founders = context.builder.founders
+    generation = len(context.log.generations)
+    seed = stream_seed(context.seed, "random stage", context.index)
+    plans = [
+        replace(plan, id=f"{context.prefix}r{generation:03d}-p{index:02d}", generation=generation)
+        for index, plan in enumerate(random_plans(founders, count=config.count, seed=seed))
+    ]
+    if not await context.has_room(len(plans)):
+        return []
+    best = context.best()
+    fitness = await context.measure(
+        plans, rivals=[best] if best else [], keep=num_survivors(len(plans)), stage="random"
+    )
+    alive = [plan.id for plan in plans if not fitness[plan.id].is_failed]
+    context.builder.keep(alive)
+    return alive
+
 
 _CHILDREN = ChildrenConfig(
     count=16,
@@ -79,6 +114,8 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         if config.patience is not None and population.num_stale >= config.patience:
             break
         plans = ga.ask(population, config=settings, seed=seed)
+        if not await context.has_room(len(plans)):
+            break
         members = [member.id for member in population.members]
         fitness = await context.measure(plans, rivals=members, keep=settings.size, stage="ga")
         population = ga.tell(population, fitness, config=settings, seed=seed)

@@ -22,7 +22,7 @@ from rookery.loops.genome.stages.context import (
     live_coefficients,
     measure_sums,
 )
-from rookery.search.fitness import rank_key, score_factors
+from rookery.search.candidate import rank_key, score_factors
 from rookery.search.merit import merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
 from rookery.seeding import stream
@@ -74,7 +74,7 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
         points = await asyncio.to_thread(_propose, config, context, rng)
-        if not points:
+        if not points or not await context.has_room(len(points)):
             break
         fitness = await measure_sums(
             context, points, stage="surrogate", letter="n", unit=config.unit

@@ -1,7 +1,7 @@
 // Shows the view that the address names.
 
 import { showCompare } from "./compare.js";
-import { errorNote, h, place } from "./dom.js";
+import { brandLine, errorNote, h, place } from "./dom.js";
 import { showFleet, showService } from "./fleet.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
@@ -25,7 +25,7 @@ async function show(source) {
     else view.close();
   } catch (error) {
     if (mine !== turn) return;
-    main.replaceChildren(h("header", { class: "masthead" }, h("p", { class: "brand" }, h("a", { href: "#/runs" }, "Rookery")), h("h1", null, "This cannot be shown")), errorNote(error));
+    main.replaceChildren(h("header", { class: "masthead" }, source.isLive && brandLine(""), h("h1", null, "This cannot be shown")), errorNote(error));
   }
 }
 

@@ -3,27 +3,46 @@
 import { h } from "./dom.js";
 import { compact, number } from "./words.js";
 
-const HUES = ["--accent", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#009e73", "#56b4e9", "#7a6a5a"];
+// Told apart without colour vision too, and seen on their ground.
+const HUES = ["#d55e00", "#1f3b9b", "#cf78b0", "#e0a000", "#4fb3e8", "#6b4326"];
+const DARK_HUES = ["#f0803c", "#4f7df0", "#c74fb0", "#f5d565", "#f2f0ec", "#8a6240"];
 
 let loading = null;
 
 // The chart library is large: it is loaded with the first run that is looked at.
 export function library() {
-  if (globalThis.echarts) return Promise.resolve(globalThis.echarts);
+  if (globalThis.echarts) return Promise.resolve(withEdges(globalThis.echarts));
   loading ??= new Promise((done, failed) => {
     const script = h("script", { src: `/static/echarts.js?v=${document.documentElement.dataset.version}`, async: true });
-    script.onload = () => done(globalThis.echarts);
+    script.onload = () => done(withEdges(globalThis.echarts));
     script.onerror = () => failed(new Error("The chart library could not be loaded."));
     document.head.append(script);
   });
   return loading;
 }
 
+// Many straight lines as one shape: thousands of shapes would be too slow to move.
+function withEdges(echarts) {
+  const buildPath = (drawing, { lines }) => lines.forEach(([x1, y1, x2, y2]) => { drawing.moveTo(x1, y1); drawing.lineTo(x2, y2); });
+  echarts.graphic.getShapeClass("edges") ?? echarts.graphic.registerShape("edges", echarts.graphic.extendShape({ buildPath }));
+  return echarts;
+}
+
+// Lines between points of the axes: [[x1, y1, x2, y2], ...].
+export function edgeSeries(edges, style) {
+  const renderItem = ({ context }, { coord }) => {
+    if (context.isDrawn) return undefined;
+    context.isDrawn = true;
+    return { type: "edges", shape: { lines: edges.map(([x1, y1, x2, y2]) => [...coord([x1, y1]), ...coord([x2, y2])]) }, style: { fill: null, ...style } };
+  };
+  return { type: "custom", silent: true, z: 1, data: edges.slice(0, 1), renderItem };
+}
+
 export function palette() {
   const style = getComputedStyle(document.documentElement);
   const names = ["ground", "raised", "ink", "muted", "faint", "line", "accent", "wash"];
   const colours = Object.fromEntries(names.map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
-  colours.hues = HUES.map((hue) => (hue.startsWith("--") ? style.getPropertyValue(hue).trim() : hue));
+  colours.hues = [colours.accent, ...(matchMedia("(prefers-color-scheme: dark)").matches ? DARK_HUES : HUES)];
   return colours;
 }
 
@@ -81,7 +100,7 @@ export function upright(colours, name, options) {
 export function tick(value) {
   if (typeof value !== "number") return value; // the name of a category
   const size = Math.abs(value);
-  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(7)));
+  const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(9)));
   return shown.replace("-", "\u2212");
 }
 
@@ -184,7 +203,7 @@ function lineOption(colours, series, x) {
     ...base,
     grid: { left: 48, right: 14, top: isMany ? 34 : 14, bottom: 40 },
     legend: isMany
-      ? { type: "scroll", top: 0, left: 0, itemWidth: 14, itemHeight: 8, textStyle: { color: colours.muted, fontSize: 12 } }
+      ? { type: "scroll", top: 0, left: 0, padding: [7, 5, 3, 5], itemWidth: 14, itemHeight: 8, textStyle: { color: colours.muted, fontSize: 12 } }
       : undefined,
     tooltip: {
       ...base.tooltip,

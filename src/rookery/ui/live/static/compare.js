@@ -1,7 +1,7 @@
 // Runs over one another: their numbers side by side, what differs in their configs, their curves.
 
 import { lineChart } from "./charts.js";
-import { address, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
+import { brandLine, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
 import { headline, stringTable } from "./report.js";
 import { statusMark } from "./runs.js";
 import { clip, duration, interval, isNumber, number, signed } from "./words.js";
@@ -21,9 +21,10 @@ export function configDifferences(values, prefix = "") {
 function numbersTable(runs) {
   const ends = runs.flatMap(({ row }) => [row.result?.mean, row.result?.low, row.result?.high]).filter(isNumber);
   const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const isOneScale = new Set(runs.map(({ row }) => row.kind)).size === 1; // an accuracy and a loss have none in common
   const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
   const drawing = (result) => {
-    if (!isNumber(result?.mean)) return "";
+    if (!isNumber(result?.mean) || !isOneScale) return "";
     const track = h("span", { class: "range-bar" });
     if (isNumber(result.low)) {
       const extent = h("span", { class: "extent" });
@@ -38,7 +39,7 @@ function numbersTable(runs) {
   };
   const line = ({ row, title }) => [
     h("a", { class: "name", href: runLink(row.id) }, title ?? row.name), row.kind, statusMark(row),
-    [h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high))],
+    [h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high)), h("div", { class: "note" }, row.result?.label)],
     drawing(row.result), isNumber(row.result?.gain?.mean) ? signed(row.result.gain.mean) : "", duration(row.worked_s),
   ];
   return table(["Run", "Loop", "Status", ["Result, 95 % interval"], "", ["Gain"], ["Took"]], runs.map(line));
@@ -62,7 +63,8 @@ function reports(runs) {
 
 function overlays(runs, charts) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
-  const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1);
+  const shown = new Set(runs.map(({ row }) => row.spark_of)); // what the list of runs draws comes first
+  const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1).sort((a, b) => shown.has(b) - shown.has(a));
   const panel = (name) => {
     const series = runs.filter((run) => run.curves[name]).map((run) => ({ name: run.title ?? run.row.name, points: run.curves[name] }));
     const chart = lineChart({ label: `${name} of each run`, series, height: 240 });
@@ -77,8 +79,7 @@ export async function showCompare(source, main) {
   const given = place().query.getAll("runs");
   const ids = given.length === 1 ? given[0].split(",") : given; // links of older versions join names
   const charts = [];
-  const back = h("p", { class: "brand" }, h("a", { href: address(["runs"], { sel: ids }) }, "Rookery"), h("span", null, "compare runs"));
-  main.replaceChildren(h("header", { class: "masthead" }, back, h("h1", null, `${ids.length} runs side by side`)));
+  main.replaceChildren(h("header", { class: "masthead" }, brandLine("", ids), h("h1", null, `${ids.length} runs side by side`)));
   document.title = `${ids.length} runs · Rookery`;
   const load = async (id) => {
     const path = `runs/${encodeURIComponent(id)}`;
@@ -91,7 +92,7 @@ export async function showCompare(source, main) {
   for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs of one name go by their folder
   const failed = found.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
   main.append(...failed);
-  if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("What differs in their configs", configTable(runs)), section("Reports", reports(runs)));
+  if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("Reports", reports(runs)), section("What differs in their configs", configTable(runs)));
   else main.append(emptyNote("Select two or more runs in the list of runs."));
   return { close: () => charts.forEach((chart) => chart.close()) };
 }

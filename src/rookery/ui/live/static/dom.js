@@ -35,7 +35,7 @@ export function table(heads, rows, kind) {
 }
 
 export const section = (title, ...children) => h("section", null, h("h2", null, title), children);
-export const lead = (sentence) => h("p", { class: "lead" }, sentence);
+export const lead = (sentence) => h("p", { class: "lead" }, prose(sentence));
 // What is folded away is made when it is first opened: `make` gives its nodes.
 export function folded(summary, make) {
   const details = h("details", null, h("summary", null, summary));
@@ -80,8 +80,8 @@ export function runLink(id, query) {
   return address(["run", id], query);
 }
 
-// The pages that there are, beside the name.
-export const brandLine = (here) => h("nav", { class: "brand", "aria-label": "Pages" }, "Rookery", ["runs", "fleet", "service"].map((one) => h("a", { href: `#/${one}`, "aria-current": one === here ? "page" : null }, one)));
+// The pages that there are, beside the name; `selected` are the runs that the list then selects.
+export const brandLine = (here, selected) => h("nav", { class: "brand", "aria-label": "Pages" }, "Rookery", ["runs", "fleet", "service"].map((one) => h("a", { href: address([one], one === "runs" && { sel: selected ?? [] }), "aria-current": one === here ? "page" : null }, one)));
 
 // At most one call per frame.
 export function perFrame(work) {
@@ -104,7 +104,9 @@ export function later(work, milliseconds) {
   };
 }
 
+// A sentence with `code` in it.
+export const prose = (text) => (typeof text === "string" ? text.split(/`([^`\n]+)`/).map((part, k) => (k % 2 ? h("code", null, part) : part)) : text);
+
 // A sentence where something would be, and an error with what to do about it.
-export const emptyNote = (sentence) => h("p", { class: "empty" }, sentence);
-export const errorNote = (error) =>
-  h("p", { class: "trouble", role: "alert" }, error?.message ?? String(error));
+export const emptyNote = (sentence) => h("p", { class: "empty" }, prose(sentence));
+export const errorNote = (error) => h("p", { class: "trouble", role: "alert" }, prose(error?.message ?? String(error)));

@@ -21,30 +21,32 @@ export class EvalView {
   }
 
   update(view, report) {
-    const tasks = new Map();
-    for (const a of listed(view, "answers")) {
-      if (!tasks.has(a.task)) tasks.set(a.task, new Map());
-      const first = tasks.get(a.task).get(a.model); // what is measured; the further ones are drawn for pass@k
-      if (first) first.further.push(a);
-      else tasks.get(a.task).set(a.model, { ...a, further: [] });
-    }
-    this.tasks = [...tasks];
-    this.names = [...new Set(listed(view, "answers").map((a) => a.model))];
+    this.tasks = listed(view, "tasks"); // each with its answers, by the place of a model
+    this.names = view.facts.models ?? [];
     this.asked = new Map(report.tasks.map((t) => [t.task, t]));
+    this.report = report;
     this.drawModels(view, report);
-    if (this.columns !== this.names.join()) this.makeTable();
+    if (this.columns !== this.names.map((n) => this.title(n)).join()) this.makeTable();
     this.arrange();
   }
 
+  // `trained@1f2e` as its report calls it: two adapters may have one name.
+  title(model) {
+    const [short] = model.split("@");
+    const known = this.report.models.find(({ version }) => version && model.endsWith(`@${version}`));
+    const isTwin = this.names.some((other) => other !== model && other.split("@")[0] === short);
+    return known?.name ?? (isTwin ? `${short} ${model.slice(short.length + 1, short.length + 9)}` : short);
+  }
+
   drawModels(view, report) {
-    const live = this.names.map((name) => {
-      const rewards = this.tasks.map(([, answers]) => answers.get(name)?.reward).filter(isNumber);
-      return { name, mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_scored: rewards.length };
+    const live = this.names.map((name, place) => {
+      const rewards = this.tasks.map(({ answers }) => answers[place]?.[0][0]).filter(isNumber);
+      return { name: this.title(name), mean: rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null, num_scored: rewards.length };
     });
     const rows = report.models.length ? report.models : live;
     const said = report.models.length ? "Mean reward with its 95 % interval." : "So far, without intervals: they come with the report.";
     const best = rows.reduce((a, b) => (a && (a.mean ?? -Infinity) >= (b.mean ?? -Infinity) ? a : b), null);
-    const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: rows.length > 1 && row === best }));
+    const marked = rows.map((row) => ({ num_failed: 0, ...row, is_winner: row === best && rows.some((other) => (other.mean ?? -Infinity) < best.mean) }));
     this.models.replaceChildren(this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
@@ -57,9 +59,9 @@ export class EvalView {
   }
 
   makeTable() {
-    this.columns = this.names.join();
+    this.columns = this.names.map((n) => this.title(n)).join();
     this.table?.close();
-    this.table = new LongTable({ columns: [{ name: "task", label: "Task", class: "run" }, ...this.names.map((n) => ({ name: n, label: n, class: "figure" }))], kind: "tasks", label: "Tasks", row: (i) => this.cells(i) });
+    this.table = new LongTable({ columns: [{ name: "task", label: "Task", class: "run" }, ...this.names.map((n) => ({ name: n, label: this.title(n), class: "figure" }))], kind: "tasks", label: "Tasks", row: (i) => this.cells(i) });
     this.box.replaceChildren(this.table.element);
   }
 
@@ -70,26 +72,29 @@ export class EvalView {
   }
 
   arrange() {
-    const of = (answers) => [...answers.values()];
-    const isRight = (a) => isNumber(a.reward) && a.reward > 0;
-    const tests = { wrong: (as) => as.some((a) => !isRight(a)), right: (as) => as.every(isRight), differ: (as) => new Set(as.map((a) => a.reward)).size > 1, failed: (as) => as.some((a) => a.is_failed) };
-    this.chosen = this.tasks.filter(([, answers]) => !this.only || tests[this.only](of(answers)));
+    const isRight = ([reward]) => isNumber(reward) && reward > 0;
+    const tests = { wrong: (as) => as.some((a) => !isRight(a)), right: (as) => as.every(isRight), differ: (as) => new Set(as.map(([reward]) => reward)).size > 1, failed: (as) => as.some(([, isFailed]) => isFailed) };
+    const measured = (answers) => Object.values(answers).map(([first]) => first); // the further ones are drawn for pass@k
+    this.chosen = this.only ? this.tasks.filter(({ answers }) => tests[this.only](measured(answers))) : this.tasks;
     this.state.textContent = `${count(this.chosen.length)} of ${count(this.tasks.length, "task")}`;
     this.table?.resize(this.chosen.length);
   }
 
   cells(index) {
-    const [task, answers] = this.chosen[index] ?? [];
-    if (!task) return null;
-    const mark = (a) => (a === undefined ? "" : a.is_failed ? h("b", null, "failed") : h("span", { class: a.reward > 0 ? "right" : "wrong" }, `${a.reward > 0 ? "✓" : "✗"} ${number(a.reward, 2)}`));
-    return { onclick: () => this.open(task, answers), cells: [h("button", { class: "plain", onclick: () => this.open(task, answers) }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((n) => mark(answers.get(n)))] };
+    const row = this.chosen[index];
+    if (!row) return null;
+    const { id: task, answers } = row;
+    const mark = ([[reward, isFailed]]) => (isFailed ? h("b", null, "failed") : h("span", { class: reward > 0 ? "right" : "wrong" }, `${reward > 0 ? "✓" : "✗"} ${number(reward, 2)}`));
+    const open = () => this.open(row);
+    return { onclick: open, cells: [h("button", { class: "plain", onclick: open }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
   }
 
-  async open(task, answers) {
+  async open({ id: task, answers }) {
     try {
-      const events = await Promise.all([...answers.values()].flatMap((a) => [a, ...a.further]).map((a) => this.source.get(`${this.path}/event/${a.id}`)));
+      const seqs = Object.values(answers).flatMap((each) => each.map(([, , seq]) => seq));
+      const events = await Promise.all(seqs.map((seq) => this.source.get(`${this.path}/event/${seq}`)));
       const asked = this.asked.get(task);
-      const answer = ({ payload }) => [h("h4", null, String(payload.model).split("@")[0], h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), h("pre", { class: "answer" }, payload.completion?.text ?? payload.error ?? "")];
+      const answer = ({ payload }) => [h("h4", null, this.title(String(payload.model)), h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), h("pre", { class: "answer" }, payload.completion?.text ?? payload.error ?? "")];
       this.detail.replaceChildren(h("h3", null, task), asked ? h("pre", { class: "answer prompt" }, asked.prompt) : "", asked?.reference ? h("p", { class: "note" }, `reference: ${asked.reference}`) : "", ...events.flatMap(answer));
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));

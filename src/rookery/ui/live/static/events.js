@@ -2,9 +2,10 @@
 
 import { emptyNote, errorNote, h, later, note, place } from "./dom.js";
 import { LongTable } from "./table.js";
-import { count, timeOfDay } from "./words.js";
+import { clip, count, timeOfDay } from "./words.js";
 
 const PAGE = 200;
+const LONGEST = 200000; // characters of one text: beyond that browsers stand still
 const COLUMNS_OF_EVENTS = [
   { name: "seq", label: "#", class: "figure seq" },
   { name: "time", label: "Time", class: "time" },
@@ -18,7 +19,7 @@ export function jsonTree(value, name, isOpen = true) {
   const label = name === undefined ? "" : `${name}: `;
   if (value === null || typeof value !== "object") {
     const isText = typeof value === "string";
-    return h("div", { class: "json-leaf" }, h("span", { class: "json-name" }, label), h("span", { class: isText ? "json-text" : "json-number" }, isText ? value : String(value)));
+    return h("div", { class: "json-leaf" }, h("span", { class: "json-name" }, label), h("span", { class: isText ? "json-text" : "json-number" }, clip(String(value), LONGEST)));
   }
   const entries = Array.isArray(value) ? value.map((v, k) => [k, v]) : Object.entries(value);
   const size = Array.isArray(value) ? `[${count(entries.length)}]` : `{${count(entries.length)}}`;

@@ -1,13 +1,14 @@
 // An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
 
-import { axis, barChart, Chart, flat, frame, tip, upright } from "./charts.js";
+import { axis, barChart, Chart, edgeSeries, flat, frame, tip, upright } from "./charts.js";
 import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
-import { costsLine } from "./report.js";
-import { listed } from "./source.js";
+import { costsLine, stringTable } from "./report.js";
+import { grouped } from "./source.js";
 import { LongTable } from "./table.js";
 import { clip, compact, count, isNumber, six } from "./words.js";
 
 const LISTED_CELLS = 400;
+const MOST_STYLED = 2000; // points beyond are drawn at once, which is faster
 
 const PROGRAM_COLUMNS = [
   { name: "id", label: "Program", class: "run" },
@@ -32,9 +33,9 @@ export class EvolveView {
     this.only = query.get("only") ?? "";
     this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
     this.onlySelect = choice("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
-    const pickPoint = (drawn, rows) => drawn.on("click", ({ seriesName, dataIndex }) => seriesName === "programs" && this.pick(rows()[dataIndex].id));
-    this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.scored) });
-    this.tree = new Chart({ label: "Programs by generation, joined to their parents", height: 320, option: (c) => this.treeOption(c), ready: (drawn) => pickPoint(drawn, () => this.nodes) });
+    const pickPoint = (drawn, shown) => drawn.on("click", ({ seriesName, dataIndex }) => this.pick(shown()[seriesName][dataIndex].id));
+    this.score = new Chart({ label: "Score of every program, and the best so far", height: 320, option: (c) => this.scoreOption(c), ready: (drawn) => pickPoint(drawn, () => this.shownScores) });
+    this.tree = new Chart({ label: "Programs by generation, joined to their parents", height: 320, option: (c) => this.treeOption(c), ready: (drawn) => pickPoint(drawn, () => this.shownNodes) });
     this.staleness = barChart({ label: "Iterations by how many were decided meanwhile", x: "Iterations decided between plan and decision", y: "Iterations", bars: () => this.stalenessBars() });
     [this.results, this.islands, this.failures, this.grids, this.winningLine, this.models, this.costs] = Array.from({ length: 7 }, () => h("div"));
     this.state = h("span", { class: "note" });
@@ -58,8 +59,11 @@ export class EvolveView {
     this.scored = this.all.filter((p) => isNumber(p.score) && p.decided).sort((a, b) => a.decided - b.decided);
     const kept = this.scored.filter((p) => p.state === "committed");
     this.best = kept.reduce((a, b) => (a && a.score >= b.score ? a : b), null);
+    const spent = this.all.reduce((sum, p) => sum + (p.tokens ?? 0), 0);
+    this.bySelect.hidden = !spent;
+    if (!spent) this.by = "evaluations";
     const demoted = report.num_demoted ? ` ${count(report.num_demoted, "program")} looked like the best and did not hold when scored again.` : "";
-    this.lead.textContent = this.best ? `The best is ${this.best.id} with ${six(this.best.score)}, among ${count(this.all.length, "program")}, for ${compact(this.all.reduce((sum, p) => sum + (p.tokens ?? 0), 0))} tokens.${demoted}` : "No program has a score yet.";
+    this.lead.textContent = this.best ? `The best is ${this.best.id} with ${six(this.best.score)}, among ${count(this.all.length, "program")}${spent ? `, for ${compact(spent)} tokens` : ""}.${demoted}` : "No program has a score yet.";
     this.nodes = kept.filter((p) => isNumber(p.generation));
     this.drawFailures(report);
     this.drawIslands();
@@ -76,7 +80,8 @@ export class EvolveView {
     const name = (row) => [h("span", { class: "name" }, row.name), row.note && [" ", h("span", { class: "note" }, row.note)]];
     const own = { class: "winner", cells: [h("span", { class: "name" }, "evolve"), h("b", null, six(report.best?.score)), count(report.num_iterations), count(report.num_failed)] };
     const others = report.baselines.map((row) => [name(row), h("b", null, six(row.best)), count(row.num_iterations), count(row.num_failed)]);
-    this.results.replaceChildren(others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [own, ...others])) : "");
+    const onTasks = report.tasks ? section("On tasks that the search never saw", stringTable(report.summary, 0)) : "";
+    this.results.replaceChildren(onTasks, others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [own, ...others])) : "");
     this.drawWinningLine(report);
     this.drawGrid(report);
     const front = report.front.map((row) => [h("button", { class: "plain name", onclick: () => this.pick(row.id) }, row.id), count(row.iteration), ...report.objectives.map((one) => six(row.metrics[one]))]);
@@ -97,8 +102,7 @@ export class EvolveView {
   }
 
   drawIslands() {
-    const islands = new Map();
-    for (const p of this.all.filter((one) => one.number > 0)) islands.set(p.island ?? 0, [...(islands.get(p.island ?? 0) ?? []), p]);
+    const islands = grouped(this.all.filter((p) => p.number > 0), (p) => p.island ?? 0);
     const best = (ps) => ps.filter((p) => p.state === "committed" && isNumber(p.score)).reduce((a, b) => (a && a.score >= b.score ? a : b), null);
     const line = ([island, ps]) => [`Island ${island}`, count(ps.length), count(ps.filter((p) => p.state === "committed").length), count(ps.filter((p) => p.state === "failed").length), best(ps) ? h("button", { class: "plain", onclick: () => this.pick(best(ps).id) }, `${six(best(ps).score)} (${best(ps).id})`) : "–"];
     this.islands.replaceChildren(islands.size ? section("Islands", table(["Island", ["Programs"], ["Kept"], ["Failed"], ["Best"]], [...islands].sort((a, b) => a[0] - b[0]).map(line))) : "");
@@ -106,9 +110,9 @@ export class EvolveView {
 
   // Cost by model: what each was asked and gave, from the programs and, at the end, the report.
   drawModels(report) {
-    const models = new Map();
-    for (const p of this.all.filter((one) => one.model)) models.set(p.model, [...(models.get(p.model) ?? []), p]);
     const arms = new Map(report.models.map((arm) => [arm.name, arm]));
+    const named = (p) => (arms.has(p.arm) ? p.arm : p.model); // `writer` answered as writer@1f2e
+    const models = grouped(this.all.filter(named), named);
     const names = [...new Set([...arms.keys(), ...models.keys()])];
     const line = (name) => {
       const [ps, arm] = [models.get(name) ?? [], arms.get(name) ?? {}];
@@ -148,53 +152,55 @@ export class EvolveView {
     let spent = 0;
     const spentBy = new Map([...this.all].filter((p) => p.decided).sort((a, b) => a.decided - b.decided).map((p) => [p.id, (spent += p.tokens ?? 0)]));
     const x = (p) => (this.by === "tokens" ? spentBy.get(p.id) : p.decided);
-    let best = -Infinity;
-    const rise = this.scored.filter((p) => p.state === "committed").map((p) => [x(p), (best = Math.max(best, p.score))]);
+    const [failed, kept] = [true, false].map((isFailed) => this.scored.filter((p) => (p.state === "failed") === isFailed));
+    this.shownScores = { programs: kept, failed };
+    const rise = [];
+    for (const p of kept) if (p.state === "committed" && !(p.score <= rise.at(-1)?.[1])) rise.push([x(p), p.score]);
+    if (rise.length) rise.push([x(this.scored.at(-1)), rise.at(-1)[1]]);
+    const isLarge = this.scored.length > MOST_STYLED;
+    const points = (name, itemStyle) => ({ type: "scatter", name, progressive: 0, large: isLarge, largeThreshold: 0, data: this.shownScores[name].map((p) => [x(p), p.score]), symbolSize: isLarge ? 3 : 7, itemStyle });
     return {
       ...base,
       grid: { left: 52, right: 20, top: 16, bottom: 44 },
-      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => (seriesName === "programs" ? programTip(this.scored[dataIndex]) : "") },
-      xAxis: flat(colours, this.by === "tokens" ? "Tokens" : "Evaluations", { minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: (v) => compact(v) } }),
+      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => programTip(this.shownScores[seriesName][dataIndex]) },
+      xAxis: flat(colours, this.by === "tokens" ? "Tokens" : "Evaluations", { min: 0, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: (v) => compact(v) } }),
       yAxis: upright(colours, ""),
       dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
-        { type: "line", name: "best", step: "end", data: rise, showSymbol: rise.length < 2, lineStyle: { color: colours.accent, width: 2.5 }, itemStyle: { color: colours.accent }, z: 4, silent: true },
-        { type: "scatter", name: "programs", large: this.scored.length > 2000, data: this.scored.map((p) => ({ value: [x(p), p.score], itemStyle: { color: p.state === "failed" ? colours.ground : colours.muted, borderColor: colours.muted, borderWidth: p.state === "failed" ? 1.2 : 0, opacity: 0.6 } })), symbolSize: 7 },
+        { type: "line", name: "best", step: "end", data: rise, showSymbol: rise.length < 3, lineStyle: { color: colours.accent, width: 2.5 }, itemStyle: { color: colours.accent }, z: 4, silent: true },
+        points("programs", { color: colours.muted, opacity: 0.6 }),
+        points("failed", { color: isLarge ? colours.faint : colours.ground, borderColor: colours.muted, borderWidth: 1.2, opacity: 0.6 }),
       ],
     };
   }
 
   treeOption(colours) {
     const base = frame(colours);
-    const marked = new Set(this.line(this.picked || this.best?.id).map((p) => p.id));
+    const line = new Set(this.line(this.picked || this.best?.id));
     const known = new Map(this.nodes.map((p) => [p.id, p]));
     const edges = this.nodes.filter((p) => known.has(p.parent)).map((p) => [known.get(p.parent), p]);
+    const [marked, others] = [true, false].map((isMarked) => this.nodes.filter((p) => line.has(p) === isMarked));
+    this.shownNodes = { programs: others, line: marked };
+    const lines = (isMarked, style) => edgeSeries(edges.filter(([from, to]) => (line.has(from) && line.has(to)) === isMarked).map(([from, to]) => [from.generation, from.score, to.generation, to.score]), style);
+    const points = (name, symbolSize, itemStyle) => ({ type: "scatter", name, z: 3, progressive: 0, large: name !== "line" && this.nodes.length > MOST_STYLED, largeThreshold: 0, data: this.shownNodes[name].map((p) => [p.generation, p.score]), symbolSize, itemStyle });
     return {
       ...base,
       grid: { left: 52, right: 24, top: 16, bottom: 44 },
-      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => (seriesName === "programs" ? programTip(this.nodes[dataIndex]) : "") },
+      tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => programTip(this.shownNodes[seriesName][dataIndex]) },
       xAxis: flat(colours, "Generation", { minInterval: 1, min: -0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
       yAxis: upright(colours, ""),
       dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
-        {
-          type: "custom", name: "edges", silent: true, z: 1, data: edges.map(([from]) => [from.generation, from.score]),
-          renderItem: (params, api) => {
-            const [from, to] = edges[params.dataIndex];
-            const [x1, y1] = api.coord([from.generation, from.score]);
-            const [x2, y2] = api.coord([to.generation, to.score]);
-            const isMarked = marked.has(to.id) && marked.has(from.id);
-            return { type: "line", shape: { x1, y1, x2, y2 }, style: { stroke: isMarked ? colours.accent : colours.faint, lineWidth: isMarked ? 2 : 1, opacity: isMarked ? 1 : 0.35 } };
-          },
-        },
-        { type: "scatter", name: "programs", z: 3, data: this.nodes.map((p) => ({ value: [p.generation, p.score], symbolSize: marked.has(p.id) ? 10 : 6, itemStyle: { color: marked.has(p.id) ? colours.accent : colours.muted, opacity: marked.has(p.id) ? 1 : 0.6 } })) },
+        lines(false, { stroke: colours.faint, lineWidth: 1, opacity: 0.35 }),
+        lines(true, { stroke: colours.accent, lineWidth: 2 }),
+        points("programs", this.nodes.length > MOST_STYLED ? 3 : 6, { color: colours.muted, opacity: 0.6 }),
+        points("line", 10, { color: colours.accent }),
       ],
     };
   }
 
   drawFailures(report) {
-    const kinds = new Map();
-    for (const p of this.all.filter((one) => one.failure)) kinds.set(p.failure[0], [...(kinds.get(p.failure[0]) ?? []), p]);
+    const kinds = grouped(this.all.filter((p) => p.failure), (p) => p.failure[0]);
     const row = ([kind, ps]) => [h("span", { class: "name" }, kind), count(ps.length), h("button", { class: "plain", onclick: () => this.pick(ps[0].id) }, ps[0].id), clip(ps[0].failure[1], 400)];
     const rows = [...kinds].sort((a, b) => b[1].length - a[1].length).map(row);
     const share = isNumber(report.failed_share) ? `: ${Math.round(100 * report.failed_share)} % of all` : "";
@@ -209,10 +215,10 @@ export class EvolveView {
     this.gridCharts = islands.map((island) => this.gridChart(cells.filter((c) => c.island === island && isNumber(c.score)), island, report, [Math.min(...scores), Math.max(...scores)]));
     const row = (c) => [`Island ${c.island}`, c.cell, h("button", { class: "plain", onclick: () => this.pick(c.program) }, c.program), six(c.score)];
     this.grids.replaceChildren(section("The grid", cells.length
-      ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}, ${count(report.num_programs, "program")} kept. Click a cell to read its program.`),
+      ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}${report.is_written ? `, ${count(report.num_programs, "program")} kept` : ", as of the last checkpoint"}. Click a cell to read its program.`),
           h("div", { class: "panels" }, this.gridCharts.map((chart, k) => figure(`Island ${islands[k]}`, chart))),
           folded("Numbers", () => [table(["Island", "Cell", "Program", ["Score"]], cells.slice(0, LISTED_CELLS).map(row)), cells.length > LISTED_CELLS && emptyNote(`The first ${LISTED_CELLS} of ${count(cells.length)} cells; report.json has them all.`)])]
-      : emptyNote(report.is_written ? "The grid is empty." : "The grid of kept programs comes with the report.")));
+      : emptyNote(report.is_written ? "The grid is empty." : "The grid of kept programs comes with the first checkpoint.")));
   }
 
   gridChart(cells, island, report, [low, high]) {
@@ -230,7 +236,7 @@ export class EvolveView {
         tooltip: { ...frame(colours).tooltip, formatter: ({ dataIndex }) => tip(cells[dataIndex].program, [["score", six(cells[dataIndex].score)], [xName, String(spots[dataIndex][0])], [yName, String(spots[dataIndex][1])]]) },
         xAxis: axis(colours, { type: "category", name: xName, nameGap: 26, data: names(xBins) }),
         yAxis: upright(colours, yName, { type: "category", data: names(yBins), splitLine: { show: false }, axisLabel: { color: colours.muted, fontSize: 12 } }),
-        visualMap: { show: false, min: low, max: high === low ? low + 1 : high, inRange: { color: [colours.line, colours.accent] }, dimension: 2 },
+        visualMap: { show: false, min: high === low ? low - 1 : low, max: high, inRange: { color: [colours.line, colours.accent] }, dimension: 2 },
         series: [{ type: "heatmap", data: cells.map((c, k) => [...spots[k], c.score]), itemStyle: { borderColor: colours.ground, borderWidth: 1 } }],
       }),
     });

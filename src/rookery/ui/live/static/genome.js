@@ -172,7 +172,7 @@ export class GenomeView {
       series: [
         { type: "line", name: "worst", data: done.filter((g) => isNumber(g.worst)).map((g) => [g.generation, Math.min(g.worst, ...(g.scores ?? []).filter(isNumber))]), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", silent: true, stackStrategy: "all" },
         { type: "line", name: "band", data: done.filter((g) => isNumber(g.worst)).map((g) => { const s = (g.scores ?? []).filter(isNumber); return [g.generation, Math.max(g.mean ?? g.worst, ...s) - Math.min(g.worst, ...s)]; }), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", stackStrategy: "all", silent: true, areaStyle: { color: colours.accent, opacity: 0.1 } },
-        { type: "scatter", name: "candidates", large: isLarge, largeThreshold: 2000, data: this.points.map((c) => [c.generation ?? last, c.score]), symbolSize: isLarge ? 3 : 7, itemStyle: { color: colours.muted, opacity: isLarge ? 0.6 : 0.45 }, z: 3 },
+        { type: "scatter", name: "candidates", progressive: 0, large: isLarge, largeThreshold: 2000, data: this.points.map((c) => [c.generation ?? last, c.score]), symbolSize: isLarge ? 3 : 7, itemStyle: { color: colours.muted, opacity: isLarge ? 0.6 : 0.45 }, z: 3 },
         line("mean", "mean", colours.muted, 1.75),
         { ...line("best", "best", colours.accent, 2.75), data: soFar.map((g) => [g.generation, g.best]) },
       ],

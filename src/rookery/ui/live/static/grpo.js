@@ -103,8 +103,9 @@ export class GrpoView {
       const own = [...named].filter(([metric]) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
       const isStacked = title === "Seconds by stage";
       if (!own.length) continue;
-      if (isStacked || own.some(([, points]) => !isConstant(points))) this.panel(title, own.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
-      else constants.push(...own.map(([metric, points]) => `${own.length > 1 ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
+      const isOneOf = own.length === 1 && own[0][0] !== wanted[0];
+      if (isStacked || own.some(([, points]) => !isConstant(points))) this.panel(isOneOf ? `${title}, ${short(own[0][0])}` : title, own.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
+      else constants.push(...own.map(([metric, points]) => `${own.length > 1 || isOneOf ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
     }
     if (!named.size) this.panels.replaceChildren(emptyNote("No step is taken yet."));
     this.constants.replaceChildren(costsLine(constants, "In every step"));

@@ -63,8 +63,11 @@ export class IcmView {
       if (!this.chains.has(d.chain)) this.chains.set(d.chain, []);
       this.chains.get(d.chain).push(d);
     }
-    const name = (chain) => `batch ${chain.replace("/", ", chain ")}`;
-    const series = (key) => [...this.chains].map(([chain, rows]) => ({ name: name(chain), points: rows.map((d) => [d.iteration, d[key]]) }));
+    const known = new Set(report.chains.map((c) => `${c.batch}/${c.chain}`)); // what is not among them is a baseline
+    const isOne = [...this.chains.keys()].every((chain) => chain.startsWith("0/"));
+    const name = (chain) => (known.size && !known.has(chain) ? "inverted seed" : isOne ? `chain ${chain.slice(2)}` : `batch ${chain.replace("/", ", chain ")}`);
+    const inOrder = [...this.chains].sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
+    const series = (key) => inOrder.map(([chain, rows]) => ({ name: name(chain), points: rows.map((d) => [d.iteration, d[key]]) }));
     for (const key of ["utility", "frustrated", "labelled", "temperature"]) this[key].setSeries(series({ frustrated: "num_frustrated", labelled: "num_labelled" }[key] ?? key));
     const accepted = this.decisions.filter((d) => d.is_accepted).length;
     this.state.replaceChildren(lead(this.decisions.length ? `${count(this.decisions.length, "decision")}, ${count(accepted)} accepted, in ${count(this.chains.size, "chain")}.` : "No decision is made yet."));
@@ -152,18 +155,19 @@ export class IcmView {
     const row = this.labels.find((one) => one.id === id);
     if (!row) return;
     const chain = `${row.batch}/${row.chain}`;
-    const taken = (this.chains.get(chain) ?? []).filter((d) => d.item === id && d.is_accepted);
+    const at = this.inOrder.filter((one) => one.batch === row.batch).indexOf(row);
+    const taken = (this.chains.get(chain) ?? []).filter((d) => d.is_accepted && (d.item === id || d.changed.includes(at)));
     const last = taken.reduce((a, b) => (a && a.iteration > b.iteration ? a : b), null);
     const pairs = [["label", row.label ?? "none"], ["log-odds given all others", number(row.margin)], ["batch and chain", chain.replace("/", ", ")]];
     const head = [h("h3", null, String(id)), h("pre", { class: "answer prompt" }, row.text ?? "")];
     if (!last) {
-      this.detail.replaceChildren(...head, facts(pairs), emptyNote("No decision of its own: it began with this label, or had it from a constraint."));
+      this.detail.replaceChildren(...head, facts(pairs), emptyNote("No decision changed it: it began with this label."));
       return;
     }
     try {
       const { payload } = await this.source.get(`${this.path}/event/${last.seq}`);
       if (this.picked !== id) return;
-      pairs.push(["decided in iteration", count(last.iteration)], ["temperature", number(payload.temperature)], ["U then", score(payload.utility)]);
+      pairs.push(["decided in iteration", count(last.iteration)], ...(last.item === id ? [] : [["with", last.item]]), ["temperature", number(payload.temperature)], ["U then", score(payload.utility)]);
       this.detail.replaceChildren(...head, facts(pairs), this.context(row, payload.labels));
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));

@@ -1,6 +1,6 @@
 // What every report opens with: the result in large numbers and a sentence, warnings, the comparison.
 
-import { h, lead, section, svg, table } from "./dom.js";
+import { h, lead, prose, section, svg, table } from "./dom.js";
 import { count, isNumber, minus, number, score } from "./words.js";
 
 // The result; before there is one, the number so far.
@@ -9,15 +9,16 @@ export function headline({ summary, is_written: isWritten }, result) {
     h("p", { class: `number ${isGain ? "gain" : ""}` }, h("span", { class: "label" }, label), h("strong", null, minus(value)), interval && h("span", { class: "interval" }, minus(interval)));
   const numbers = summary.numbers.map(big);
   if (!isWritten && isNumber(result?.mean)) numbers.push(big({ label: result.label, value: number(result.mean) }));
+  const texts = [[summary.sentence, "sentence"], ...summary.contexts.map((text) => [text, "context"])].filter(([text]) => text);
+  if (!numbers.length && !texts.length) return "";
   return h("section", { class: "headline", "data-verdict": summary.verdict, "aria-label": "Result" },
     numbers.length ? h("div", { class: "numbers" }, numbers) : null,
-    summary.sentence && h("p", { class: "sentence" }, summary.sentence),
-    summary.contexts.filter(Boolean).map((text) => h("p", { class: "context" }, text)));
+    texts.map(([text, kind]) => h("p", { class: kind }, prose(text))));
 }
 
 export function warningsBox(warnings) {
   if (!warnings?.length) return "";
-  return h("section", { class: "warnings", "aria-label": "Warnings" }, h("h2", null, count(warnings.length, "warning")), h("ul", null, warnings.map((text) => h("li", null, text))));
+  return h("section", { class: "warnings", "aria-label": "Warnings" }, h("h2", null, count(warnings.length, "warning")), h("ul", null, warnings.map((text) => h("li", null, prose(text)))));
 }
 
 export function costsLine(costs, label = "In all") {

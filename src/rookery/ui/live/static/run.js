@@ -1,19 +1,20 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
-import { emptyNote, errorNote, facts, h, later, place, runLink } from "./dom.js";
+import { brandLine, emptyNote, errorNote, facts, h, later, place, prose, runLink } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
 import { GenomeView } from "./genome.js";
 import { GrpoView } from "./grpo.js";
 import { IcmView } from "./icm.js";
+import { LeagueView } from "./league.js";
 import { headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
-import { mergeView, Metrics } from "./source.js";
+import { grouped, mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
 
-const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, pipeline: EvalView };
+const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView };
 const POINTS = 600;
 
 // All metrics, grouped by what stands before the slash.
@@ -66,12 +67,8 @@ export class CurvesView {
 }
 
 function groupNames(names) {
-  const groups = new Map();
-  for (const name of [...names].sort((a, b) => a.startsWith("time/") - b.startsWith("time/"))) {
-    const group = name.split("/")[0];
-    groups.set(group, [...(groups.get(group) ?? []), name]);
-  }
-  return groups;
+  const inOrder = [...names].sort((a, b) => a.startsWith("time/") - b.startsWith("time/"));
+  return grouped(inOrder, (name) => name.split("/")[0]);
 }
 
 class RunPage {
@@ -97,18 +94,18 @@ class RunPage {
       this.tellLost("");
       if (Object.keys(pulse).some((key) => pulse[key] !== known[key])) follow();
     }, follow); // what it is told then says why the stream ended
+    if (this.view?.isMore) follow();
     this.clock = setInterval(() => this.head(), 20000);
   }
 
   tellLost(reason) {
     this.lost.hidden = !reason;
-    this.lost.textContent = `${reason} This is the last that was seen.`;
+    this.lost.replaceChildren(...prose(`${reason} This is the last that was seen.`));
   }
 
   build() {
-    const back = this.source.isLive ? h("a", { href: "#/runs" }, "Rookery") : "Rookery";
     this.header = h("header", { class: "masthead" });
-    this.brand = h("p", { class: "brand" }, back, h("span", null, `${this.overview.row.kind} run`));
+    this.brand = this.source.isLive ? brandLine("") : h("p", { class: "brand" }, "Rookery");
     this.lost = h("p", { class: "trouble", role: "alert", hidden: true });
     this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
     this.body = h("div", { class: "tab-body" }, emptyNote("Reading the run …"));
@@ -127,7 +124,7 @@ class RunPage {
       this.brand,
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
-      facts([...own, ...told].filter(([, detail]) => detail)),
+      facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
     );
     const names = [["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]];
     const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
@@ -157,7 +154,8 @@ class RunPage {
 
   drawTop() {
     this.head();
-    this.top.replaceChildren(headline(this.report, this.overview.row.result), warningsBox(this.report.warnings));
+    const said = this.report.summary ? headline(this.report, this.overview.row.result) : emptyNote("Runs of this kind have no report: their curves and events say all.");
+    this.top.replaceChildren(said, warningsBox(this.report.warnings));
   }
 
   // Something is new: the head, and whatever is open takes only what it does not have.
@@ -188,6 +186,7 @@ class RunPage {
     else if (this.part instanceof CurvesView) await this.part.update();
     else if (this.view && this.part.update) {
       this.view = mergeView(this.view, await this.source.get(`${this.path}/view`, { after: this.view.seq }));
+      this.again ||= this.view.isMore;
       if (this.overview.pulse.report !== known.report) this.report = await this.source.get(`${this.path}/report`);
       this.drawTop();
       await this.part.update(this.view, this.report);

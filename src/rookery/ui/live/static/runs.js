@@ -24,8 +24,8 @@ export function statusMark(row) {
 export function progressBar(progress, isRunning) {
   if (!progress) return null;
   const bar = h("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
-  const left = isRunning && isNumber(progress.left_s) && progress.done < progress.total ? `, ${duration(progress.left_s)} left` : "";
-  return h("span", { class: "progress" }, bar, h("span", { class: "note" }, progressWords(progress) + left));
+  const left = isRunning && isNumber(progress.left_s) && progress.done < progress.total ? `${duration(progress.left_s)} left, ` : "";
+  return h("span", { class: "progress" }, bar, h("span", { class: "note" }, left + progressWords(progress)));
 }
 
 export function sparkline(values) {
@@ -75,7 +75,8 @@ class RunsView {
 
   async start() {
     await this.load();
-    this.stop = this.source.follow("stream", ({ version, pending }) => (version !== this.version || pending) && this.load());
+    const isBehind = ({ version, pending }) => version !== this.version || pending || this.trouble.hasChildNodes();
+    this.stop = this.source.follow("stream", (told) => isBehind(told) && this.load(), () => this.load());
     this.clock = setInterval(() => this.table?.refresh(), 30000);
   }
 
@@ -93,6 +94,7 @@ class RunsView {
       if (fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
       this.describe();
     } catch (error) {
+      this.pending = 0; // the stream asks again
       this.trouble.replaceChildren(errorNote(error));
     } finally {
       this.loading = false;

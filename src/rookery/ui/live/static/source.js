@@ -1,5 +1,7 @@
 // Where the data comes from: the server, or, in an exported file, the file itself.
 
+const AGAIN_MS = 4000;
+
 class Live {
   isLive = true;
 
@@ -22,12 +24,17 @@ class Live {
   // Calls `told` with each new state, from a stream that rests while the page is hidden.
   follow(path, told, lost) {
     let stream = null;
+    let timer = 0;
     const open = () => {
       stream = new EventSource(`/api/${path}`);
       stream.onmessage = (message) => told(JSON.parse(message.data));
-      stream.onerror = () => lost?.();
+      stream.onerror = () => {
+        lost();
+        if (stream.readyState === EventSource.CLOSED) timer = setTimeout(look, AGAIN_MS); // refused: browsers give up then
+      };
     };
     const look = () => {
+      clearTimeout(timer);
       stream?.close();
       stream = null;
       if (!document.hidden) open();
@@ -36,6 +43,7 @@ class Live {
     look();
     return () => {
       document.removeEventListener("visibilitychange", look);
+      clearTimeout(timer);
       stream?.close();
     };
   }
@@ -91,7 +99,18 @@ export function mergeView(known, fresh) {
     lists[name] ??= new Map();
     for (const row of rows) lists[name].set(row.id, row);
   }
-  return { seq: fresh.seq, facts: fresh.facts, lists };
+  return { seq: fresh.seq, facts: fresh.facts, isMore: fresh.is_more, lists };
+}
+
+// Rows by what `key` says of each: { kind: rows, ... } as a Map.
+export function grouped(rows, key) {
+  const groups = new Map();
+  for (const row of rows) {
+    const name = key(row);
+    if (groups.has(name)) groups.get(name).push(row);
+    else groups.set(name, [row]);
+  }
+  return groups;
 }
 
 export const listed = (view, name) => [...(view.lists[name]?.values() ?? [])];

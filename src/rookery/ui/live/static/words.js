@@ -65,8 +65,9 @@ export function ago(unix, now = Date.now() / 1000) {
   return `${past < 3600 || past >= 48 * 3600 ? duration(past) : `${Math.round(past / 3600)} h`} ago`;
 }
 
-export const clock = (unix) => (unix ? CLOCK.format(unix * 1000) : "–");
-export const timeOfDay = (unix) => TIME.format(unix * 1000);
+const shownBy = (format) => (unix) => (isNumber(unix) && unix > 0 && unix < 8e12 ? format.format(unix * 1000) : "–"); // beyond that there are no dates
+export const clock = shownBy(CLOCK);
+export const timeOfDay = shownBy(TIME);
 
 export function interval(low, high) {
   return isNumber(low) && isNumber(high) ? `${number(low)} to ${number(high)}` : "";

@@ -1,0 +1,369 @@
+"""The config of a league, and its entrants as steps: ordinary runs, in their defaults.
+
+| entrant   | steps                             | applies where                              |
+|-----------|-----------------------------------|--------------------------------------------|
+| sft       | sft                               | every search task has an answer            |
+| grpo      | grpo                              | answers are drawn, not chosen              |
+| es        | genome, from an adapter of zeros  | always                                     |
+| genome    | founders by sft or grpo; genome   | founders are given, or can be trained      |
+| prompt    | evolve, from the prompt as it is  | always                                     |
+| best_of_n | none: answers to the report tasks | answers are drawn, not chosen              |
+| icm       | icm, then sft on its labels       | the tasks are texts with the same choices  |
+
+Who has several steps shares the budget among them: founders have half, and so have labels.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rookery.compose.evaluation import anchored
+from rookery.compose.running import merge
+from rookery.compose.steps import StepConfig, StepsConfig
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import EngineChoice, engine_from_folder, find_model, local_model
+from rookery.errors import TaskError
+from rookery.runs import Run
+from rookery.runs.budget import BudgetConfig
+from rookery.tasks.scorers import ChoiceConfig
+from rookery.tasks.taskset import Taskset, load_taskset_file, taskset_config
+from rookery.tasks.template import Template, load_template
+from rookery.train.sft import sft_data
+
+__all__ = [
+    "BEST_OF_N",
+    "Entrant",
+    "EntrantName",
+    "League",
+    "LeagueConfig",
+]
+
+EntrantName = Literal["sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm"]
+ENTRANTS: tuple[EntrantName, ...] = ("sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm")
+BEST_OF_N = "best_of_n"
+ITEMS, PROMPT = "items.jsonl", "prompt.txt"
+"""What the run of a league holds for its entrants."""
+AS_IT_IS = "{{ prompt }}"
+"""The prompt that changes nothing."""
+MANY = 1_000_000
+"""Steps of a search that its budget ends."""
+
+
+class LeagueConfig(Config):
+    """One taskset, one model, one budget."""
+
+    engine: EngineChoice = EngineConfig()
+    """The model, and where it answers."""
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL, and
+    then what is trained is trained on this model."""
+    taskset: str
+    """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME. Entrants see its
+    search and select tasks; its report tasks are read once, at the end."""
+    budget: BudgetConfig
+    """What each seed of an entrant may take."""
+    num_seeds: int = Field(default=3, ge=1)
+    """How often each is run, with the seeds `seed`, `seed` + 1, ..."""
+    seed: int = 0
+    """The first one."""
+    entrants: tuple[EntrantName, ...] = Field(default=ENTRANTS, min_length=1)
+    """Who takes part; one that does not apply is listed with the reason."""
+    settings: dict[EntrantName, dict[str, Any]] = Field(default_factory=dict)
+    """Keys of their configs that are not to be the defaults: {sft: {learning_rate: 3e-4}}. Those of
+    `prompt` are the keys of an evolve config. Founders and what follows on labels are trained with
+    the settings of sft, or grpo."""
+    founders: tuple[Path, ...] = ()
+    """Adapters that genome begins with; what they took is not counted. Empty: they are trained."""
+    num_founders: int = Field(default=3, ge=2)
+    """How many are trained where none are given."""
+    prompt: Path | None = None
+    """The prompt that evolution begins with; null: the tasks as they are."""
+    num_answers: int = Field(default=8, ge=2)
+    """Answers to a task of which best_of_n takes what most gave; fewer where the budget ends."""
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> Self:
+        if not self.budget.has_limit:
+            raise ValueError(
+                "budget has no limit, and a league compares what the same spending gives: write "
+                "budget: {max_answer_tokens: 100000}, or {max_hours: 0.5}"
+            )
+        if len(set(self.entrants)) < len(self.entrants):
+            raise ValueError(f"entrants are {list(self.entrants)}: name each once")
+        return self
+
+    def from_folder(self, folder: Path) -> Self:
+        place = folder.absolute()
+        return self.model_copy(
+            update={
+                "engine": engine_from_folder(self.engine, place),
+                "tokenizer": local_model(self.tokenizer, place),
+                "taskset": anchored(self.taskset, place),
+                "founders": tuple(place / path.expanduser() for path in self.founders),
+                "prompt": None if self.prompt is None else place / self.prompt.expanduser(),
+            }
+        )
+
+    @property
+    def model(self) -> str:
+        """What is trained in this process."""
+        own = self.engine if isinstance(self.engine, EngineConfig) else None
+        launch = None if self.engine.type != "fleet" else self.engine.launch
+        return self.tokenizer or (own or launch or EngineConfig()).model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """One entrant with one seed."""
+
+    name: EntrantName
+    index: int
+    """0 for the first seed."""
+    steps: Mapping[str, StepConfig]
+    """The last one is the result; none: there is nothing to find."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.index}"
+
+
+@dataclass(frozen=True)
+class League:
+    """A league whose taskset and tokenizer have been read."""
+
+    config: LeagueConfig
+    taskset: Taskset
+    """With the fields of its rows."""
+    folder: Path
+    """Of the model."""
+    template: Template
+
+    @classmethod
+    def read(cls, config: LeagueConfig) -> Self:
+        taskset = load_taskset_file(config.taskset, with_fields=True)
+        for name in ("search", "select", "report"):
+            if not taskset.split(name):
+                raise TaskError(
+                    f"splits.{name} is 0, and a league searches, selects and reports: raise it."
+                )
+        folder = find_model(config.engine, tokenizer=config.tokenizer).path
+        return cls(config, taskset, folder, load_template(folder))
+
+    @property
+    def is_choice(self) -> bool:
+        return isinstance(self.taskset.scorer, ChoiceConfig)
+
+    @cached_property
+    def reasons(self) -> dict[EntrantName, str]:
+        """Why entrants do not apply."""
+        known = {
+            "sft": self._unlabelled,
+            "grpo": CHOSEN if self.is_choice else "",
+            "best_of_n": CHOSEN if self.is_choice else "",
+            "icm": self._unlabellable,
+        }
+        known["genome"] = ""
+        if known["sft"] and known["grpo"] and not self.config.founders:
+            known["genome"] = (
+                "No founders are given, and none can be trained: neither sft nor grpo applies."
+            )
+        return {name: known[name] for name in self.config.entrants if known.get(name)}
+
+    @property
+    def founders_by(self) -> EntrantName:
+        """What trains founders where none are given."""
+        return "grpo" if self._unlabelled else "sft"
+
+    @cached_property
+    def _unlabelled(self) -> str:
+        try:
+            sft_data(self.taskset.split("search"), self.template)
+        except TaskError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def _unlabellable(self) -> str:
+        tasks = self.taskset.split("search")
+        if not all(isinstance(task.prompt, str) for task in tasks):
+            return "Prompts are chats, and labels are asked for behind texts."
+        choices = {frozenset(task.choices) for task in tasks}
+        if len(choices) > 1 or not tasks[0].choices:
+            return "The tasks have no choices in common, which labels would be."
+        return ""
+
+    def entrants(self, place: Path) -> list[Entrant]:
+        """Those that apply, with every seed; `place` is the run of the league."""
+        makers: dict[EntrantName, Callable[[int], dict[str, StepConfig]]] = {
+            "sft": self._sft,
+            "grpo": self._grpo,
+            "es": self._es,
+            "genome": self._genome,
+            "prompt": partial(self._prompt, place),
+            "best_of_n": lambda _: {},
+            "icm": partial(self._icm, place),
+        }
+        return [
+            Entrant(name=name, index=index, steps=makers[name](index))
+            for name in self.config.entrants
+            if name not in self.reasons
+            for index in range(self.config.num_seeds)
+        ]
+
+    def steps(self, place: Path) -> StepsConfig:
+        """Those of all entrants."""
+        entrants = self.entrants(place)
+        every = {name: step for entrant in entrants for name, step in entrant.steps.items()}
+        return StepsConfig(steps=every, folder=place)
+
+    # Each entrant as steps.
+
+    def _step(self, loop: Any, values: dict[str, Any], *own: Mapping[str, Any]) -> StepConfig:
+        for settings in own:
+            values = merge(values, settings)
+        return StepConfig(loop=loop, values=values)
+
+    def _seed(self, index: int) -> int:
+        return self.config.seed + index
+
+    def _share(self, parts: int = 1) -> dict[str, Any]:
+        """The budget, or an equal part of it."""
+        budget = self.config.budget
+        tokens, hours = budget.max_answer_tokens, budget.max_hours
+        return {
+            "max_answer_tokens": tokens and max(1, tokens // parts),
+            "max_hours": hours and hours / parts,
+        }
+
+    @property
+    def _hidden(self) -> str:
+        """The taskset without its report tasks, as a command names it."""
+        mark = "&" if "?" in self.config.taskset else "?"
+        return f'{self.config.taskset}{mark}splits.hidden=["report"]'
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What every loop that asks an engine is told."""
+        return {
+            "engine": self.config.engine.model_dump(mode="json"),
+            "tokenizer": self.config.tokenizer,
+        }
+
+    @property
+    def _tasksets(self) -> list[dict[str, Any]]:
+        return [taskset_config(self._hidden).model_dump(mode="json")]
+
+    def _settings(self, name: EntrantName) -> Mapping[str, Any]:
+        return self.config.settings.get(name, {})
+
+    def _train(self, seed: int, budget: Mapping[str, Any], **data: Any) -> StepConfig:
+        engine = self.config.engine
+        place = {"device": engine.device} if isinstance(engine, EngineConfig) else {}
+        values = {"model": self.config.model, **place, **data, "seed": seed, "budget": budget}
+        return self._step("sft", values, self._settings("sft"))
+
+    def _sft(self, index: int) -> dict[str, StepConfig]:
+        data = {"taskset": self._hidden, "split": "search"}
+        return {f"sft-{index}": self._train(self._seed(index), self._share(), **data)}
+
+    def _reinforce(self, seed: int, budget: Mapping[str, Any]) -> StepConfig:
+        sampling = self.taskset.sampling
+        drawing = {"max_tokens": sampling.max_tokens, "stop": list(sampling.stop)}
+        values = {**self._asked, "tasksets": self._tasksets, "drawing": drawing}
+        return self._step(
+            "grpo", {**values, "seed": seed, "budget": budget}, self._settings("grpo")
+        )
+
+    def _grpo(self, index: int) -> dict[str, StepConfig]:
+        return {f"grpo-{index}": self._reinforce(self._seed(index), self._share())}
+
+    def _search(self, seed: int, parts: int, name: EntrantName, **values: Any) -> StepConfig:
+        shared = {**self._asked, "tasksets": self._tasksets, "finals": {"random_search": False}}
+        own = {"seed": seed, "budget": self._share(parts)}
+        return self._step("genome", {**shared, **values, **own}, self._settings(name))
+
+    def _es(self, index: int) -> dict[str, StepConfig]:
+        init = {"type": "zero", "count": 1}
+        stages = [{"type": "es", "rank": 1, "steps": MANY}]
+        step = self._search(self._seed(index), 1, "es", init=init, stages=stages)
+        return {f"es-{index}": step}
+
+    def _genome(self, index: int) -> dict[str, StepConfig]:
+        seed, given = self._seed(index), self.config.founders
+        steps: dict[str, StepConfig] = {}
+        if not given:
+            num = self.config.num_founders
+            for number in range(num):
+                own, budget = seed * num + number, self._share(2 * num)
+                name = f"genome-{index}-founder-{number}"
+                steps[name] = (
+                    self._train(own, budget, taskset=self._hidden, split="search")
+                    if self.founders_by == "sft"
+                    else self._reinforce(own, budget)
+                )
+        paths = list(map(str, given)) or [f"run:{name}/trained" for name in steps]
+        init = {"type": "file", "path": paths}
+        parts = 1 if given else 2
+        return {**steps, f"genome-{index}": self._search(seed, parts, "genome", init=init)}
+
+    def _prompt(self, place: Path, index: int) -> dict[str, StepConfig]:
+        own = {
+            **self._asked,
+            "tasks": {"taskset": self._hidden},
+            "budget": self._share(),
+            "mode": "deterministic",
+        }
+        settings = {
+            "max_iterations": MANY,
+            "random_seed": self._seed(index),
+            "llm": {"temperature": 1.0, "max_tokens": 1024},
+            "rookery": own,
+        }
+        program = str(self.config.prompt or place / PROMPT)
+        values = {"program": program, "settings": merge(settings, self._settings("prompt"))}
+        return {f"prompt-{index}": StepConfig(loop="evolve", values=values)}
+
+    def _icm(self, place: Path, index: int) -> dict[str, StepConfig]:
+        labels, seed = f"icm-{index}-labels", self._seed(index)
+        data = {
+            "path": str(place / ITEMS),
+            "prompt": AS_IT_IS,
+            "labels": list(self.taskset.split("search")[0].choices),
+            "id": "id",
+            "group": "group",
+        }
+        values = {**self._asked, "data": data, "seed": seed, "budget": self._share(2)}
+        taught = {"taskset": f"run:{labels}/sft.jsonl?fields.weight=weight", "split": "all"}
+        return {
+            labels: self._step("icm", values, self._settings("icm")),
+            f"icm-{index}": self._train(seed, self._share(2), **taught),
+        }
+
+    def write_files(self, run: Run) -> None:
+        """What entrants read in the run of the league: search tasks without their answers, and the
+        prompt that changes nothing."""
+        rows = (
+            {
+                **self.taskset.fields.get(task.id, {}),
+                "id": task.id,
+                "group": task.group or task.id,
+                "prompt": str(task.prompt).rstrip(),
+            }
+            for task in self.taskset.split("search")
+        )
+        if self._unlabellable == "":
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            run.write_text(ITEMS, "".join(lines))
+        run.write_text(PROMPT, AS_IT_IS + "\n")
+
+
+CHOSEN = (
+    "Answers are chosen among choices, not drawn: with a scorer that reads drawn answers (exact, "
+    "numeric, python, ...) it would apply."
+)

@@ -1,0 +1,491 @@
+"""The report tasks of a league: read once, at the end, by the untouched model and by all that the
+entrants left.
+
+    adapter     loaded, measured, unloaded, one after the other
+    prompt      the tasks as they are asked with it, of the untouched model
+    best_of_n   the answer that most of several gave: nothing of it is known to be right
+
+A seed is measured by itself; an entrant by what its seeds earned on average, task by task.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rookery.compose.evaluation import BASE, model_row
+from rookery.compose.league.entrants import BEST_OF_N, Entrant, League
+from rookery.compose.running import open_shown_engine
+from rookery.compose.steps import ADAPTERS, place_of
+from rookery.concurrency import run_in_thread
+from rookery.embedded import EngineConfig
+from rookery.engines import AnyEngineConfig
+from rookery.loops.comparison import (
+    compare,
+    compare_pairs,
+    elected,
+    mean_rewards,
+    warn_of_batches,
+    warn_of_precision,
+    warn_of_small_samples,
+)
+from rookery.loops.evolve.prompt_tasks import find_form
+from rookery.ports import Engine
+from rookery.reports import (
+    Estimate,
+    LeaguePair,
+    LeagueReport,
+    LeagueRow,
+    LeagueRun,
+    LeftOut,
+    ModelRow,
+    ReportRow,
+    SpentRecord,
+    TaskRecord,
+    describe_task,
+    parse_evolve_report,
+)
+from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.runs import NewEvent, Run
+from rookery.runs.budget import Budget
+from rookery.seeding import stream_seed
+from rookery.tasks.splits import question_of
+from rookery.types import Adapter, Evaluation, Group, Task
+from rookery.ui.display import Bar, Display
+from rookery.weights import read_adapter
+
+__all__ = ["Result", "find_results", "open_measurement"]
+
+ROUND = "league/round"
+"""One answer to every report task, of best_of_n."""
+SHOWN_TASKS = 200
+"""Tasks that the page shows as texts."""
+NO_ADAPTER = "It trained all weights of the model, which are not measured beside others."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an entrant left with one seed: an adapter, a prompt, or nothing but its answers."""
+
+    entrant: Entrant
+    adapter: Adapter | None = None
+    prompt: str = ""
+    runs: tuple[str, ...] = ()
+    spent: SpentRecord = field(default_factory=SpentRecord)
+    seconds: float = 0.0
+    stop_reason: str = ""
+
+
+def find_results(
+    league: League, place: Path, failed: Mapping[str, str]
+) -> tuple[list[Result], list[LeftOut]]:
+    """What the entrants left beside the run in `place`, and who left nothing; `failed` are steps
+    with the reason."""
+    left_out = [LeftOut(name=name, reason=reason) for name, reason in league.reasons.items()]
+    results = []
+    for entrant in league.entrants(place):
+        errors = [failed[step] for step in entrant.steps if step in failed]
+        found = None if errors else _find_result(entrant, place)
+        if found is None:
+            reason = (errors or [NO_ADAPTER])[0]
+            left_out.append(LeftOut(name=entrant.id, reason=reason, is_failure=True))
+        else:
+            results.append(found)
+    return results, left_out
+
+
+def _find_result(entrant: Entrant, place: Path) -> Result | None:
+    if not entrant.steps:
+        return Result(entrant=entrant)
+    paths = [place_of(place, step) for step in entrant.steps]
+    reports: list[dict[str, Any]] = []
+    for path in paths:
+        with Run.view(path) as run:
+            reports.append(run.read_json("report.json"))
+    last = list(entrant.steps.values())[-1]
+    adapter, prompt = None, ""
+    if last.loop == "evolve":
+        best = parse_evolve_report(reports[-1]).best
+        prompt = "" if best is None else best.code
+    else:
+        folder = paths[-1] / ADAPTERS[last.loop]
+        if not (folder / "adapter_config.json").is_file():
+            return None
+        adapter = replace(read_adapter(folder), name=entrant.id)
+    spent = [SpentRecord.model_validate(report.get("spent") or {}) for report in reports]
+    return Result(
+        entrant=entrant,
+        adapter=adapter,
+        prompt=prompt,
+        runs=tuple(path.name for path in paths),
+        spent=SpentRecord(
+            drawn_tokens=sum(own.drawn_tokens for own in spent),
+            trained_tokens=sum(own.trained_tokens for own in spent),
+        ),
+        seconds=sum(float(report.get("seconds") or 0.0) for report in reports),
+        stop_reason=str(reports[-1].get("stop_reason") or ""),
+    )
+
+
+# Answers to the report tasks.
+
+
+@asynccontextmanager
+async def open_measurement(
+    league: League, results: Sequence[Result], left_out: Sequence[LeftOut], display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[LeagueReport]]]:
+    """Opens the engine; gives what measures the results and writes the report."""
+    display.note(league.taskset.notes)
+    ranks = [result.adapter.rank for result in results if result.adapter is not None]
+    config = _with_rank(league.config.engine, max(ranks, default=0))
+    async with open_shown_engine(config, display) as engine:
+
+        async def measure(run: Run) -> LeagueReport:
+            tasks = league.taskset.split("report")
+            total = len(tasks) * (1 + len(results))
+            with display.bar(league.taskset.name, total=total, run=run) as bar:
+                measurement = Measurement(league, engine, run, bar)
+                measured = await measurement.measure(results)
+            parts = ReportParts(league, results, left_out, measured, measurement)
+            report = await asyncio.to_thread(parts.report, run, engine)
+            document = report.model_dump(mode="json", exclude_none=True)
+            await run_in_thread(run.write_json, "report.json", document)
+            return report
+
+        yield measure
+
+
+def _with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+    if not isinstance(engine, EngineConfig):
+        return engine
+    return engine.model_copy(update={"max_rank": max(engine.max_rank, rank)})
+
+
+class Measurement:
+    """Asks the report tasks, and keeps the answers in the run."""
+
+    def __init__(self, league: League, engine: Engine, run: Run, bar: Bar) -> None:
+        self._league, self._engine, self._run = league, engine, run
+        self.tasks = league.taskset.split("report")
+
+        def advance(progress: Progress) -> None:
+            bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
+
+        self._evaluator = TasksetEvaluator(
+            engine,
+            template=league.template,
+            tasksets=[league.taskset],
+            log=RolloutLog(run),
+            on_progress=advance,
+        )
+        self.votes: dict[str, Votes] = {}
+        """Of best_of_n, by seed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and answers; those of best_of_n are counted with it."""
+        return self._evaluator.num_tokens
+
+    async def measure(self, results: Sequence[Result]) -> dict[str, Evaluation]:
+        """By the id of each result; the untouched model comes first."""
+        [base] = await self._evaluator.evaluate([self._engine.base], self.tasks)
+        measured = {BASE: base}
+        for result in results:
+            measured[result.entrant.id] = await self._measure(result)
+        return measured
+
+    async def _measure(self, result: Result) -> Evaluation:
+        if result.adapter is not None:
+            ref = await self._engine.load(result.adapter)
+            try:
+                [evaluation] = await self._evaluator.evaluate([ref], self.tasks)
+            finally:
+                await self._engine.unload(ref)
+            return evaluation
+        if result.entrant.name == BEST_OF_N:
+            return await self._vote(result.entrant)
+        tasks = await asyncio.to_thread(self._asked, result.prompt)
+        [evaluation] = await self._evaluator.evaluate([self._engine.base], tasks)
+        return evaluation
+
+    def _asked(self, prompt: str) -> list[Task]:
+        """The report tasks as a prompt asks them."""
+        form, _ = find_form(prompt, self._league.taskset)
+        rows, is_chat = self._league.taskset.fields, self._league.template.chat
+        return [
+            form.ask(prompt, task, rows.get(task.id, {}), is_chat=is_chat) for task in self.tasks
+        ]
+
+    async def _vote(self, entrant: Entrant) -> Evaluation:
+        """Answers to all tasks, one each, until there are enough or the budget ends."""
+        config = self._league.config
+        votes = self.votes[entrant.id] = Votes()
+        budget = Budget(config.budget, self._run, key=entrant.id, elapsed_s=lambda: votes.seconds)
+        seed = config.seed + entrant.index
+        while len(votes.rounds) < config.num_answers:
+            number = len(votes.rounds)
+            known = self._run.get(ROUND, f"{entrant.id}/{number}")
+            needed = votes.num_tokens + votes.dearest_tokens
+            num_done = number + 1 if known is not None else 0
+            if not await budget.has_room(number, tokens=needed, num_done=num_done):
+                break
+            began = time.monotonic()
+            drawing = self._evaluator.drawing(1, seed=stream_seed(seed, BEST_OF_N, number))
+            groups = await drawing.rollout([self._engine.base], self.tasks)
+            new = NewEvent(
+                kind=ROUND,
+                key=f"{entrant.id}/{number}",
+                payload={"seconds": time.monotonic() - began},
+                first_wins=True,
+            )
+            [event] = await self._run.append_many([new])
+            votes.add(groups, seconds=float(event.payload["seconds"]))
+        votes.stop_reason = budget.stop_reason
+        return votes.count(self.tasks, read=self._evaluator.read_answer, base=self._engine.base)
+
+
+@dataclass(slots=True)
+class Votes:
+    """Answers to the report tasks of which most decide."""
+
+    rounds: list[list[Group]] = field(default_factory=list)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    dearest_tokens: int = 0
+    """The most of a round."""
+    stop_reason: str = ""
+
+    def add(self, groups: list[Group], *, seconds: float) -> None:
+        """One more answer to every task."""
+        drawn = [r.completion for group in groups for r in group.rollouts if r.completion]
+        tokens = sum(len(completion.tokens) for completion in drawn)
+        self.rounds.append(groups)
+        self.seconds += seconds
+        self.num_tokens += tokens
+        self.dearest_tokens = max(self.dearest_tokens, tokens)
+
+    def count(self, tasks: Sequence[Task], *, read: Any, base: Any) -> Evaluation:
+        """What the answer that most gave has earned. Answers without a reward have no vote."""
+        rewards: dict[str, float] = {}
+        errors: dict[str, str] = {}
+        for task, groups in zip(tasks, zip(*self.rounds, strict=True), strict=True):
+            rollouts = [group.rollouts[0] for group in groups]
+            judged = [(r, r.reward) for r in rollouts if r.reward is not None]
+            if judged:
+                earned = [reward for _, reward in judged]
+                rewards[task.id] = elected((read(rollout) for rollout, _ in judged), earned)
+            else:
+                errors[task.id] = rollouts[0].error
+        return Evaluation(
+            model=base,
+            rewards=rewards,
+            errors=errors,
+            num_tokens=self.num_tokens,
+            num_answer_tokens=self.num_tokens,
+            seconds=self.seconds,
+        )
+
+
+def _describe_task(task: Task) -> TaskRecord:
+    said = describe_task(task)
+    return TaskRecord(task=task.id, prompt=said["prompt"], reference=said["reference"])
+
+
+# The report: rows in the order of their means, and every two of them.
+
+
+@dataclass(frozen=True)
+class ReportParts:
+    """What a report is made of, when all is measured."""
+
+    league: League
+    results: Sequence[Result]
+    left_out: Sequence[LeftOut]
+    measured: Mapping[str, Evaluation]
+    """By id; the untouched model first."""
+    measurement: Measurement
+
+    def report(self, run: Run, engine: Engine) -> LeagueReport:
+        """Computes many intervals: call it in a thread."""
+        taskset, tasks = self.league.taskset, self.measurement.tasks
+        rows, pairs = self._rows()
+        return LeagueReport(
+            run=run.name,
+            model=engine.base.version,
+            taskset=taskset.name,
+            num_tasks=len(tasks),
+            num_questions=len(set(map(question_of, tasks))),
+            num_skipped_rows=taskset.skipped.num_skipped,
+            budget=describe_budget(self.league),
+            warnings=(
+                *taskset.notes,
+                *warn_of_small_samples(self._means),
+                *warn_of_batches(engine),
+                *warn_of_precision(self.league.config.engine),
+            ),
+            models=self._models(),
+            tasks=tuple(map(_describe_task, tasks[:SHOWN_TASKS])),
+            rows=rows,
+            pairs=pairs,
+            left_out=tuple(self.left_out),
+            seconds=run.worked_s,
+            tokens={"asked_and_answered": self.measurement.num_tokens},
+        )
+
+    def _models(self) -> tuple[ModelRow, ...]:
+        """A row for each seed, as an evaluation has it."""
+        tasks, base = self.measurement.tasks, self.measured[BASE]
+        earned = {reward for each in self.measured.values() for reward in each.rewards.values()}
+        return tuple(
+            model_row(name, evaluation, base, tasks, earned)
+            for name, evaluation in self.measured.items()
+        )
+
+    @property
+    def _entrants(self) -> dict[str, list[Result]]:
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.entrant.name, []).append(result)
+        return found
+
+    @property
+    def _rewards(self) -> dict[str, Mapping[str, float]]:
+        """By entrant, what its seeds earned on average."""
+        return {
+            BASE: self.measured[BASE].rewards,
+            **{
+                name: mean_rewards([self.measured[own.entrant.id].rewards for own in seeds])
+                for name, seeds in self._entrants.items()
+            },
+        }
+
+    @property
+    def _means(self) -> list[ReportRow]:
+        weights = {self.league.taskset.name: 1.0}
+        rewards = self._rewards
+        if len(rewards) == 1:  # all failed: it is compared with itself
+            rewards = {**rewards, "": rewards[BASE]}
+        rows = compare(rewards, self.measurement.tasks, weights=weights, seed=0)
+        known = [row for row in rows if row.name]
+        return sorted(known, key=lambda row: (row.mean is None, -(row.mean or 0.0)))
+
+    def _rows(self) -> tuple[tuple[LeagueRow, ...], tuple[LeaguePair, ...]]:
+        means, tasks = self._means, self.measurement.tasks
+        rewards = {row.name: self._rewards[row.name] for row in means}
+        weights = {self.league.taskset.name: 1.0}
+        differences = compare_pairs(rewards, tasks, weights=weights, seed=0)
+        best = means[0].name
+        entrants = self._entrants
+        rows = tuple(
+            LeagueRow(
+                name=row.name,
+                mean=row.mean,
+                low=row.low,
+                high=row.high,
+                num_failed=row.num_failed,
+                what=self._describe(row.name),
+                settings=describe_settings(self.league, row.name),
+                gain=_find_difference(differences, row.name, BASE),
+                lead=_find_difference(differences, row.name, best),
+                runs=tuple(self._run(own) for own in entrants.get(row.name, ())),
+            )
+            for row in means
+        )
+        pairs = tuple(
+            LeaguePair(first=first, second=second, difference=difference)
+            for (first, second), difference in differences.items()
+        )
+        return rows, pairs
+
+    def _run(self, result: Result) -> LeagueRun:
+        id, spent, seconds, reason = (
+            result.entrant.id, result.spent, result.seconds, result.stop_reason,
+        )  # fmt: skip
+        votes = self.measurement.votes.get(id)
+        if votes is not None:
+            spent = SpentRecord(drawn_tokens=votes.num_tokens)
+            seconds, reason = votes.seconds, votes.stop_reason
+        rewards = list(self.measured[id].rewards.values())
+        return LeagueRun(
+            name=id,
+            runs=result.runs,
+            mean=sum(rewards) / len(rewards) if rewards else None,
+            spent=spent,
+            seconds=seconds,
+            stop_reason=reason,
+        )
+
+    def _describe(self, name: str) -> str:
+        if name != BEST_OF_N:
+            return describe_entrant(self.league, name)
+        sizes = sorted({len(votes.rounds) for votes in self.measurement.votes.values()})
+        return f"what most of {' or '.join(map(str, sizes))} answers say"
+
+
+def _find_difference(
+    differences: Mapping[tuple[str, str], Estimate], ours: str, theirs: str
+) -> Estimate | None:
+    found = differences.get((ours, theirs))
+    turned = differences.get((theirs, ours))
+    if found is not None or turned is None:
+        return found
+    negative = {
+        key: None if value is None else -value
+        for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
+    }
+    return Estimate.model_validate(negative)
+
+
+WHAT = {
+    BASE: "the model as it is",
+    "sft": "trained on the answers",
+    "grpo": "trained from rewards",
+    "es": "evolved from zero, without gradients",
+    "prompt": "an evolved prompt",
+    "icm": "trained on labels of its own",
+}
+
+
+def describe_entrant(league: League, name: str) -> str:
+    """How it was made, in a few words."""
+    if name != "genome":
+        return WHAT[name]
+    if league.config.founders:
+        return f"{len(league.config.founders)} given adapters combined"
+    return f"{league.config.num_founders} adapters of {league.founders_by} combined"
+
+
+def describe_settings(league: League, name: str) -> str:
+    """What is not its default, also of what its founders or its labels are trained with."""
+    trained: dict[str, list[str]] = {"icm": ["sft"]}
+    if not league.config.founders:
+        trained["genome"] = [league.founders_by]
+    texts = []
+    settings = {str(key): own for key, own in league.config.settings.items()}
+    for part in (name, *trained.get(name, ())):
+        values = _flat(settings.get(part, {}))
+        if values:
+            texts.append(("" if part == name else f"{part}: ") + ", ".join(values))
+    return "; ".join(texts)
+
+
+def _flat(document: Mapping[str, Any], key: str = "") -> list[str]:
+    lines = []
+    for name, value in document.items():
+        where = f"{key}.{name}" if key else name
+        lines += _flat(value, where) if isinstance(value, Mapping) else [f"{where} {value}"]
+    return lines
+
+
+def describe_budget(league: League) -> str:
+    """In words."""
+    budget = league.config.budget
+    limits = []
+    if budget.max_answer_tokens is not None:
+        limits.append(f"{budget.max_answer_tokens:,} answer tokens")
+    if budget.max_hours is not None:
+        limits.append(f"{budget.max_hours * 60:g} minutes")
+    return " and ".join(limits)

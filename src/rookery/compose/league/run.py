@@ -1,0 +1,140 @@
+"""`run_league`: every way to make a model better on one taskset, under one budget.
+
+    taskset: tasks.jsonl
+    engine: {model: smollm2}
+    budget: {max_answer_tokens: 100000}
+
+Each entrant is an ordinary run, or several, beside the league's own: `LEAGUE.sft-0`, with seeds 0,
+1, 2. The league resumes as a pipeline does. An entrant that cannot be run is left out with its
+error, and the others go on; where servers, workers or the disk fail, the league ends, to be
+resumed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rookery.compose.league.entrants import League, LeagueConfig
+from rookery.compose.league.measure import find_results, open_measurement
+from rookery.compose.running import (
+    ConfigSource,
+    OpenRun,
+    Outcome,
+    RunKind,
+    RunPlan,
+    digest,
+    digest_models,
+    digest_scorers,
+    finisher,
+    quiet_libraries,
+)
+from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
+from rookery.errors import (
+    AdapterError,
+    ConfigError,
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    ModelError,
+    TaskError,
+    TrainError,
+)
+from rookery.reports import LeagueReport
+from rookery.runs import Run
+from rookery.ui.display import Display
+
+__all__ = ["LEAGUE", "run_league"]
+
+FAILED = "league/failed"
+"""The event that says why a step is left out."""
+
+
+def run_league(
+    config: ConfigSource | LeagueConfig,
+    *,
+    name: str = "",
+    runs_dir: str | Path = "runs",
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[LeagueReport]:
+    """Run what there is to make a model better, each under the same budget, and rank the results.
+
+    `run_league("league.yaml", num_seeds=5)`; `values` are keys of the config. The report tasks are
+    read once, when all have ended.
+    """
+    return LEAGUE.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
+
+
+def _finish(config: LeagueConfig, open_run: OpenRun, display: Display) -> Outcome[LeagueReport]:
+    quiet_libraries()
+    league = League.read(config)
+    display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
+    _check(league)
+
+    def begin(run: Run) -> StepsConfig:
+        league.write_files(run)
+        return league.steps(run.path)
+
+    again = take_steps(begin, open_run, display, take=partial(_take, league, display))
+    return finisher(partial(_plan, league))(config, again, display)
+
+
+def _check(league: League) -> None:
+    """Refuse settings that cannot be, before anything is run."""
+    place = Path.cwd()
+    steps = league.steps(place)
+    if not league.entrants(place):
+        reasons = " ".join(f"{name}: {reason}" for name, reason in league.reasons.items())
+        raise ConfigError(f"No entrant applies. {reasons}")
+    require_order(steps)
+    for name in steps.steps:
+        read_step(steps, name)
+
+
+def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:
+    """One that cannot be run is left out, durably, and so is one that takes from it."""
+    if run.get(FAILED, name) is not None:
+        return
+    sources = [step for _, step in feeds(league.steps(run.path), name)]
+    missing = [step for step in sources if run.get(FAILED, step) is not None]
+    error = f"It takes from {missing[0]}, which is left out." if missing else _try(work)
+    if error:
+        display.note([f"{name} is left out. {error}"])
+        run.append_blocking(FAILED, {"error": error}, key=name)
+
+
+def _try(work: Callable[[], None]) -> str:
+    """Why it failed; empty where it did not. Without servers or workers the league ends."""
+    try:
+        work()
+    except (EngineDownError, FleetDownError):
+        raise
+    except (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError) as error:
+        return str(error)
+    return ""
+
+
+def _plan(
+    league: League, config: LeagueConfig, open_run: OpenRun, display: Display
+) -> RunPlan[LeagueReport]:
+    """What is left when all steps have ended."""
+    del config
+    assert open_run.folder is not None
+    with Run.view(open_run.folder) as run:
+        failed = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
+    results, left_out = find_results(league, open_run.folder, failed)
+
+    def digests() -> dict[str, str]:
+        found = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
+        tasks = {league.taskset.name: digest(league.taskset.split("report"))}
+        return {**tasks, "entrants": digest(found), **digest_models({"the model": league.folder})}
+
+    return RunPlan(
+        digests=digests,
+        scorers=digest_scorers([league.taskset]),
+        opened=open_measurement(league, results, left_out, display),
+    )
+
+
+LEAGUE = RunKind("league", config=LeagueConfig, finish=_finish, scored=())

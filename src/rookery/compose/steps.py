@@ -1,0 +1,233 @@
+"""Steps: loops that are run one after the other, each as an ordinary run beside that of the whole.
+
+    steps:
+      labels: {loop: icm, config: icm.yaml}
+      student: {loop: sft, values: {model: smollm2, taskset: "run:labels/sft.jsonl", split: all}}
+
+A step of the run `flow` is called `flow.STEP`: it is shown, inspected and resumed as any other.
+`run:STEP/PART` is what an earlier step left.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator
+
+from rookery.compat.openevolve import read_config as read_evolve_config
+from rookery.compose.evolve import EvolveRunConfig, Problem, run_config
+from rookery.compose.running import OpenRun, find_kind, is_run, merge, resumable, resume
+from rookery.config import Config, parse_config, read_document
+from rookery.errors import ConfigError, RunError
+from rookery.reports import PipelineStep
+from rookery.runs import Run
+from rookery.runs.run_folder import (
+    Find,
+    check_name,
+    find_changes,
+    find_names,
+    find_sources,
+    in_folder,
+    resolve_references,
+)
+from rookery.ui.display import Display
+from rookery.ui.headline import short_result
+
+__all__ = [
+    "ADAPTERS",
+    "StepConfig",
+    "StepsConfig",
+    "describe_step",
+    "feeds",
+    "place_of",
+    "read_step",
+    "require_order",
+    "take_steps",
+]
+
+Loop = Literal["evolve", "genome", "grpo", "icm", "sft"]
+ADAPTERS: Mapping[str, str] = {"genome": "winner", "grpo": "trained", "sft": "trained"}
+"""What a step leaves that can be measured."""
+
+
+class StepConfig(Config):
+    """One loop, with its config."""
+
+    loop: Loop
+    """Which one."""
+    config: Path | None = None
+    """Its config file, relative to the pipeline's; empty: `values` are all of it. Of an evolve
+    step the file is its `settings`."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Keys of its config, laid over the file; of an evolve step `program`, `evaluator` and
+    `settings`. `run:STEP/PART` is what an earlier step left. Paths
+    are relative to the step's file; without one, to the pipeline's."""
+
+
+class StepsConfig(Config):
+    """Loops in their order."""
+
+    resolved_later = frozenset({"steps"})
+    steps: dict[str, StepConfig]
+    """By name, in their order."""
+    folder: Path = Path()
+    """Where relative paths begin: the folder of the file."""
+
+    @field_validator("steps")
+    @classmethod
+    def _are_named(cls, steps: dict[str, StepConfig]) -> dict[str, StepConfig]:
+        for name in steps:
+            try:
+                check_name(name, what="name of a step")
+            except RunError as error:
+                raise ValueError(str(error)) from None
+        return steps
+
+    def from_folder(self, folder: Path) -> Self:
+        return self.model_copy(update={"folder": (folder / self.folder).absolute()})
+
+
+Take = Callable[[Run, str, Callable[[], None]], None]
+"""Takes a step of the run of a whole, by its name."""
+
+
+def place_of(whole: Path, step: str) -> Path:
+    """The folder of a step's run."""
+    return whole.with_name(f"{whole.name}.{step}")
+
+
+def take_steps(
+    begin: Callable[[Run], StepsConfig],
+    open_run: OpenRun,
+    display: Display,
+    *,
+    take: Take = lambda _run, _name, work: work(),
+) -> OpenRun:
+    """Begin the steps one after the other, go on with them, or find that they have ended; the run
+    of the whole, to be gone on with. `begin` is given that run and says its steps; `take` is given
+    what takes a step, and may leave it out."""
+    with open_run() as run, resumable(run.path, display):
+        config = begin(run)
+        for number, name in enumerate(config.steps, start=1):
+            display.say(f"step {number} of {len(config.steps)}: {name}")
+            take(run, name, partial(_take_step, config, name, whole=run.path, display=display))
+            run.append_blocking("pipeline/step", {"name": name}, key=name)
+        path = run.path
+    return replace(open_run, open=lambda: Run.open(path), folder=path)
+
+
+def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display) -> None:
+    path, kind = place_of(whole, name), find_kind(config.steps[name].loop)
+    settings = read_step(config, name, whole)
+    if not is_run(path):
+        runs_dir, is_quiet = path.parent, display.is_quiet
+        kind.start(settings, {}, name=path.name, runs_dir=runs_dir, progress=not is_quiet)
+        return
+    with Run.view(path) as run:
+        before = parse_config(kind.config, run.config, origin=str(path / "config.json"))
+        changes = find_changes(*(each.model_dump(mode="json") for each in (before, settings)))
+        changes.pop("output", None)  # of an evolve step that was moved
+        is_finished = run.status == "finished"
+    if changes:
+        raise RunError(
+            f"{path} was made with another {', '.join(changes)}: remove it, or give the whole "
+            "another --name."
+        )
+    if not is_finished:
+        resume(path, progress=not display.is_quiet)
+
+
+def _finder(config: StepsConfig, whole: Path) -> Find:
+    """Steps by their names, other runs by theirs."""
+    others = in_folder(whole.parent)
+    return lambda name: place_of(whole, name) if name in config.steps else others(name)
+
+
+def read_step(config: StepsConfig, name: str, whole: Path | None = None) -> Config:
+    """A step's own config; without `whole`, the folder of the run, what the step refers to need
+    not be there yet."""
+    file, document = _read_document(config, name)
+    if whole is not None:
+        document = resolve_references(document, find=_finder(config, whole))
+    origin = f"the step {name}" if file is None else f"the step {name} ({file})"
+    folder = config.folder if file is None else file.parent
+    if config.steps[name].loop == "evolve":
+        output = place_of(whole or Path(name), name)
+        return _read_evolve_step(document, origin=origin, folder=folder, file=file, output=output)
+    model: type[Config] = find_kind(config.steps[name].loop).config
+    return parse_config(model, document, origin=origin).from_folder(folder)
+
+
+class _StepFiles(Config):
+    """What a step of a pipeline says beside `settings`."""
+
+    program: Path
+    """A file or a folder; without an evaluator, a prompt."""
+    evaluator: Path | None = None
+
+
+def _read_evolve_step(
+    document: Mapping[str, Any], *, origin: str, folder: Path, file: Path | None, output: Path
+) -> EvolveRunConfig:
+    """The config of an evolution in a pipeline: `program`, `evaluator`, and as `settings` what a
+    config file has. `file` is that file, `folder` is where paths begin."""
+    rest = {key: value for key, value in document.items() if key != "settings"}
+    files = parse_config(_StepFiles, rest, origin=origin)
+    settings = document.get("settings") or {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{origin}: settings should be the keys of an evolve config.")
+    loaded = read_evolve_config(settings, environment=os.environ, folder=folder)
+    place = folder.absolute()
+    problem = Problem(
+        program=place / files.program,
+        evaluator=None if files.evaluator is None else place / files.evaluator,
+        output=output,
+        config_file=file,
+    )
+    return run_config(problem, loaded)
+
+
+def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[str, Any]]:
+    """A step's file, if it has one, and its config as it is written."""
+    step = config.steps[name]
+    file = None if step.config is None else config.folder / step.config
+    document = {} if file is None else read_document(file)
+    if step.loop == "evolve":
+        document = {"settings": document}
+    return file, merge(document, step.values)
+
+
+def feeds(config: StepsConfig, name: str) -> list[tuple[str, str]]:
+    """(key, step) for all that a step takes from other steps."""
+    names = find_names(_read_document(config, name)[1])
+    return [(key, run) for key, run in names if run in config.steps]
+
+
+def require_order(config: StepsConfig) -> None:
+    """ConfigError where a step takes from one that is not before it."""
+    earlier: set[str] = set()
+    for name in config.steps:
+        for key, run in feeds(config, name):
+            if run not in earlier:
+                raise ConfigError(
+                    f"{key} of the step {name} takes from {run}, which is not an earlier step."
+                )
+        earlier.add(name)
+
+
+def describe_step(config: StepsConfig, name: str, whole: Path) -> PipelineStep:
+    """A step that has ended, for a report."""
+    path = place_of(whole, name)
+    with Run.view(path) as run:
+        sources = [source.run for source in find_sources(run.config)]
+        return PipelineStep(
+            name=name,
+            loop=config.steps[name].loop,
+            run=path.name,
+            made_from=tuple(dict.fromkeys(each.name for each in sources)),
+            result=short_result(run.read_json("report.json")),
+            seconds=run.worked_s,
+        )

@@ -1,3 +1,0 @@
-"""Adapters on their way to the servers and on them."""
-
-__all__: list[str] = []

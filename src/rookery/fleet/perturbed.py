@@ -1,0 +1,136 @@
+"""Members of a population: a centre plus noise from a seed, made only where it is needed.
+
+    population = Population.around(centre, like=adapter, rank=1)
+    member = population.member("e003-p05-pos", seed=4711, amount=0.01)     # an Adapter
+    member.factors["model.layers.0.self_attn.q_proj"]                      # made now, all layers
+
+A member is an adapter like any other: whoever reads its factors finds tensors. Servers that Rookery
+starts are given its seed instead, and make it in their slots with the same bits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from rookery.fleet.vllm_plugin.population import LayerNoise, draws, perturbed
+from rookery.types import Adapter, LoraFactors
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PerturbedFactors", "Population", "moved"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Population:
+    """What all members of one step have in common."""
+
+    centre: Adapter
+    """In float32."""
+    dtypes: Mapping[str, tuple["torch.dtype", "torch.dtype"]]
+    """Of A and B of every layer: what members are rounded to."""
+    noise: LayerNoise
+    """Its layers are those of `dtypes` in their order; a server may know them by other names."""
+    version: str
+    """Of what members are made from; their seeds and amounts come besides."""
+
+    @classmethod
+    def around(cls, centre: Adapter, *, like: Adapter, rank: int) -> "Population":
+        """Members in the dtypes of `like`, with noise of this rank in each factor."""
+        dtypes = {
+            layer: (like.factors[layer].a.dtype, like.factors[layer].b.dtype)
+            for layer in centre.factors
+        }
+        version = _digest(centre.version, str(rank), repr(list(dtypes.values())))
+        noise = _noise(centre.factors, rank=rank)
+        return cls(centre=centre, dtypes=dtypes, noise=noise, version=version)
+
+    def member(self, name: str, *, seed: int, amount: float) -> Adapter:
+        """centre + amount * noise(seed). Equal seeds and amounts, equal version."""
+        return Adapter(
+            name=name,
+            base=self.centre.base,
+            factors=PerturbedFactors(self, seed=seed, amount=amount),
+            version=_digest(self.version, str(seed), float(amount).hex()),
+        )
+
+    def fitted(self, centre: Adapter) -> "Population":
+        """The same members of the same centre, whose layers have the names that servers know."""
+        dtypes = dict(zip(centre.factors, self.dtypes.values(), strict=True))
+        return replace(self, centre=centre, dtypes=dtypes)
+
+
+class PerturbedFactors(Mapping[str, LoraFactors]):
+    """The factors of one member, made when the first of them is read."""
+
+    def __init__(self, population: Population, *, seed: int, amount: float) -> None:
+        self.population, self.seed, self.amount = population, seed, amount
+        self._made: dict[str, LoraFactors] | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there are tensors of it here."""
+        return self._made is not None
+
+    def __len__(self) -> int:
+        return len(self.population.dtypes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.population.dtypes)
+
+    def __getitem__(self, layer: str) -> LoraFactors:
+        if self._made is None:
+            self._made = self._make()
+        return self._made[layer]
+
+    def _make(self) -> dict[str, LoraFactors]:
+        population, factors = self.population, self.population.centre.factors
+        numbers = [(factors[layer].a, factors[layer].b) for layer in population.dtypes]
+        [(_, drawn, amounts)] = draws(population.noise, [self.seed], [self.amount], "cpu")
+        made = perturbed(numbers, population.noise, drawn, amounts)
+        return {
+            layer: LoraFactors(a=a[0].to(kind_a), b=b[0].to(kind_b), scale=factors[layer].scale)
+            for (layer, (kind_a, kind_b)), (a, b) in zip(
+                population.dtypes.items(), made, strict=True
+            )
+        }
+
+
+def moved(
+    factors: Mapping[str, LoraFactors],
+    *,
+    seeds: Sequence[int],
+    amounts: Sequence[float],
+    rank: int,
+    device: str = "cpu",
+) -> dict[str, LoraFactors]:
+    """factors + sum_i amounts[i] * noise(seeds[i]) in float32; no member is made."""
+    import torch
+
+    noise = _noise(factors, rank=rank)
+    totals = [
+        [f.detach().to(device, torch.float32, copy=True) for f in (lora.a, lora.b)]
+        for lora in factors.values()
+    ]
+    used = [(seed, amount) for seed, amount in zip(seeds, amounts, strict=True) if amount]
+    for _, drawn, weights in draws(noise, [s for s, _ in used], [a for _, a in used], device):
+        for total, sums in zip(totals, noise.sums(drawn, weights), strict=True):
+            for own, summed in zip(total, sums, strict=True):
+                own.add_(summed)
+    return {
+        layer: LoraFactors(a=a.cpu(), b=b.cpu(), scale=lora.scale)
+        for (layer, lora), (a, b) in zip(factors.items(), totals, strict=True)
+    }
+
+
+def _noise(factors: Mapping[str, LoraFactors], *, rank: int) -> LayerNoise:
+    layers = [
+        (layer, lora.a.shape[0], lora.a.shape[1], lora.b.shape[0])
+        for layer, lora in factors.items()
+    ]
+    return LayerNoise(layers, rank=rank)
+
+
+def _digest(*parts: str) -> str:
+    return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,179 @@
+"""The config of an evolution as a whole: its sections, and the keys of no section."""
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rookery.loops.evolve.answers import DIFF_PATTERN, AnswerRules, SummaryLimits
+from rookery.loops.evolve.config_sections import (
+    BudgetConfig,
+    DatabaseConfig,
+    EvaluatorConfig,
+    LearnConfig,
+    LlmConfig,
+    ModelConfig,
+    PromptConfig,
+    RookeryConfig,
+    SandboxSettings,
+    Section,
+    TasksConfig,
+    TraceConfig,
+)
+
+__all__ = [
+    "BudgetConfig",
+    "DatabaseConfig",
+    "EvaluatorConfig",
+    "EvolveConfig",
+    "LearnConfig",
+    "LlmConfig",
+    "ModelConfig",
+    "PromptConfig",
+    "RookeryConfig",
+    "SandboxSettings",
+    "TasksConfig",
+    "TraceConfig",
+]
+
+
+class EvolveConfig(Section):
+    """One evolution of programs."""
+
+    max_iterations: int = Field(default=10_000, ge=1)
+    """How many iterations the run has."""
+    checkpoint_interval: int = Field(default=100, ge=1)
+    """Iterations between checkpoints."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    """The least serious messages that the log has."""
+    log_dir: str | None = None
+    """Where the log is written; by default `logs/` of the run."""
+    random_seed: int | None = 42
+    """Goes before `database.random_seed`."""
+    language: str | None = None
+    """Of the program; null: seen from its file name and its text."""
+    file_suffix: str = ".py"
+    """How the file of a program ends."""
+    llm: LlmConfig = LlmConfig()
+    prompt: PromptConfig = PromptConfig()
+    database: DatabaseConfig = DatabaseConfig()
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+    evolution_trace: TraceConfig = TraceConfig()
+    diff_based_evolution: bool = True
+    """Answers are SEARCH/REPLACE blocks; false: whole programs."""
+    max_code_length: int = Field(default=10_000, ge=1)
+    """Characters."""
+    enforce_evolve_blocks: bool = False
+    """Undo edits outside of EVOLVE-BLOCKs."""
+    diff_pattern: str = DIFF_PATTERN
+    """The pattern of a change in an answer: what to search, what to put there."""
+    early_stopping_patience: int | None = None
+    """End after so many iterations without improvement; null: never."""
+    convergence_threshold: float = 0.001
+    """The least improvement that counts for the patience."""
+    early_stopping_metric: str = "combined_score"
+    """The metric that the patience looks at."""
+    max_tasks_per_child: int | None = None
+    """Changes nothing here."""
+    rookery: RookeryConfig = RookeryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompts_have_their_own_search(cls, document: Any) -> Any:
+        """Of prompts one is best on some tasks and one on others; answers are whole prompts."""
+        own = document.get("rookery") if isinstance(document, dict) else None
+        if not isinstance(own, dict) or own.get("tasks") is None:
+            return document
+        database = document.get("database") or {}
+        if isinstance(database, dict) and database.get("strategy") is None:
+            database = {"num_islands": 1, **database, "strategy": "pareto"}
+        return {**document, "database": database, "diff_based_evolution": False}
+
+    @field_validator("diff_pattern")
+    @classmethod
+    def _pattern_has_two_groups(cls, pattern: str) -> str:
+        try:
+            num_groups = re.compile(pattern, re.DOTALL).groups
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from None
+        if num_groups < 2:
+            raise ValueError(
+                f"{pattern!r} has {num_groups} groups; it needs two: what to find and what to put "
+                "there."
+            )
+        return pattern
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.database.strategy == "pareto" and self.rookery.tasks is None:
+            raise ValueError(
+                "database.strategy is pareto, which needs rookery.tasks: it draws prompts by the "
+                "tasks that they are best on. Write adaptive or openevolve."
+            )
+        if self.prompt.programs_as_changes_description and not self.diff_based_evolution:
+            raise ValueError(
+                "prompt.programs_as_changes_description needs diff_based_evolution: true, as a "
+                "whole program cannot also update its description."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_possible(self) -> Self:
+        own = self.rookery
+        if own.tasks is None:
+            if own.budget.max_rollouts is not None:
+                raise ValueError(
+                    "rookery.budget.max_rollouts is for prompts: set rookery.tasks too"
+                )
+            return self
+        if own.engine is None:
+            raise ValueError(
+                "rookery.tasks are answered by a model of rookery.engine, and none is named: write "
+                "engine: {model: FOLDER} or {type: fleet, ...}, or give --model"
+            )
+        if own.tasks.model not in own.engine_models:
+            known = ", ".join(own.engine_models)
+            raise ValueError(
+                f"rookery.tasks.model is {own.tasks.model!r}; the engine's models are {known}"
+            )
+        for key, is_set in (("tune", own.tune is not None), ("confirm", own.confirm > 0)):
+            if is_set:
+                raise ValueError(f"rookery.{key} is for programs, and rookery.tasks is set")
+        return self
+
+    @property
+    def seed(self) -> int | None:
+        """None: the run draws one and records it."""
+        return self.database.random_seed if self.random_seed is None else self.random_seed
+
+    @property
+    def executor(self) -> Literal["local", "ray", "modal"]:
+        """`evaluator.distributed` is Ray, unless another executor is named."""
+        return self.rookery.executor or ("ray" if self.evaluator.distributed else "local")
+
+    @property
+    def workers(self) -> int:
+        """Evaluations at a time."""
+        return self.rookery.workers or self.evaluator.parallel_evaluations
+
+    @property
+    def lag(self) -> int:
+        """How many attempts back a deterministic attempt looks."""
+        return self.rookery.lag or self.rookery.in_flight
+
+    def answer_rules(self, language: str) -> AnswerRules:
+        """How answers for programs in this language are read."""
+        return AnswerRules(
+            language=language,
+            is_diff=self.diff_based_evolution,
+            diff_pattern=self.diff_pattern,
+            max_code_chars=self.max_code_length,
+            enforce_blocks=self.enforce_evolve_blocks,
+            with_description=self.prompt.programs_as_changes_description,
+            initial_description=self.prompt.initial_changes_description,
+            is_prompt=self.rookery.tasks is not None,
+            summary=SummaryLimits(
+                max_line_chars=self.prompt.diff_summary_max_line_len,
+                max_lines=self.prompt.diff_summary_max_lines,
+            ),
+        )

@@ -1,0 +1,327 @@
+"""The problem of an evolution: the program to start from, and its evaluator as a task of workers.
+
+first = read_first_program(Path("initial_program.py"), config=config)
+first.code, first.language, first.suffix, first.warnings
+
+    spec = evaluation_spec(config, evaluator=Path("evaluator.py"), first=first)
+    async with open_local(spec, num_workers=8) as executor: ...
+
+The program is checked before any model is asked. A payload of the task is a line of settings and
+a program's text (`EvaluationRequest`), an output what `decode_outcome` reads; workers keep a warm
+sandbox. A machine without a sandbox refuses the task with the line that mends it, and its workers
+get no work.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from pydantic import Field
+
+from rookery.config import Config, parse_config
+from rookery.errors import ConfigError
+from rookery.executors import WorkerSpec, pack_folder
+from rookery.executors.folder import IGNORED
+from rookery.loops.evolve.answers import evolve_blocks, find_marker_problem
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.program import read_other_files, read_program, split_files
+from rookery.runs.disk import decode
+from rookery.sandbox import (
+    EvaluatorConfig,
+    Outcome,
+    Sandbox,
+    SandboxConfig,
+    encode_outcome,
+    open_sandbox,
+)
+
+__all__ = [
+    "FORGEABLE",
+    "SUFFIXES",
+    "UNKNOWN",
+    "EvaluationRequest",
+    "EvaluationSettings",
+    "EvaluationTask",
+    "FirstProgram",
+    "detect_language",
+    "evaluation_spec",
+    "file_suffix",
+    "normalise",
+    "open_evaluation",
+    "read_first_program",
+    "say_not_isolated",
+    "suffix_of",
+]
+
+
+# The language of a program, by its file name, else by its text; and code in one spelling.
+#
+# detect_language("x = 1", suffix=".py")      "python"
+# detect_language("#include <vector>\n")      "cpp"
+
+
+UNKNOWN = "unknown"
+
+SUFFIXES = {
+    ".bash": "bash",
+    ".c": "c",
+    ".cc": "cpp",
+    ".cpp": "cpp",
+    ".cu": "cuda",
+    ".cxx": "cpp",
+    ".go": "go",
+    ".h": "c",
+    ".hpp": "cpp",
+    ".hs": "haskell",
+    ".java": "java",
+    ".jl": "julia",
+    ".js": "javascript",
+    ".kt": "kotlin",
+    ".lua": "lua",
+    ".m": "matlab",
+    ".md": "markdown",
+    ".metal": "metal",
+    ".ml": "ocaml",
+    ".mlir": "mlir",
+    ".php": "php",
+    ".py": "python",
+    ".r": "r",
+    ".rb": "ruby",
+    ".rs": "rust",
+    ".scala": "scala",
+    ".sh": "bash",
+    ".sql": "sql",
+    ".swift": "swift",
+    ".ts": "typescript",
+    ".txt": "text",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
+"""File suffix (lower case) to the word that stands behind the three backticks."""
+
+SIGNATURES = (
+    ("python", r"^(import|from|def|class)\s"),
+    ("java", r"^(package|import java|public class)"),
+    ("cpp", r"^(#include|int main|void main)"),
+    ("javascript", r"^(function|var|let|const|console\.log)"),
+    ("rust", r"^(module|fn|let mut|impl)"),
+    ("sql", r"^(SELECT|CREATE TABLE|INSERT INTO)"),
+)
+"""How lines of a language begin; the first that fits wins. The order is OpenEvolve's."""
+
+
+def detect_language(code: str, *, suffix: str = "") -> str:
+    """By suffix where it is known, else by how lines begin, else "unknown"."""
+    if suffix.lower() in SUFFIXES:
+        return SUFFIXES[suffix.lower()]
+    fits = (name for name, regex in SIGNATURES if re.search(regex, code, re.MULTILINE))
+    return next(fits, UNKNOWN)
+
+
+def file_suffix(name: str, *, configured: str = ".py") -> str:
+    """The suffix that programs are written with: the config's, unless it is the default `.py`.
+
+    A first program without a suffix counts as `.py`.
+    """
+    if configured != ".py":
+        return configured
+    _, dot, end = name.rpartition("/")[2].lstrip(".").rpartition(".")
+    return f".{end}" if dot and end else ".py"
+
+
+def normalise(code: str) -> str:
+    """The code without what no reader sees: line ends, trailing blanks, blank lines at the ends.
+
+    Equal text means the same program; different text does not mean different programs.
+    """
+    lines = [line.rstrip() for line in code.splitlines()]
+    return "\n".join(lines).strip("\n")
+
+
+def suffix_of(language: str) -> str:
+    """The usual file suffix of a language; `.py` where none is known."""
+    return next((suffix for suffix, name in SUFFIXES.items() if name == language), ".py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstProgram:
+    """A program as text, with what decides how its children are written."""
+
+    code: str
+    language: str
+    suffix: str
+    """Of the files that programs are written to; of a folder, its commonest."""
+    warnings: tuple[str, ...] = ()
+    other_files: Mapping[str, str] = field(default_factory=dict)
+    """Of a folder in which only some files have markers: the others, which no model changes."""
+
+
+def read_first_program(path: Path, *, config: EvolveConfig) -> FirstProgram:
+    """Read a file or a folder. An empty program and markers without partner are a ConfigError."""
+    code = read_program(path)
+    texts = split_files(code) or {path.name: code}
+    if not any(text.strip() for text in texts.values()):
+        raise ConfigError(f"The program {path} is empty.")
+    for name, text in texts.items():
+        if problem := find_marker_problem(text):
+            raise ConfigError(f"The program's file {name}: {problem}")
+    suffixes = Counter(PurePosixPath(name).suffix for name in texts)
+    name = f"program{suffixes.most_common(1)[0][0]}"
+    suffix = file_suffix(name, configured=config.file_suffix)
+    seen_suffix = PurePosixPath(name).suffix
+    return FirstProgram(
+        code=code,
+        language=config.language or detect_language(code, suffix=seen_suffix),
+        suffix=suffix,
+        warnings=tuple(_warnings(texts, config)),
+        other_files=read_other_files(path),
+    )
+
+
+def _warnings(texts: dict[str, str], config: EvolveConfig) -> list[str]:
+    warnings = []
+    if config.enforce_evolve_blocks and not any(map(evolve_blocks, texts.values())):
+        warnings.append("enforce_evolve_blocks changes nothing: the program has no EVOLVE-BLOCK")
+    num_chars = sum(map(len, texts.values()))
+    if num_chars > config.max_code_length:
+        warnings.append(
+            f"the program has {num_chars} characters and max_code_length is "
+            f"{config.max_code_length}: children as long as it are refused"
+        )
+    return warnings
+
+
+_MB = 2**20
+FORGEABLE = (
+    "This evaluator runs the program in its own process: a program can forge its score. "
+    "docs/sandbox.md says what an evaluator must do without."
+)
+
+
+class EvaluationSettings(Config):
+    """What every worker needs to know."""
+
+    sandbox: SandboxConfig
+    evaluator: EvaluatorConfig
+    """Its file is relative to the folder that travels with the task."""
+    other_files: dict[str, str] = Field(default_factory=dict)
+    """Of a program that is a folder: files that are the same for all programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """One evaluation of a program."""
+
+    code: str
+    seed: int = 0
+    """What random generators start from."""
+    isolate: bool = True
+    """Whether the program runs in another process than its evaluator."""
+
+    def encode(self) -> bytes:
+        head = json.dumps({"seed": self.seed, "isolate": self.isolate}).encode()
+        return head + b"\n" + self.code.encode("utf-8", "surrogatepass")
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        head, _, code = payload.partition(b"\n")
+        return cls(code=code.decode("utf-8", "surrogatepass"), **json.loads(head))
+
+
+def evaluation_spec(
+    config: EvolveConfig, *, evaluator: Path, first: FirstProgram, output: Path | None = None
+) -> WorkerSpec:
+    """What workers hold: the evaluator's folder as it is now, and the limits of the config.
+
+    Hidden files, which may hold secrets, and the output of runs, `output` too, are left out.
+    """
+    if not evaluator.is_file():
+        raise ConfigError(f"There is no evaluator {evaluator}: give a Python file.")
+    settings = EvaluationSettings(
+        sandbox=_sandbox_config(config),
+        evaluator=EvaluatorConfig(
+            file=Path(evaluator.name),
+            timeout_s=config.evaluator.timeout,
+            cascade=config.evaluator.cascade_evaluation,
+            thresholds=config.evaluator.cascade_thresholds,
+            suffix=first.suffix,
+        ),
+        other_files=dict(first.other_files),
+    )
+    return WorkerSpec(
+        task=open_evaluation,
+        settings=settings.model_dump_json().encode(),
+        folder=pack_folder(
+            evaluator.resolve().parent,
+            ignored=(*IGNORED, ".*", "openevolve_output"),
+            left_out=output.resolve() if output else None,
+        ),
+        startup_s=settings.sandbox.startup_s,
+    )
+
+
+def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
+    own = config.rookery.sandbox
+    memory_mb = config.evaluator.memory_limit_mb or own.memory_mb
+    backend = {"auto": None, "none": "unsafe"}.get(own.backend, own.backend)
+    return SandboxConfig.model_validate(
+        {
+            "backend": backend,
+            "memory_bytes": memory_mb * _MB,
+            "max_processes": own.processes,
+            "cpu_s": own.cpu_s,
+            "scratch_bytes": own.scratch_mb * _MB,
+            "output_bytes": own.output_mb * _MB,
+            "startup_s": own.startup_s,
+            "network": own.network,
+            "devices": own.devices,
+            "variables": own.variables,
+            "readable": own.read_paths,
+        }
+    )
+
+
+def say_not_isolated(outcome: Outcome) -> str:
+    return (
+        f"{outcome.unsupported} needs the program in the evaluator's process, and "
+        "`rookery.sandbox.isolate` is `always`: write `auto`, and programs can forge their scores."
+    )
+
+
+class EvaluationTask:
+    """One sandbox, for as long as its worker lives."""
+
+    def __init__(
+        self, sandbox: Sandbox, stack: AsyncExitStack, *, other_files: Mapping[str, str]
+    ) -> None:
+        self.about = f"sandbox {sandbox.backend}"
+        self._sandbox = sandbox
+        self._stack = stack
+        self._other_files = other_files
+
+    async def run(self, payload: bytes) -> bytes:
+        request = EvaluationRequest.decode(payload)
+        files = split_files(request.code)
+        program = {**self._other_files, **files} if files else request.code
+        outcome = await self._sandbox.evaluate(program, seed=request.seed, isolate=request.isolate)
+        return encode_outcome(outcome)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def open_evaluation(settings: bytes, folder: Path | None) -> EvaluationTask:
+    """Open the sandbox. A SandboxError says what this machine lacks."""
+    if folder is None:
+        raise ConfigError("An evaluation needs the evaluator's folder.")
+    document = decode(settings, what="The settings of the evaluation")
+    parsed = parse_config(EvaluationSettings, document, origin="the settings of the evaluation")
+    evaluator = parsed.evaluator.model_copy(update={"file": folder / parsed.evaluator.file})
+    async with AsyncExitStack() as stack:
+        sandbox = await stack.enter_async_context(open_sandbox(parsed.sandbox, evaluator))
+        return EvaluationTask(sandbox, stack.pop_all(), other_files=parsed.other_files)

@@ -1,0 +1,90 @@
+"""What a run may spend to find its result, and the round before which that is used up.
+
+    budget = Budget(config.budget, run)
+    while await budget.has_room(step, tokens=spent + next_step, num_done=known):
+        ...
+
+A round is a step, a generation, a position of a chain: what a loop does between two looks. It is
+begun only if it fits as it was at its dearest, and is then finished. The end is an event of the
+run, so that a resumed run ends where it ended.
+"""
+
+from collections.abc import Callable
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.runs.run import Run
+
+__all__ = ["Budget", "BudgetConfig", "find_hours_over", "find_stop_reason"]
+
+BUDGET = "budget"
+"""The event that says where a budget ended."""
+
+
+class BudgetConfig(Config):
+    """The run ends before it would spend more; null: no limit. What is reported in the end comes
+    on top."""
+
+    max_answer_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of answers: drawn, chosen, or trained on. Prompts are not counted, as engines share
+    them."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """The most hours that the run takes."""
+
+    @property
+    def has_limit(self) -> bool:
+        return self.max_answer_tokens is not None or self.max_hours is not None
+
+
+def find_hours_over(budget: BudgetConfig, *, elapsed_s: float) -> str:
+    """Why the run has to end; empty while it may go on."""
+    if budget.max_hours is None or elapsed_s < budget.max_hours * 3600:
+        return ""
+    return f"The budget of {budget.max_hours:g} hours is over."
+
+
+def find_stop_reason(run: Run) -> str:
+    """Why the first part of a run ended early; empty where none did."""
+    return next((str(event.payload["reason"]) for event in run.events(BUDGET)), "")
+
+
+class Budget:
+    """The budget of one run, or with a `key` of one part of it."""
+
+    def __init__(
+        self,
+        config: BudgetConfig,
+        run: Run,
+        *,
+        key: str = "run",
+        elapsed_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`elapsed_s` tells the seconds of that part; None: those of the run."""
+        self._config, self._run, self._key = config, run, key
+        self._elapsed_s = elapsed_s or (lambda: run.worked_s)
+        self._end = run.get(BUDGET, key)
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it ended; empty while it has not."""
+        return "" if self._end is None else str(self._end.payload["reason"])
+
+    async def has_room(self, number: int, *, tokens: int = 0, num_done: int = 0) -> bool:
+        """Whether round `number`, counted from 0, may begin: `tokens` are all that the run will
+        have spent when it is over. `num_done` rounds were made before, and are repeated."""
+        if self._end is not None:
+            return number < int(self._end.payload["round"])
+        if not self._config.has_limit or number < num_done:
+            return True
+        reason = self._find_exhausted(tokens)
+        if reason:
+            payload = {"round": number, "reason": reason}
+            self._end = await self._run.append(BUDGET, payload, key=self._key)
+        return not reason
+
+    def _find_exhausted(self, tokens: int) -> str:
+        most = self._config.max_answer_tokens
+        if most is not None and tokens > most:
+            return f"The budget of {most:,} answer tokens has no room for more."
+        return find_hours_over(self._config, elapsed_s=self._elapsed_s())

@@ -1,0 +1,427 @@
+"""Raw request bodies: their size, their compression, and which format a client speaks.
+
+Records of the ports as JSON, both ways: what Rookery's own client sends, and what it gets.
+
+    body = train_body("S:train:0", 3, request, forward_only=False)     # at the client
+    call = read_record_call(json.loads(body))                          # at the service
+    call.request == request
+
+The SDK's messages cannot carry all that a Datum has (positions, the tokens that a target was drawn
+from, columns of the trainer) nor the trainer's own losses.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from json.decoder import JSONArray, JSONDecodeError  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Annotated, Any, TypeVar
+
+import zstandard
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticSerializationError
+
+from rookery.app_shell import too_large
+from rookery.service.work import Refusal, bad
+from rookery.types import (
+    Datum,
+    KeptTokens,
+    ModelRef,
+    Score,
+    ScoreRequest,
+    TrainOutput,
+    TrainRequest,
+)
+
+__all__ = [
+    "IN_SLICES",
+    "LARGE_BYTES",
+    "PROTOBUF",
+    "CheckLoss",
+    "RecordCall",
+    "ScoreBody",
+    "Tokens",
+    "accepts_protobuf",
+    "as_json",
+    "inflate",
+    "inflate_head",
+    "load_json",
+    "output_document",
+    "parse_json",
+    "read_output",
+    "read_record_call",
+    "read_score",
+    "refuse_half_characters",
+    "score_document",
+    "train_document",
+]
+
+
+# Large JSON documents, parsed in slices with room for other threads between them.
+#
+#     document = await asyncio.to_thread(load_json, body)
+#
+# `json.loads` of 64 MiB holds the interpreter for seconds, in whatever thread it is called. Here
+# objects and lists of them are read in Python, and lists of numbers, which is what large bodies are
+# made of, by `json.loads` a slice at a time.
+
+
+LARGE_BYTES = 1 << 15
+"""Smaller documents are parsed at once, in about a millisecond; slices have this many characters.
+"""
+
+
+def load_json(body: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """As `json.loads`."""
+    if len(body) <= LARGE_BYTES:
+        return json.loads(body, parse_constant=parse_constant)
+    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    return _Decoder(parse_constant=parse_constant).decode(text)
+
+
+class _Decoder(json.JSONDecoder):
+    def __init__(self, *, parse_constant: Callable[[str], Any] | None) -> None:
+        super().__init__(parse_constant=parse_constant)
+        self._decode_slice = json.JSONDecoder(parse_constant=parse_constant).decode
+        self.parse_array = self._array
+        self.scan_once = py_make_scanner(self)
+
+    def _array(
+        self, start: tuple[str, int], scan_once: Callable[..., Any]
+    ) -> tuple[list[Any], int]:
+        """The list behind a `[`, and where it ends."""
+        text, place = start
+        end = text.find("]", place)
+        if end < 0 or any(text.find(mark, place, end) >= 0 for mark in '[{"'):
+            values: tuple[list[Any], int] = JSONArray(start, scan_once)
+            return values
+        numbers: list[Any] = []
+        while end - place > LARGE_BYTES:
+            cut = text.rfind(",", place, place + LARGE_BYTES)
+            if cut < 0:
+                break
+            numbers += self._slice(text, place, cut)
+            place = cut + 1
+        is_whole = place == start[1]
+        return numbers + self._slice(text, place, end, may_be_empty=is_whole), end + 1
+
+    def _slice(self, text: str, start: int, end: int, *, may_be_empty: bool = False) -> list[Any]:
+        try:
+            values: list[Any] = self._decode_slice(f"[{text[start:end]}]")
+        except JSONDecodeError as error:
+            raise JSONDecodeError(error.msg, text, start + error.pos - 1) from None
+        if not values and not may_be_empty:
+            raise JSONDecodeError("Expecting value", text, end)
+        return values
+
+
+# Long lists of requests, validated in slices with room for other threads between them.
+#
+#     tokens: Annotated[list[int], IN_SLICES] = []
+#
+# Pydantic holds the interpreter while it validates a list, in whatever thread it is called, and
+# makes an error of every wrong item: of some millions of items, for half a minute.
+
+
+SLICE = 1024
+
+
+def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Ends at the first slice that has something wrong."""
+    if not isinstance(value, list | tuple) or len(value) <= SLICE:
+        return handler(value)
+    parts = []
+    for start in range(0, len(value), SLICE):
+        try:
+            parts.append(handler(value[start : start + SLICE]))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place, *inner = first["loc"] or (0,)
+            where = ".".join(map(str, (start + int(place), *inner)))
+            raise ValueError(f"item {where}: {first['msg']}") from error
+    return type(parts[0])(chain.from_iterable(parts))
+
+
+IN_SLICES = WrapValidator(_validate)
+"""Of a list or a tuple."""
+
+
+PROTOBUF = "application/x-protobuf"
+WINDOW_BYTES = 1 << 27
+"""Memory that a zstd frame may ask for, whatever its size."""
+
+
+def inflate(body: bytes, *, encoding: str, limit_bytes: int) -> bytes:
+    """The body without its compression. Stops reading at the limit, so a small body that inflates
+    to gigabytes costs no more than one of the limit."""
+    data = inflate_head(body, encoding=encoding, num_bytes=limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise too_large(limit_bytes)
+    return data
+
+
+def inflate_head(body: bytes, *, encoding: str, num_bytes: int) -> bytes:
+    """The first bytes of the same, all of them where there are fewer."""
+    if encoding in ("", "identity"):
+        return body[:num_bytes]
+    if encoding != "zstd":
+        raise bad(f"Content-Encoding is {encoding!r:.40}; write zstd, or send the body plain.")
+    reader = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).stream_reader(
+        io.BytesIO(body)
+    )
+    try:
+        return reader.read(num_bytes)
+    except zstandard.ZstdError as error:
+        raise bad(f"The body is not a zstd frame: {error}.") from error
+
+
+def accepts_protobuf(accept: str) -> bool:
+    """Whether the client reads protobuf: SDKs since 0.18 say so where they do."""
+    return "protobuf" in accept
+
+
+def parse_json(body: bytes) -> Any:
+    """The document, or a refusal. NaN and Infinity are not JSON."""
+    try:
+        document = load_json(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(422, f"The body is not JSON: {str(error) or 'nested too deeply'}.") from error
+    refuse_half_characters(body)
+    return document
+
+
+def refuse_half_characters(body: bytes) -> None:
+    """Refuse JSON that holds half of a surrogate pair. Python's parser takes it for a string, but
+    it can be neither stored nor hashed nor tokenized. Other bodies are left to their readers."""
+    if b"\\ud" not in body and b"\\uD" not in body and b"\xed" not in body:
+        return  # neither escaped nor as bytes
+    try:
+        document = load_json(body)
+    except (ValueError, RecursionError):
+        return
+    for text in _texts(document):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start : error.end])
+            sentence = f"The body holds {half}, half of a character: send UTF-8."
+            raise Refusal(422, sentence) from error
+
+
+def _texts(document: Any) -> Iterator[str]:
+    """All keys and values that are texts."""
+    rest = [document]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+
+
+def as_json(request: BaseModel, *, exclude_none: bool = True) -> bytes:
+    """A request as the journal keeps it; a refusal when it cannot be read back from there."""
+    try:
+        data = request.model_dump_json(exclude_none=exclude_none).encode()
+        type(request).model_validate_json(data)
+    except (PydanticSerializationError, ValidationError, UnicodeEncodeError) as error:
+        detail = " ".join(str(error).split())
+        raise bad(
+            f"The body cannot be stored, it may be nested too deeply: {detail:.200}."
+        ) from error
+    return data
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+KEY = "train_request"
+"""Where a forward_backward has its TrainRequest."""
+Floats = Annotated[tuple[float, ...], IN_SLICES]
+Valid = TypeVar("Valid", bound=BaseModel)
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[tuple[Token, ...], IN_SLICES]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class _DatumBody(_Body):
+    tokens: Tokens
+    positions: Annotated[tuple[int, ...], IN_SLICES] = ()
+    targets: Tokens = ()
+    weights: Floats = ()
+    sampled_logprobs: Floats = ()
+    old_logprobs: Floats = ()
+    reference_logprobs: Floats = ()
+    advantages: Floats = ()
+    temperature: float = 1.0
+    kept: Annotated[list[Tokens], IN_SLICES] = []
+    inputs: dict[str, Any] = {}
+
+    def datum(self) -> Datum:
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        datum = Datum(**fields)
+        return replace(datum, kept=KeptTokens.of(self.kept)) if self.kept else datum
+
+
+class _RequestBody(_Body):
+    data: list[Any] = Field(min_length=1)
+    """Each a `_DatumBody`, validated by itself: all at once would hold the interpreter."""
+    loss: str = "cross_entropy"
+    loss_options: dict[str, Any] = {}
+
+
+class _CallBody(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+    model_id: str
+    seq_id: int | None = None
+    forward_only: bool = False
+    train_request: _RequestBody
+
+
+class CheckLoss(BaseModel):
+    """A loss of the trainer with its options."""
+
+    loss: str
+    options: dict[str, Any] = {}
+
+
+class ScoreBody(BaseModel):
+    """A ScoreRequest to a sampling session."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    sampling_session_id: str = Field(min_length=1, max_length=400)
+    seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    tokens: Tokens = Field(min_length=1)
+    start: int = Field(default=1, ge=1)
+    labels: Tokens = ()
+    top_logprobs: int = Field(default=0, ge=0, le=1000)
+
+    def request(self, model: ModelRef) -> ScoreRequest:
+        return ScoreRequest(
+            model=model,
+            tokens=self.tokens,
+            start=self.start,
+            labels=self.labels,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCall:
+    """A forward_backward, or a forward, as the trainer takes it."""
+
+    model_id: str
+    seq_id: int | None
+    forward_only: bool
+    request: TrainRequest
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.request.data)
+
+
+def read_record_call(document: Mapping[str, Any]) -> RecordCall:
+    """A body that has a TrainRequest, or a refusal that says where it is wrong."""
+    body = _valid(_CallBody, document, place=())
+    asked = body.train_request
+    data = [
+        _valid(_DatumBody, datum, place=(KEY, "data", number))
+        for number, datum in enumerate(asked.data)
+    ]
+    request = TrainRequest(
+        trainee=body.model_id,
+        data=tuple(datum.datum() for datum in data),
+        loss=asked.loss,
+        loss_options=asked.loss_options,
+    )
+    return RecordCall(
+        model_id=body.model_id,
+        seq_id=body.seq_id,
+        forward_only=body.forward_only,
+        request=request,
+    )
+
+
+def _valid(kind: type[Valid], document: Any, *, place: tuple[str | int, ...]) -> Valid:
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (*place, *first["loc"])))
+        raise Refusal(422, f"{where}: {first['msg']}.") from error
+
+
+def train_document(
+    model_id: str, seq: int, request: TrainRequest, *, forward_only: bool
+) -> dict[str, Any]:
+    """The body of a forward_backward."""
+    return {
+        "model_id": model_id,
+        "seq_id": seq,
+        "forward_only": forward_only,
+        KEY: {
+            "data": [_datum_document(datum) for datum in request.data],
+            "loss": request.loss,
+            "loss_options": dict(request.loss_options),
+        },
+    }
+
+
+def output_document(output: TrainOutput) -> dict[str, Any]:
+    """What a TrainOutput without an error holds."""
+    return {"metrics": dict(output.metrics), "logprobs": output.logprobs}
+
+
+def read_output(document: Mapping[str, Any]) -> TrainOutput:
+    """The same, back; a result that is a failure has its sentence."""
+    if "error" in document:
+        return TrainOutput(error=str(document["error"]))
+    rows = tuple(tuple(row) for row in document["logprobs"])
+    return TrainOutput(metrics=document["metrics"], logprobs=rows)
+
+
+def score_document(score: Score) -> dict[str, Any]:
+    """All but its model."""
+    return {
+        "logprobs": score.logprobs,
+        "label_logprobs": score.label_logprobs,
+        "top_logprobs": score.top_logprobs,
+    }
+
+
+def read_score(document: Mapping[str, Any], *, model: ModelRef) -> Score:
+    """The same, back."""
+    return Score(
+        model=model,
+        logprobs=tuple(document["logprobs"]),
+        label_logprobs=tuple(document["label_logprobs"]),
+        top_logprobs=tuple(
+            tuple((int(token), logprob) for token, logprob in row)
+            for row in document["top_logprobs"]
+        ),
+    )
+
+
+def _datum_document(datum: Datum) -> dict[str, Any]:
+    """Columns that are empty are left out."""
+    kept = [list(row) for row in datum.kept]
+    fields = {**asdict(replace(datum, kept=())), "kept": kept}
+    return {name: value for name, value in fields.items() if value not in ((), [], {})}

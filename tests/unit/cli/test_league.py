@@ -1,0 +1,171 @@
+"""`rookery league`: entrants under one budget, on the tiny model."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+from driving import Command
+
+from rookery.reports import LeagueReport, parse_league_report
+from rookery.runs import Run
+from rookery.tasks.taskset import load_taskset_file
+
+BUDGET = 300
+HIDDEN = 'splits.hidden=["report"]'
+SCORER = """
+def score(task, completion):
+    return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
+"""
+
+
+@pytest.fixture
+def league(place: Path) -> Path:
+    """Answers of the tiny model are drawn, and even tokens rewarded; every task has a reference."""
+    rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "answer": f"w{50 + 2 * i % 40}"}
+            for i in range(40)]  # fmt: skip
+    (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (place / "scorer.py").write_text(SCORER)
+    taskset = {
+        "type": "jsonl",
+        "path": "rows.jsonl",
+        "scorer": {"type": "python", "function": "scorer.py:score"},
+        "sampling": {"max_tokens": 4},
+    }
+    (place / "drawn.yaml").write_text(yaml.safe_dump(taskset))
+    return write(place)
+
+
+def write(place: Path, **changes: Any) -> Path:
+    document = {
+        "engine": {"model": "tiny", "cache_gib": 0.01},
+        "taskset": "drawn.yaml",
+        "budget": {"max_answer_tokens": BUDGET},
+        "num_seeds": 2,
+        "num_answers": 3,
+        "entrants": ["sft", "es", "best_of_n", "icm"],
+        "settings": {
+            "sft": {"rank": 2, "layers": 1, "batch_size": 4},
+            "es": {"init": {"rank": 2}, "stages": [{"type": "es", "rank": 1, "num_pairs": 1}]},
+        },
+        **changes,
+    }
+    path = place / "league.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def read(place: Path, name: str) -> LeagueReport:
+    return parse_league_report(json.loads((place / f"runs/{name}/report.json").read_text()))
+
+
+def earned(run: Path, model: str) -> dict[str, float]:
+    """What a model has first earned for each task, as the run's events have it."""
+    rewards: dict[str, float] = {}
+    with Run.view(run) as view:
+        for event in view.events("rollout"):
+            if event.payload["model"].startswith(f"{model}@"):
+                rewards.setdefault(event.payload["task"], event.payload["reward"])
+    return rewards
+
+
+def test_entrants_are_runs_under_one_budget_and_ranked(
+    rookery: Command, place: Path, league: Path
+) -> None:
+    ended = rookery("league", league, "--name", "l")
+    assert ended.code == 0, ended.err
+    report = read(place, "l")
+    taskset = load_taskset_file(str(place / "drawn.yaml"))
+    asked = {task.id for task in taskset.split("report")}
+    assert {row.name for row in report.rows} == {"base", "sft", "es", "best_of_n"}
+    assert [one.name for one in report.left_out] == ["icm"]
+    means = [row.mean or 0.0 for row in report.rows]
+    assert means == sorted(means, reverse=True) and means[0] > means[-1]
+    assert len(report.pairs) == 6 and report.num_tasks == len(asked)
+
+    rows = {row.name: row for row in report.rows}
+    for name in ("sft", "es", "best_of_n"):
+        assert all(run.spent.tokens <= BUDGET for run in rows[name].runs), name
+        assert len({run.name for run in rows[name].runs}) == 2
+    assert rows["sft"].spent.trained_tokens > 0 < rows["best_of_n"].spent.drawn_tokens
+    assert rows["sft"].settings == "batch_size 4, layers 1, rank 2"
+
+    listed = rookery("runs", "list").out
+    for name in ("sft-0", "sft-1", "es-0", "es-1"):
+        assert f"l.{name}" in listed
+        with Run.view(place / f"runs/l.{name}") as run:
+            seen = {event.payload["task"] for event in run.events("rollout")}
+            assert bool(seen) == name.startswith("es") and not seen & asked
+            assert HIDDEN in run.config.get("taskset", HIDDEN)
+    base, own = earned(place / "runs/l", "base"), earned(place / "runs/l", "sft-0")
+    assert set(base) == asked == set(own)
+    seeds = [own, earned(place / "runs/l", "sft-1")]
+    gain = fmean(fmean(seed[task] for seed in seeds) - base[task] for task in asked)
+    assert rows["sft"].gain is not None and rows["sft"].gain.mean == pytest.approx(gain)
+    assert "best_of_n" in (place / "runs/l/report.html").read_text()
+
+
+def test_a_league_that_was_interrupted_ends_as_one_that_was_not(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place, entrants=["es", "best_of_n"], num_seeds=1)
+    assert rookery("league", league, "--name", "whole").code == 0
+
+    from rookery.compose.league import measure
+    from rookery.loops.genome import loop
+
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for module, name in ((loop, "RunSummary"), (measure, "stream_seed"), (measure, "model_row")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, press)
+            begun = (place / "runs/cut").exists()
+            words = ("runs", "resume", "cut") if begun else ("league", league, "--name", "cut")
+            assert rookery(*words).code == 130
+    assert rookery("league", league, "--name", "cut", "--resume").code == 0
+    whole, cut = (read(place, name) for name in ("whole", "cut"))
+    assert clockless(cut) == clockless(whole)
+    with Run.view(place / "runs/cut") as run:
+        counts = run.counts()
+    with Run.view(place / "runs/whole") as run:
+        assert counts["rollout"] == run.counts()["rollout"]
+
+
+def clockless(report: LeagueReport) -> list[Any]:
+    return [(row.name, row.mean, row.gain, row.spent) for row in report.rows] + [*report.pairs]
+
+
+def test_an_entrant_that_fails_is_left_out_and_the_others_go_on(
+    rookery: Command, place: Path, league: Path
+) -> None:
+    write(place, entrants=["sft", "es"], num_seeds=1, engine={"model": "tiny", "max_rank": 1})
+    for words in (("league", league, "--name", "l"), ("runs", "resume", "l")):
+        ended = rookery(*words)
+        assert ended.code == 2, "it is said by the exit code too"
+    report = read(place, "l")
+    assert {row.name for row in report.rows} == {"base", "sft"}
+    [failed] = report.left_out
+    assert failed.is_failure and failed.name == "es-0"
+    assert "the engine takes adapters up to rank 1" in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"budget": {}}, "budget has no limit"),
+        ({"taskset": "nowhere.jsonl"}, "There is no taskset"),
+        ({"entrants": ["icm"]}, "No entrant applies. icm: The tasks have no choices in common"),
+        ({"entrants": ["sft", "sft"]}, "name each once"),
+        ({"settings": {"sft": {"rnk": 3}}}, "the step sft-0 is not a valid config: rnk"),
+        ({"settings": {"stf": {}}}, "settings.stf"),
+        ({"taskset": "drawn.yaml?splits.select=0&splits.search=0.7"}, "splits.select is 0"),
+        ({"engine": {"model": "nowhere/at/all"}}, "There is no model folder"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_entrant(
+    refused: Command, place: Path, league: Path, change: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refused("league", write(place, **change)).words

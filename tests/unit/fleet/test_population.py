@@ -1,0 +1,156 @@
+"""Members of a population: their noise, their versions, and a strategy that learns from seeds."""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from math import sqrt
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from weights.made import made
+
+from rookery.fleet.perturbed import Population, moved
+from rookery.fleet.vllm_plugin.population import LayerNoise
+from rookery.search import es
+from rookery.search.candidate import Fitness
+from rookery.types import Adapter
+
+LAYERS = [("model.layers.0.q", 3, 10, 7), ("model.layers.1.q", 1, 5, 4)]
+
+
+def expected(seed: int, layer: str, count: int) -> np.ndarray:
+    """The numbers of one layer, in 32-bit words without signs and one at a time."""
+
+    def mixed(x: int) -> int:
+        x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+        x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+        return x ^ x >> 16
+
+    digest = blake2b(layer.encode(), digest_size=8, person=b"rookery-noise").digest()
+    key_low, key_high = np.frombuffer(digest, "<u4").tolist()
+    low, high = seed % 2**32, seed >> 32
+    first = mixed((mixed(key_low ^ low) + high) % 2**32)
+    second = mixed((mixed(key_high ^ high) + low) % 2**32)
+    numbers = []
+    for place in range((count + 1) // 2):
+        word = mixed((mixed(first ^ place) + second) % 2**32)
+        for index in (word % 2**16, word >> 16):
+            quantile = NormalDist().inv_cdf((min(index, 65535 - index) + 0.5) / 65536)
+            numbers.append(round(quantile * 65536) / 65536 * (1 if index < 32768 else -1))
+    return np.array(numbers[:count], np.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_noise_is_that_of_an_independent_computation(rank: int) -> None:
+    noise = LayerNoise(LAYERS, rank=rank)
+    seeds = [7, 2**63 - 1, 2**40 + 3]
+    drawn = noise.draw(seeds, torch.device("cpu"))
+    for (name, lora_rank, num_in, num_out), (a, b) in zip(
+        LAYERS, noise.factors(drawn), strict=True
+    ):
+        shapes = [(lora_rank, num_in), (num_out, lora_rank)]
+        is_full = [min(shape) <= rank for shape in shapes]
+        sizes = [
+            rows * columns if full else rank * (rows + columns)
+            for (rows, columns), full in zip(shapes, is_full, strict=True)
+        ]
+        for k, seed in enumerate(seeds):
+            numbers = np.split(expected(seed, name, sum(sizes)), [sizes[0]])
+            for part, (rows, columns), full, got in zip(
+                numbers, shapes, is_full, (a[k], b[k]), strict=True
+            ):
+                left, right = np.split(part, [rank * rows]) if not full else (part, part)
+                right_answer = (
+                    part.reshape(rows, columns)
+                    if full
+                    else left.reshape(rank, rows).T @ right.reshape(rank, columns) / sqrt(rank)
+                )
+                np.testing.assert_allclose(got.numpy(), right_answer, rtol=1e-5, atol=1e-6)
+
+
+def test_a_seed_has_the_same_bits_alone_and_among_others() -> None:
+    noise = LayerNoise(LAYERS, rank=1)
+    together = noise.draw(range(100), torch.device("cpu"))
+    for seed in (0, 41, 99):
+        assert torch.equal(noise.draw([seed], torch.device("cpu"))[0], together[seed])
+
+
+def test_noise_is_standard_normal_and_its_own_for_each_seed_and_layer() -> None:
+    noise = LayerNoise([("a", 100, 100, 100), ("b", 100, 100, 100)], rank=100)
+    rows = noise.draw([1, 2], torch.device("cpu")).view(-1, 10_000)
+    assert torch.allclose(rows.std(1), torch.ones(len(rows)), atol=0.05)
+    assert torch.allclose(rows.mean(1), torch.zeros(len(rows)), atol=0.05)
+    assert (torch.corrcoef(rows) - torch.eye(len(rows))).abs().max() < 0.05
+
+
+def test_members_are_mirrored_and_the_update_is_the_sum_of_their_noise() -> None:
+    centre = made(3)
+    population = Population.around(centre, like=centre, rank=1)
+    pairs = [
+        [population.member("m", seed=seed, amount=amount) for amount in (0.5, -0.5)]
+        for seed in (1, 2)
+    ]
+    assert len({member.version for pair in pairs for member in pair}) == 4
+    step = moved(centre.factors, seeds=[1, 2], amounts=[0.25, -2.0], rank=1)
+    for layer, lora in centre.factors.items():
+        for x in "ab":
+            (forth, back), (other, _) = (
+                [getattr(member.factors[layer], x) for member in pair] for pair in pairs
+            )
+            own = getattr(lora, x)
+            assert torch.allclose((forth + back) / 2, own, atol=1e-6)
+            assert np.linalg.matrix_rank((forth - own).numpy(), tol=1e-4) == 1
+            total = own + 0.25 * (forth - own) / 0.5 - 2.0 * (other - own) / 0.5
+            assert torch.allclose(getattr(step[layer], x), total, atol=1e-5)
+
+
+def test_members_are_rounded_to_the_dtype_of_the_adapter() -> None:
+    centre = made(3)
+    halves = {
+        layer: type(lora)(a=lora.a.bfloat16(), b=lora.b.half(), scale=lora.scale)
+        for layer, lora in centre.factors.items()
+    }
+    like = Adapter(name="like", base="tiny", factors=halves, version="1")
+    member = Population.around(centre, like=like, rank=1).member("m", seed=1, amount=0.1)
+    exact = Population.around(centre, like=centre, rank=1).member("m", seed=1, amount=0.1)
+    for layer, lora in member.factors.items():
+        assert torch.equal(lora.a, exact.factors[layer].a.bfloat16())
+        assert torch.equal(lora.b, exact.factors[layer].b.half())
+
+
+def climb(shape: Callable[[dict[str, float]], dict[str, float]]) -> float:
+    """How much nearer to a target a population comes; `shape` changes what was measured."""
+    target, centre = made(1), made(2)
+
+    def distance(adapter: Adapter) -> float:
+        return sum(
+            float((getattr(f, x) - getattr(target.factors[layer], x)).square().sum())
+            for layer, f in adapter.factors.items()
+            for x in "ab"
+        )
+
+    start, exact = distance(centre), dict(centre.factors)
+    search = es.Es(config=es.EsConfig(num_pairs=16, sigma=0.1, learning_rate=16), seed=5)
+    for _ in range(15):
+        population = Population.around(
+            Adapter(name="c", base="", factors=exact, version="c"), like=centre, rank=1
+        )
+        heights = {
+            trial.id: -distance(
+                population.member(trial.id, seed=trial.seed, amount=trial.sign * 0.1)
+            )
+            for trial in es.ask(search)
+        }
+        shaped = {id: Fitness(score=value) for id, value in shape(heights).items()}
+        search = es.tell(search, shaped)
+        seeds, weights = zip(*((u.seed, u.weight) for u in search.updates[-1]), strict=True)
+        exact = moved(exact, seeds=seeds, amounts=weights, rank=1)
+    return distance(Adapter(name="c", base="", factors=exact, version="c")) / start
+
+
+def test_a_population_learns_and_does_not_with_a_wrong_sign_or_wrong_ranks() -> None:
+    assert climb(lambda heights: heights) < 0.6
+    assert climb(lambda heights: {id: -height for id, height in heights.items()}) > 1.5
+    assert climb(lambda heights: {id: float(i) for i, id in enumerate(heights)}) > 0.9
+    assert climb(lambda heights: {id: height**3 for id, height in heights.items()}) < 0.6
