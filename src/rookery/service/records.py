@@ -205,6 +205,8 @@ class RegisteredAdapter:
     created: float
     tinker_path: str = ""
     """The checkpoint that it is."""
+    session_id: str = ""
+    """The session that it ends with."""
 
     def document(self) -> dict[str, str]:
         """As its tenant sees it."""
