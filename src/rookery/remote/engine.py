@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import aiohttp
 from pydantic import Field
@@ -287,17 +288,18 @@ class Samplers:
 
     async def add_path(self, ref: ModelRef, path: str, *, adapter_id: str) -> None:
         """Draw from a checkpoint under this name."""
-        created = await self._create({"model_path": path})
-        self._samplers[ref] = _Sampler(created, adapter_id=adapter_id)
+        sampler = _Sampler(await self._create({"model_path": path}), adapter_id=adapter_id)
+        await self._add(ref, sampler)
 
     async def add(self, ref: ModelRef, sampler_id: str) -> None:
         """A session that was made with its weights."""
-        known = self._samplers.get(ref)
-        if known is None:
-            self._samplers[ref] = _Sampler(sampler_id)
-        else:  # equal weights: the session that is there does as well
+        await self._add(ref, _Sampler(sampler_id))
+
+    async def _add(self, ref: ModelRef, sampler: _Sampler) -> None:
+        known = self._samplers.setdefault(ref, sampler)
+        if known is not sampler:  # equal weights: the session that is there does as well
             known.num_holders += 1
-            await self._end(_Sampler(sampler_id))
+            await self._end(sampler)
 
     async def drop(self, ref: ModelRef) -> None:
         """Let it go once, for good after the last holder's last request."""
@@ -372,6 +374,8 @@ class ServiceEngine:
         self._connection = connection
         self._samplers = samplers
         self._facts = facts
+        self._loading = WeakValueDictionary[ModelRef, asyncio.Lock]()
+        """Held by who loads an adapter: who loads it too then finds it there."""
 
     @property
     def base(self) -> ModelRef:
@@ -397,8 +401,12 @@ class ServiceEngine:
 
     async def load(self, adapter: Adapter) -> ModelRef:
         ref = ModelRef(name=adapter.name, version=adapter.version)
-        if self._samplers.hold(ref):
-            return ref
+        async with self._loading.setdefault(ref, asyncio.Lock()):
+            if not self._samplers.hold(ref):
+                await self._upload(adapter, ref)
+        return ref
+
+    async def _upload(self, adapter: Adapter, ref: ModelRef) -> None:
         with tempfile.TemporaryDirectory(prefix="rookery-adapter-") as scratch:
             folder = Path(scratch) / "adapter"
             await asyncio.to_thread(_write, adapter, folder)
@@ -407,7 +415,6 @@ class ServiceEngine:
             with _refused(AdapterError):
                 path = await upload(self._connection, folder, adapter_id, self._facts.base_model)
         await self._samplers.add_path(ref, path, adapter_id=adapter_id)
-        return ref
 
     async def unload(self, ref: ModelRef) -> None:
         if ref == self.base:
