@@ -244,6 +244,7 @@ async def _open_engine(
         async with open_engine(config) as fleet:
             yield fleet
         return
+    assert config.type == "embedded", "the config refuses another service"
     async with run_engine(
         weights,
         config=config,

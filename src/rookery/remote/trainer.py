@@ -133,7 +133,7 @@ class ServiceTrainer:
         """The state stays in the service; the file names it. One that the file named before is
         deleted there."""
         state = self._own(trainee)
-        body = {"path": f"state-{uuid4().hex}"}
+        body: dict[str, Any] = {"path": f"state-{uuid4().hex}"}
         if self._has_last_states:
             body["ttl_seconds"] = STATE_TTL_S
         new = str((await self._call(state, "save_weights", body))["path"])

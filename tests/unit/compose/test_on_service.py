@@ -176,11 +176,17 @@ def test_labels_of_a_service_are_the_same_labels(service: Service, place: Path) 
         "data": {"path": "items.jsonl", "prompt": "w{{ a }} w20", "labels": ["w90", "w91"]},
         "search": {"iterations": 10, "num_start": 4},
         "num_chains": 1,
-        "iterate": {"batch_items": 4, "sft": {"rank": 2, "steps": 2, "targets": ["q_proj"]}},
+        "iterate": {"num_batches": 2, "sft": {"rank": 2, "steps": 2, "targets": ["q_proj"]}},
     }
     own = rookery.run_icm(config, name="own", progress=False)
     far = rookery.run_icm({**config, **on(service, place)}, name="far", progress=False)
-    assert (far.path / "labels.jsonl").read_text() == (own.path / "labels.jsonl").read_text()
+    labels = [
+        [json.loads(row) for row in (one.path / "labels.jsonl").read_text().splitlines()]
+        for one in (own, far)
+    ]
+    assert [row["label"] for row in labels[1]] == [row["label"] for row in labels[0]]
+    scores = [row["score"] for row in labels[0]]
+    assert [row["score"] for row in labels[1]] == pytest.approx(scores, abs=1e-5)
 
 
 def test_an_adapter_trained_on_a_service_is_the_same_adapter(service: Service, place: Path) -> None:
@@ -193,19 +199,21 @@ def test_an_adapter_trained_on_a_service_is_the_same_adapter(service: Service, p
         place / "tiny", place / "tasks.jsonl", "out/far", engine=service.engine, **values
     )
     assert far.version == own.version and far.base == own.base
+    where: list[dict[str, Any]] = [{}, {"engine": service.engine}]
     measured = [
         rookery.evaluate(
             place / "tiny", place / "tasks.jsonl", adapters=["out/own", "out/far"],
-            progress=False, **where,
+            progress=False, **one,
         ).report
-        for where in ({}, {"engine": service.engine})
+        for one in where
     ]  # fmt: skip
     assert measured[0].models == measured[1].models
 
 
 def test_a_training_on_a_service_is_the_same_training(service: Service, place: Path) -> None:
     loss = {"loss": {"kl": {"weight": 0.04}}}
-    own = rookery.run_grpo(grpo(place, **loss), name="own", progress=False)
+    # As the service does: a packed copy of the weights rounds otherwise.
+    own = rookery.run_grpo(grpo(place, share=True, **loss), name="own", progress=False)
     config = grpo(place, **loss, **on(service, place))
     far = rookery.run_grpo(config, name="far", progress=False)
     trained = [read_adapter(one.path / "trained") for one in (own, far)]

@@ -282,7 +282,9 @@ async def _open(
         with claim_folder(place) as owner:
             async with _open_bridged(config, files, plan, on_launch, owner.folder) as bridged:
                 yield bridged
-    elif config.share:
+        return
+    assert engine.type == "embedded", "a service is opened by _open_on_service"
+    if config.share:
         model = await _load(config, files)
         async with run_engine(
             model,
