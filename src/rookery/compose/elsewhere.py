@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from rookery.errors import ModelError, TrainError, boundary
-from rookery.remote import ServiceClientConfig, open_client
+from rookery.remote import ServiceClientConfig, open_client, read_states
 from rookery.slots.loading import require_decoder
 from rookery.train import new_adapter
 from rookery.train.packing import input_tokens
@@ -62,8 +62,7 @@ async def open_training(
         training = await prepare_sft_elsewhere(trainer, data, config, start=start)
 
         async def forget(folder: Path) -> None:
-            for path in await asyncio.to_thread(_state_files, folder):
-                await trainer.forget(path)
+            await trainer.forget(await asyncio.to_thread(states_in, folder))
 
         yield training, forget
 
@@ -89,13 +88,11 @@ async def sft_elsewhere(
 
 async def forget_states(service: ServiceClientConfig, folder: Path) -> None:
     """Delete those of trainings that kept their states in the folder."""
-    paths = await asyncio.to_thread(_state_files, folder)
-    if not paths:
-        return
-    async with open_client(service) as client:
-        for path in paths:
-            await client.trainer.forget(path)
+    if states := await asyncio.to_thread(states_in, folder):
+        async with open_client(service) as client:
+            await client.trainer.forget(states)
 
 
-def _state_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+def states_in(folder: Path) -> list[str]:
+    """The states on a service that files in the folder name."""
+    return [state for path in sorted(folder.glob("*.safetensors")) for state in read_states(path)]

@@ -21,9 +21,16 @@ from rookery.remote.engine import (
     open_connection,
     read_facts,
 )
-from rookery.remote.trainer import ServiceTrainer
+from rookery.remote.trainer import ServiceTrainer, read_states
 
-__all__ = ["ServiceClient", "ServiceClientConfig", "ServiceEngine", "ServiceTrainer", "open_client"]
+__all__ = [
+    "ServiceClient",
+    "ServiceClientConfig",
+    "ServiceEngine",
+    "ServiceTrainer",
+    "open_client",
+    "read_states",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rookery.types import (
     TrainRequest,
 )
 
-__all__ = ["ServiceTrainer"]
+__all__ = ["ServiceTrainer", "read_states"]
 
 STATE_TTL_S = 30 * 86400
 """After so long the state of a run that never went on is deleted."""
@@ -154,9 +154,9 @@ class ServiceTrainer:
         if self._has_last_states:
             state.states = [*document["older"], document["tinker_path"]]
 
-    async def forget(self, path: Path) -> None:
-        """Delete the states that a file of `save` names, of which nobody goes on any more."""
-        for old in await asyncio.to_thread(_states, path):
+    async def forget(self, states: Iterable[str]) -> None:
+        """Delete states, of which nobody goes on any more. Idempotent."""
+        for old in states:
             await self._delete(old)
 
     def num_steps(self, trainee: str) -> int:
@@ -253,8 +253,8 @@ def _checked(answer: Answer) -> dict[str, Any]:
     return document
 
 
-def _states(path: Path) -> list[str]:
-    """What the file names; nothing where there is none."""
+def read_states(path: Path) -> list[str]:
+    """The states that a file of `save` names; nothing where there is none."""
     if not path.exists():
         return []
     document = json.loads(path.read_text())
@@ -263,7 +263,7 @@ def _states(path: Path) -> list[str]:
 
 def _replace(path: Path, document: Mapping[str, object]) -> list[str]:
     """Write the file whole; what it named before."""
-    old = _states(path)
+    old = read_states(path)
     write_file(path, json.dumps(document).encode(), scratch=path.parent)
     return old
 

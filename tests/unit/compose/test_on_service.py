@@ -11,6 +11,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from tiny import write_chat_model
 
 import rookery
 from rookery.compose.serve import ServeConfig, serving
@@ -33,7 +34,7 @@ class Service:
     def __init__(self, place: Path) -> None:
         self.folder = place / "serve"
         self.keys = place / "keys.json"
-        self._model = str(place / "tiny")
+        self._place = place
         self._port = 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,7 +64,7 @@ class Service:
         config = ServeConfig(
             port=self._port,
             keys=self.keys,
-            models={"tiny": self._model},
+            models={"tiny": str(self._place / "tiny"), "chat": str(self._place / "chat")},
             folder=self.folder,
             engine=EngineConfig(cache_gib=0.01),
         )
@@ -103,6 +104,7 @@ def running(place: Path) -> Iterator[Service]:
 def service(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv(KEY_NAME, add_key(place / "keys.json", name="ada"))
     (place / "scorer.py").write_text(SCORER)
+    write_chat_model(place / "chat")
     with running(place) as service:
         yield service
         assert service.left() == {"adapters": 0, "checkpoints": 0}
@@ -271,6 +273,25 @@ def test_a_league_on_a_service_is_the_same_league(service: Service, place: Path)
     ]
 
 
+def test_prompts_are_evolved_on_a_service(service: Service, place: Path) -> None:
+    rows = [{"prompt": f"{n} and {n + 1}", "reference": "x"} for n in range(24)]
+    (place / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "prompt.txt").write_text("{{ prompt }}\n")
+    scorer = {"type": "python", "function": f"{place / 'scorer.py'}:score"}
+    taskset = {"type": "jsonl", "path": "asked.jsonl", "scorer": scorer}
+    (place / "asked.yaml").write_text(json.dumps({**taskset, "sampling": {"max_tokens": 4}}))
+    best = []
+    for name, where in {"own": {}, "far": {"engine": {**service.engine, "model": "chat"}}}.items():
+        own = {"mode": "deterministic", **where}
+        report = rookery.evolve_prompt(
+            "prompt.txt", "asked.yaml", place / "chat", output=name, progress=False,
+            max_iterations=2, llm={"max_tokens": 16}, rookery=own,
+        ).report  # fmt: skip
+        assert report.best is not None
+        best.append((report.best.code, report.best.score))
+    assert best[0] == best[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -293,7 +314,7 @@ def test_a_wrong_key_or_model_is_said_before_a_run_is_made(
     service: Service, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = genome(place, **on(service, place))
-    with pytest.raises(EngineError, match=r"no base model 'large'. It has: tiny"):
+    with pytest.raises(EngineError, match=r"no base model 'large'. It has: tiny, chat"):
         rookery.run_genome(
             {**config, "engine": {**service.engine, "model": "large"}}, name="x", progress=False
         )

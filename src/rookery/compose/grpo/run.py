@@ -31,7 +31,7 @@ from rookery.compose.grpo.policy import (
     make_reference,
     needs_reference,
 )
-from rookery.compose.grpo.service import check_service, service_policy, service_start
+from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -223,13 +223,13 @@ async def _open_on_service(
             await _try_drawing(config, files, engine, is_merged=False)
 
         async def train(run: Run) -> GrpoReport:
+            known = await asyncio.to_thread(own_states, run)  # a kill leaves one that is made again
             weights = await service_policy(config, files, client, read_start(run) or start)
             report = await _train(
                 config, files, run, display, engine=engine, weights=weights,
                 drawer=_drawer(config, files, engine),
             )  # fmt: skip
-            for state in sorted(run.path.glob("checkpoints/*/trainer.safetensors")):
-                await client.trainer.forget(state)
+            await client.trainer.forget({*known, *await asyncio.to_thread(own_states, run)})
             return report
 
         yield train

@@ -11,14 +11,16 @@ from rookery.compose.running import num_processes
 from rookery.compose.sft import base_name
 from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.checkpoints import STATE
 from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, TraineePolicy
 from rookery.ports import Engine
-from rookery.remote import ServiceClient
+from rookery.remote import ServiceClient, read_states
+from rookery.runs import Run
 from rookery.train import LoraConfig, new_adapter
 from rookery.types import Adapter
 from rookery.weights import write_adapter
 
-__all__ = ["check_service", "service_policy", "service_start"]
+__all__ = ["check_service", "own_states", "service_policy", "service_start"]
 
 
 def check_service(config: GrpoConfig, files: GrpoFiles) -> None:
@@ -42,6 +44,12 @@ def service_start(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Adapt
         engine.linear_layers, config.lora, name=POLICY, base=base, seed=config.seed
     )
     return replace(start, name=POLICY, base=start.base or base)
+
+
+def own_states(run: Run) -> list[str]:
+    """Those on the service that the run has files of."""
+    paths = sorted(run.path.glob(f"checkpoints/*/{STATE}"))
+    return [state for path in paths for state in read_states(path)]
 
 
 async def service_policy(
