@@ -22,8 +22,8 @@ from typing import Any
 import aiohttp
 from tink_stub import BLOCKED, NAME, stub_service
 
+from rookery.remote.records import train_document
 from rookery.service.keys import add_key
-from rookery.service.wire import train_document
 from rookery.types import Datum, TrainRequest
 
 NUM_WAITING, NUM_TIMED, NUM_QUEUED, NUM_LATE = 2000, 500, 1000, 7

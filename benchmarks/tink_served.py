@@ -24,9 +24,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rookery.compat.tinker.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.compose.serve import ServeConfig, open_backend, serving
 from rookery.embedded import EngineConfig
+from rookery.remote import ServiceClient, ServiceClientConfig, open_client
 from rookery.service.config import ServiceConfig
 from rookery.service.state import Wal
 from rookery.service.work import Backend

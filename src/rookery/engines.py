@@ -2,8 +2,9 @@
 
     async with open_engine("smollm2") as engine: ...
     async with open_engine(FleetConfig(urls=("http://gpu1:8000",))) as engine: ...
+    async with open_engine(ServiceClientConfig(url="http://gpu1:8000")) as engine: ...
 
-An external API is no engine, as it takes no adapters: `open_sampler` opens any of the three.
+An external API is no engine, as it takes no adapters: `open_sampler` opens any of the four.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,6 +21,7 @@ from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
 from rookery.paths import expanded
+from rookery.remote import ServiceClientConfig, ServiceEngine, open_client
 
 __all__ = [
     "AnyEngineConfig",
@@ -40,8 +42,8 @@ __all__ = [
 
 OnLaunch = Callable[[LaunchProgress], None]
 """Told how far each server is that is being started."""
-AnyEngineConfig = EngineConfig | FleetConfig
-AnySamplerConfig = EngineConfig | FleetConfig | ExternalConfig
+AnyEngineConfig = EngineConfig | FleetConfig | ServiceClientConfig
+AnySamplerConfig = AnyEngineConfig | ExternalConfig
 SamplerConfig = TypeVar("SamplerConfig", bound=AnySamplerConfig)
 
 
@@ -53,7 +55,8 @@ def _is_embedded_unless_told(value: Any) -> Any:
 EngineChoice = Annotated[
     AnyEngineConfig, Field(discriminator="type"), BeforeValidator(_is_embedded_unless_told)
 ]
-"""In this process (`type: embedded`, the default) or vLLM servers (`type: fleet`)."""
+"""In this process (`type: embedded`, the default), vLLM servers (`type: fleet`) or a service
+elsewhere (`type: service`)."""
 SamplerChoice = Annotated[
     AnySamplerConfig, Field(discriminator="type"), BeforeValidator(_is_embedded_unless_told)
 ]
@@ -63,13 +66,17 @@ SamplerChoice = Annotated[
 @asynccontextmanager
 async def open_engine(
     config: AnyEngineConfig | str, *, on_launch: OnLaunch | None = None
-) -> AsyncIterator[EmbeddedEngine | Fleet]:
+) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine]:
     """The engine, open for the block. A text is the model of an engine in this process."""
     if isinstance(config, str):
         config = EngineConfig(model=config)
     if isinstance(config, EngineConfig):
         async with open_embedded(config) as embedded:
             yield embedded
+        return
+    if isinstance(config, ServiceClientConfig):
+        async with open_client(config) as client:
+            yield client.engine
         return
     async with open_servers(config, on_launch=on_launch) as fleet:
         yield fleet
@@ -85,7 +92,7 @@ def open_servers(
 @asynccontextmanager
 async def open_sampler(
     config: AnySamplerConfig, *, codec: Codec, on_launch: OnLaunch | None = None
-) -> AsyncIterator[EmbeddedEngine | Fleet | ExternalSampler]:
+) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine | ExternalSampler]:
     """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
     if isinstance(config, ExternalConfig):
         async with open_external(config, codec=codec) as external:
@@ -133,11 +140,10 @@ def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
     opened = config if isinstance(config, EngineConfig) else launch_of(config)
     model = tokenizer or (opened.model if opened is not None else "")
     if not model:
-        keeper = (
-            "An external API does not expose its tokenizer"
-            if isinstance(config, ExternalConfig)
-            else "Servers given by URL do not expose their tokenizer"
-        )
+        keeper = {
+            "external": "An external API does not expose its tokenizer",
+            "service": "A service does not send its tokenizer",
+        }.get(config.type, "Servers given by URL do not expose their tokenizer")
         raise ConfigError(f"{keeper}: write tokenizer, the model's folder or Hugging Face id.")
     return resolve_model(model)
 

@@ -15,6 +15,7 @@
     ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
     ├── SandboxError   an untrusted program
     └── ServiceError   a client of the HTTP service
+        └── ServiceDownError   the service is away, or refuses everything: an EngineDownError
 
 Every message says what was given, what is allowed and what to write instead. The command line
 prints it as it is and exits with 2.
@@ -41,6 +42,7 @@ __all__ = [
     "RookeryError",
     "RunError",
     "SandboxError",
+    "ServiceDownError",
     "ServiceError",
     "TaskError",
     "TrainError",
@@ -147,6 +149,10 @@ class SandboxError(RookeryError):
 
 class ServiceError(RookeryError):
     """The HTTP service refuses a request."""
+
+
+class ServiceDownError(EngineDownError, ServiceError):
+    """The service is away, or refuses every request of this key or session."""
 
 
 def did_you_mean(

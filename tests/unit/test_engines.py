@@ -11,12 +11,12 @@ import pytest
 from fleet.stub import Stub, serve
 from tiny import tiny_adapter
 
-from rookery.compat.tinker.client import ServiceClientConfig, open_client
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import RookeryError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.ports import Adapters, Engine, Sampler
+from rookery.remote import ServiceClientConfig, open_client
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 TOLD_S = 30.0

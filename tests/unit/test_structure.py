@@ -29,7 +29,7 @@ LAYERS = [
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"}
     | {"starters"},
-    {"fleet", "embedded", "train"},
+    {"fleet", "embedded", "remote", "train"},
     {"engines", "megatron", "rollout"},
     {"environments"},
     {"loops", "service", "ui"},

@@ -23,8 +23,8 @@ from rookery.paths import expanded
 from rookery.starters import DEMOS, PROJECTS
 
 if TYPE_CHECKING:
-    from rookery.compat.tinker.client import ServiceClient
     from rookery.compose.running import Outcome
+    from rookery.remote import ServiceClient
     from rookery.types import Datum
 
 __all__ = ["demo", "new"]
@@ -235,8 +235,8 @@ def _run_loop(
 
 
 async def _serve_and_train(model: str, folder: Path) -> None:
-    from rookery.compat.tinker.client import ServiceClientConfig, open_client
     from rookery.compose.serve import ServeConfig, serving
+    from rookery.remote import ServiceClientConfig, open_client
 
     config = ServeConfig(port=0, anonymous=True, models={model: model}, folder=folder)
     async with serving(config) as url:

@@ -208,7 +208,7 @@ league = make_loop_app(
     is_group=False,
 )
 
-_SFT_OWN = ("config", "split", "device", "name", "runs_dir")
+_SFT_OWN = ("config", "split", "device", "service", "name", "runs_dir")
 
 
 def sft(
@@ -219,6 +219,7 @@ def sft(
     config: Path | None = None,
     split: Literal["all", "search", "select", "report"] = "search",
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    service: str = "",
     name: str = "",
     runs_dir: Path = Path("runs"),
 ) -> None:
@@ -248,6 +249,8 @@ def sft(
         Which part of the taskset to train on.
     device
         Where to compute; `auto` takes a GPU when there is one.
+    service
+        The URL of a service (`rookery serve`) to train on; the key is in TINKER_API_KEY.
     name
         The run's name; by default the kind and the time.
     runs_dir
@@ -264,7 +267,7 @@ def sft(
     log_warnings()
     outcome = start_sft(
         model, taskset, out, config=settings, name=name, runs_dir=runs_dir, split=split,
-        device=device,
+        device=device, engine=_read_service(service),
     )  # fmt: skip
     adapter = read_adapter(outcome.path / "trained")
     shape = f"rank {adapter.rank}, {_describe(adapter.factors)}"
@@ -294,6 +297,7 @@ def evaluate(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     weights: Literal["auto", "int4"] = "auto",
     fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    service: str = "",
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
@@ -330,6 +334,8 @@ def evaluate(
         `int4` rounds the weights of linear layers to 4 bit, on an Arm CPU.
     fleet
         URLs of vLLM servers with this model, each with its own --fleet, or a config to start some.
+    service
+        The URL of a service (`rookery serve`) to ask; the key is in TINKER_API_KEY.
     """
     from rookery.compose.evaluation import evaluate as measure
 
@@ -337,8 +343,13 @@ def evaluate(
     return print_outcome(measure(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
         progress=not json_out, report={"samples": samples}, split=split, limit=limit,
-        device=device, dtype=dtype, weights=weights,
+        device=device, dtype=dtype, weights=weights, engine=_read_service(service),
     ), as_json=json_out)  # fmt: skip
+
+
+def _read_service(url: str) -> dict[str, str] | None:
+    """The service that the command line names, as a config does."""
+    return {"type": "service", "url": url} if url else None
 
 
 def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":

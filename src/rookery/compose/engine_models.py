@@ -4,7 +4,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
+from rookery.compose.elsewhere import end_token, sft_elsewhere
 from rookery.compose.grpo.files import trainer_place
 from rookery.compose.running import (
     digest_adapters,
@@ -30,6 +31,7 @@ from rookery.loops.evolve.learning import Lesson, Trained
 from rookery.loops.evolve.parts import Models
 from rookery.loops.evolve.prompt_tasks import Answerer
 from rookery.ports import Engine, TextModel
+from rookery.remote import ServiceClientConfig
 from rookery.rollout.asking import EngineTextModel
 from rookery.slots import load_model
 from rookery.slots.loading import require_decoder
@@ -45,6 +47,7 @@ from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
 __all__ = ["EngineLearner", "digest_engine", "open_engine_models"]
 
+OnStep = Callable[[SftStep], None]
 PASS_TOKENS = 2048
 """Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
 
@@ -85,6 +88,7 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
             learner = EngineLearner(
                 engine, config.learn, folder=folder, template=template,
                 place=trainer_place(parts),
+                service=parts.engine if parts.engine.type == "service" else None,
             )  # fmt: skip
         answerer = None
         if config.tasks is not None:
@@ -134,7 +138,8 @@ def _free_memory() -> None:
 
 
 class EngineLearner:
-    """Trains on a copy of the engine's model, which is in memory only meanwhile."""
+    """Trains on a copy of the engine's model, which is in memory only meanwhile, or on the service
+    that the engine is."""
 
     def __init__(
         self,
@@ -144,8 +149,10 @@ class EngineLearner:
         folder: ModelFolder,
         template: Template,
         place: tuple[str, str],
+        service: ServiceClientConfig | None = None,
     ) -> None:
-        """`place` is the device and the type of the copy."""
+        """`place` is the device and the type of the copy; a `service` trains in its place."""
+        self._service = service
         self._engine = engine
         self._config = config
         self._folder = folder
@@ -155,14 +162,6 @@ class EngineLearner:
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
         began = time.perf_counter()
-        device, dtype = self._place
-        folder = self._folder
-        model = await asyncio.to_thread(
-            load_model, folder.path, device=device, dtype=dtype, names=folder.names
-        )
-        eos = model.shape.eos_tokens
-        data = await asyncio.to_thread(self._data, lessons, end_token=eos[0] if eos else None)
-        data = [one for one in data if len(input_tokens(one)) <= model.shape.context_tokens]
         own, steps = self._config, list[SftStep]()
         config = SftConfig(
             rank=own.rank,
@@ -173,10 +172,8 @@ class EngineLearner:
             seed=seed,
             trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
         )
-        base = base_name(self._engine.base.version)
-        adapter = await sft(model, data, config, name=name, base=base, on_step=steps.append)
-        del model
-        await asyncio.to_thread(_free_memory)
+        train = self._train_here if self._service is None else self._train_elsewhere
+        adapter, data = await train(lessons, config, name=name, on_step=steps.append)
         return Trained(
             write=partial(write_adapter, adapter),
             num_rows=len(data),
@@ -184,6 +181,37 @@ class EngineLearner:
             seconds=time.perf_counter() - began,
             loss=steps[-1].loss,
         )
+
+    async def _train_here(
+        self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
+    ) -> tuple[Adapter, list[Datum]]:
+        device, dtype = self._place
+        folder = self._folder
+        model = await asyncio.to_thread(
+            load_model, folder.path, device=device, dtype=dtype, names=folder.names
+        )
+        eos = model.shape.eos_tokens
+        data = await asyncio.to_thread(self._data, lessons, end_token=eos[0] if eos else None)
+        data = [one for one in data if len(input_tokens(one)) <= model.shape.context_tokens]
+        base = base_name(self._engine.base.version)
+        adapter = await sft(model, data, config, name=name, base=base, on_step=on_step)
+        del model
+        await asyncio.to_thread(_free_memory)
+        return adapter, data
+
+    async def _train_elsewhere(
+        self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
+    ) -> tuple[Adapter, list[Datum]]:
+        assert self._service is not None
+        token = await asyncio.to_thread(end_token, self._folder.path)
+        data = await asyncio.to_thread(self._data, lessons, end_token=token)
+        most = self._engine.context_tokens
+        data = [one for one in data if most is None or len(input_tokens(one)) <= most]
+        base = base_name(self._engine.base.version)
+        adapter = await sft_elsewhere(
+            self._service, data, config, name=name, base=base, on_step=on_step
+        )
+        return adapter, data
 
     def _data(self, lessons: Sequence[Lesson], *, end_token: int | None) -> list[Datum]:
         """An answer that the tokenizer cannot write is left out."""

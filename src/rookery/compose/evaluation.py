@@ -33,6 +33,7 @@ from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.loops.comparison import ReportConfig, Samples, warn_of_batches, warn_of_precision
 from rookery.ports import Engine
+from rookery.remote import ServiceClientConfig
 from rookery.reports import (
     AnswerRecord,
     Estimate,
@@ -100,10 +101,14 @@ class EvaluationConfig(Config):
     taskset's `sampling`, or at 1 where that is greedy."""
     fleet: FleetConfig | None = None
     """The servers to run on; null: this process computes."""
+    engine: ServiceClientConfig | None = None
+    """A service to run on (`{type: service, url: ...}`); `model` is then read for its tokenizer."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        if self.weights != "auto" and self.fleet is not None:
+        if self.fleet is not None and self.engine is not None:
+            raise ValueError("fleet and engine are given: leave one of them out")
+        if self.weights != "auto" and (self.fleet is not None or self.engine is not None):
             raise ValueError(
                 f"weights is {self.weights}, and servers have their own weights: leave it out"
             )
@@ -195,6 +200,8 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
 def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig:
     """One that takes adapters of these ranks."""
     fleet = config.fleet
+    if config.engine is not None:
+        return config.engine
     if fleet is None:
         engine = EngineConfig(
             model=config.model, device=config.device, dtype=config.dtype, weights=config.weights

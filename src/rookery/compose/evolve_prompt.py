@@ -57,6 +57,8 @@ def evolve_prompt(
     file = Path(config) if isinstance(config, str | Path) else None
     given = file if file is not None or not isinstance(config, Mapping) else config
     values = merge({"rookery": own}, values)
+    if values["rookery"]["engine"].get("type") == "service":
+        values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
     loaded = read_config(given, environment=os.environ, flags=Flags(values=values), find=find)
     problem = Problem(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from rookery.compose.elsewhere import forget_states, sft_elsewhere
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -47,6 +48,7 @@ from rookery.weights import read_adapter
 
 __all__ = ["ICM", "run_icm"]
 
+TRAINING = "training"
 Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
 
 
@@ -155,7 +157,10 @@ async def _search(
             items=inputs.items,
             gold=lambda: read_gold(config.data, inputs.items),
         )
-        return await label(loop_inputs, engine=labeller, run=run, observer=_LabelBar(bar))
+        report = await label(loop_inputs, engine=labeller, run=run, observer=_LabelBar(bar))
+    if config.engine.type == "service" and config.iterate is not None:
+        await forget_states(config.engine, run.path / TRAINING)
+    return report
 
 
 class _LabelBar(Observer[ChainStep]):
@@ -179,19 +184,27 @@ class _LabelBar(Observer[ChainStep]):
 
 
 def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tuner:
-    """Training in this process, beside the engine; a resumed run finds what it trained before."""
+    """Training in this process, beside the engine, or in the service that is the engine; a resumed
+    run finds what it trained before."""
     assert config.iterate is not None
-    settings = config.iterate.sft
+    settings, service = config.iterate.sft, config.engine
 
     async def tune(data: Sequence[Datum]) -> ModelRef:
-        adapter = await sft(
-            await run_in_thread(load_model, inputs.folder, device=find_device("auto")),
-            data,
-            settings,
-            name="icm",
-            base=engine.base.version,
-            init=inputs.init,
-            checkpoints=run.path / "training",
+        base, place = engine.base.version, run.path / TRAINING
+        adapter = (
+            await sft_elsewhere(
+                service, data, settings, name="icm", base=base, init=inputs.init, checkpoints=place
+            )
+            if service.type == "service"
+            else await sft(
+                await run_in_thread(load_model, inputs.folder, device=find_device("auto")),
+                data,
+                settings,
+                name="icm",
+                base=base,
+                init=inputs.init,
+                checkpoints=place,
+            )
         )
         return await engine.load(adapter)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rookery.compat.serving import make_app, open_service
 from rookery.compose.http_server import answering, listen_all, open_or_create
@@ -244,6 +244,7 @@ async def _open_engine(
         async with open_engine(config) as fleet:
             yield fleet
         return
+    assert config.type == "embedded", "the config refuses another service"
     async with run_engine(
         weights,
         config=config,
@@ -360,6 +361,15 @@ class ServeConfig(Config):
     lora_alpha: float = Field(default=32.0, gt=0)
     """Adapters are multiplied by this over their rank; clients cannot choose it."""
     service: ServiceConfig = Field(default_factory=ServiceConfig)
+
+    @field_validator("engine")
+    @classmethod
+    def _computes(cls, engine: AnyEngineConfig) -> AnyEngineConfig:
+        if engine.type == "service":
+            raise ValueError(
+                "a service computes with an engine of its own: write type embedded or fleet"
+            )
+        return engine
 
     def from_folder(self, folder: Path) -> "ServeConfig":
         """With its paths taken from the folder of its file."""

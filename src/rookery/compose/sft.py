@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
 from rookery.compose.running import (
     OpenRun,
@@ -28,6 +29,7 @@ from rookery.embedded import resolve_model
 from rookery.errors import AdapterError, RunError, boundary
 from rookery.model_names import loadable_model
 from rookery.paths import expanded
+from rookery.remote import ServiceClientConfig
 from rookery.reports import SftReport, SpentRecord
 from rookery.runs import Run, find_runs
 from rookery.runs.budget import Budget
@@ -35,7 +37,7 @@ from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template
-from rookery.train.sft import SftConfig, SftStep, count_steps, prepare_sft, sft_data
+from rookery.train.sft import SftConfig, SftStep, SftTraining, count_steps, prepare_sft, sft_data
 from rookery.types import Adapter
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
@@ -56,6 +58,9 @@ class SftRunConfig(SftConfig):
     """Which part of the taskset to train on."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU when there is one."""
+    engine: ServiceClientConfig | None = None
+    """A service to train on (`{type: service, url: ...}`), in place of this process. It has the
+    weights; `model` is then only read for its tokenizer."""
     out: Path | None = None
     """A PEFT folder to write besides RUN/trained, which the adapter is then named after."""
 
@@ -170,24 +175,59 @@ SFT = RunKind("sft", config=SftRunConfig, finish=finisher(_plan))
 async def _open(
     config: SftRunConfig, taskset: Taskset, init: Adapter | None, display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[SftReport]]]:
-    display.say(f"loading {config.model}")
-    folder = resolve_model(config.model)
-    device = find_device(config.device)
-    model = await run_in_thread(load_model, folder.path, device=device, names=folder.names)
-    eos = model.shape.eos_tokens
-    data = sft_data(
-        taskset.split(config.split), load_template(folder.path), end_token=eos[0] if eos else None
-    )
+    async with _prepared(config, taskset, init, display) as (training, forget):
+        yield _loop(config, taskset, training, forget, display)
 
+
+@asynccontextmanager
+async def _prepared(
+    config: SftRunConfig, taskset: Taskset, init: Adapter | None, display: Display
+) -> AsyncIterator[tuple[SftTraining, Forget]]:
+    """The training, here or on a service, and what ends it for good."""
+    folder = resolve_model(config.model)
+    template, tasks = load_template(folder.path), taskset.split(config.split)
     name, base = _adapter_name(config), base_name(config.model)
-    training = await run_in_thread(
-        prepare_sft, model, data, config, name=name, base=base, init=init
-    )
+    if config.engine is None:
+        display.say(f"loading {config.model}")
+        device = find_device(config.device)
+        model = await run_in_thread(load_model, folder.path, device=device, names=folder.names)
+        eos = model.shape.eos_tokens
+        data = sft_data(tasks, template, end_token=eos[0] if eos else None)
+        yield (
+            await run_in_thread(prepare_sft, model, data, config, name=name, base=base, init=init),
+            _keep,
+        )
+        return
+    data = sft_data(tasks, template, end_token=end_token(folder.path))
+    async with open_training(
+        config.engine, data, config, name=name, base=base, init=init
+    ) as opened:
+        yield opened
+
+
+async def _keep(checkpoints: Path) -> None:
+    del checkpoints
+
+
+def _loop(
+    config: SftRunConfig,
+    taskset: Taskset,
+    training: SftTraining,
+    forget: Forget,
+    display: Display,
+) -> Callable[[Run], Awaitable[SftReport]]:
+    data = training.data
+
+    async def finish(run: Run, adapter: Adapter) -> SftReport:
+        report = await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
+        await forget(run.path / CHECKPOINTS)
+        await run_in_thread(shutil.rmtree, run.path / CHECKPOINTS, ignore_errors=True)
+        return report
 
     async def train(run: Run) -> SftReport:
         known = await run_in_thread(_find_trained, run, config)
         if known is not None:
-            return await run_in_thread(_write, run, config, taskset, known, num_rows=len(data))
+            return await finish(run, known)
         with display.bar(
             taskset.name, total=count_steps(data, config), noun="step", run=run
         ) as bar:
@@ -203,9 +243,9 @@ async def _open(
                 on_step=stepped,
                 has_room=lambda step: budget.has_room(step, num_done=num_done),
             )
-        return await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
+        return await finish(run, adapter)
 
-    yield train
+    return train
 
 
 def _adapter_name(config: SftRunConfig) -> str:
@@ -234,7 +274,7 @@ def _find_trained(run: Run, config: SftRunConfig) -> Adapter | None:
 def _write(
     run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, num_rows: int
 ) -> SftReport:
-    """The adapter and the report; the trainer's state has done its work."""
+    """The adapter and the report."""
     run.write_folder(TRAINED, lambda folder: write_adapter(adapter, folder))
     if config.out is not None:
         write_adapter(adapter, config.out)
@@ -260,7 +300,6 @@ def _write(
         seconds=run.worked_s,
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
-    shutil.rmtree(run.path / CHECKPOINTS, ignore_errors=True)
     return report
 
 

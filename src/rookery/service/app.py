@@ -132,6 +132,8 @@ class AdapterUpload(BaseModel):
     adapter_model: str | None = None
     """The safetensors file, base64."""
     base_model: str | None = None
+    session_id: str = ""
+    """The session that it ends with; empty: it stays until it is removed."""
 
 
 def make_router(api: RequestContext) -> APIRouter:
@@ -190,6 +192,8 @@ async def register_adapter(api: RequestContext, tenant: str, body: AdapterUpload
     """Store an adapter, see that it fits, and serve it under its name; its document."""
     api.service.admission.check_rate(tenant)
     api.service.admission.check_checkpoints(tenant)
+    if body.session_id:
+        api.state.session(tenant, body.session_id)
     base_model = body.base_model or next(iter(api.service.context.backends))
     backend = api.service.context.backend(base_model)
     blobs = api.service.context.wal.run.blobs
@@ -205,6 +209,7 @@ async def register_adapter(api: RequestContext, tenant: str, body: AdapterUpload
             blob=blob,
             size_bytes=size_bytes,
             lora_path=body.lora_path or "upload",
+            session_id=body.session_id,
             **asdict(shape),
         )
         return await api.service.change("register_adapter", tenant, adapter)

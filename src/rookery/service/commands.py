@@ -95,6 +95,7 @@ class NewAdapter(BaseModel):
     blob: str
     size_bytes: int
     lora_path: str
+    session_id: str = ""
     rank: int
     train_attn: bool
     train_mlp: bool
@@ -173,6 +174,8 @@ def _end_session(state: State, command: Command, request: EndSession) -> Applied
         del state.samplers[sampler_id]
     for loss in [loss for loss in state.losses.values() if loss.session_id == session.id]:
         del state.losses[loss.id]
+    for adapter in [one for one in state.adapters.values() if one.session_id == session.id]:
+        _forget_adapter(state, command.tenant, adapter.adapter_id)
     _forget_ended(state, command.tenant)
     owners = {session.id, *samplers, *(model.id for model in models)}
     return Applied(ended_models=models, ended_owners=owners)
@@ -321,6 +324,8 @@ def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
 
 def _register_adapter(state: State, command: Command, request: NewAdapter) -> Reply:
     """Under its name to sample from, and as a checkpoint to train on."""
+    if request.session_id:
+        state.session(command.tenant, request.session_id)  # may have ended meanwhile
     _forget_adapter(state, command.tenant, request.adapter_id)
     model_id = f"adapter-{command.id.removeprefix('change-')}"
     parts = {"rank", "train_attn", "train_mlp", "train_unembed"}
@@ -353,6 +358,7 @@ def _register_adapter(state: State, command: Command, request: NewAdapter) -> Re
         base_model=request.base_model,
         blob=request.blob,
         lora_path=request.lora_path,
+        session_id=request.session_id,
         created=command.time,
         tinker_path=checkpoint.path,
     )

@@ -138,6 +138,8 @@ class Model:
     snapshot_bytes: int = 0
     snapshot_seq: int = 0
     """`next_seq` when the snapshot was taken."""
+    has_loaded: bool = False
+    """Whether its weights came from a checkpoint, of layers and a scale of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,6 +207,8 @@ class RegisteredAdapter:
     created: float
     tinker_path: str = ""
     """The checkpoint that it is."""
+    session_id: str = ""
+    """The session that it ends with."""
 
     def document(self) -> dict[str, str]:
         """As its tenant sees it."""

@@ -16,7 +16,7 @@ from rookery.service.context import ServiceContext
 from rookery.service.futures import Future, Futures
 from rookery.service.records import Model
 from rookery.service.state import State, read_entry
-from rookery.service.trainer_calls import STATE, PassRecord
+from rookery.service.trainer_calls import ADAPTER, STATE, PassRecord
 from rookery.service.work import Command, Result
 
 __all__ = ["Restarted", "recover", "take_snapshot"]
@@ -131,8 +131,11 @@ async def _load_models(context: ServiceContext) -> None:
         if not _has_weights(model):
             continue
         backend = context.backend(model.base_model)
-        await backend.trainees.create(model.id, model.lora)
         folder = context.wal.run.blobs.path(model.snapshot, verify=True)
+        # Weights that were loaded may be of other layers than the model was created with.
+        adapter = folder / ADAPTER
+        start = adapter if await asyncio.to_thread(adapter.is_dir) else model.lora
+        await backend.trainees.create(model.id, start)
         await backend.trainer.load(model.id, folder / STATE)
 
 
@@ -145,6 +148,9 @@ async def _save(context: ServiceContext, model: Model) -> tuple[str, int]:
     blobs = context.wal.run.blobs
     with blobs.stage() as folder:
         state = folder / STATE
-        await context.backend(model.base_model).trainer.save(model.id, state)
+        backend = context.backend(model.base_model)
+        await backend.trainer.save(model.id, state)
+        if model.has_loaded:
+            await backend.trainees.export(model.id, folder / ADAPTER)
         num_bytes = (await asyncio.to_thread(state.stat)).st_size
         return await run_in_thread(blobs.put_folder, folder), num_bytes

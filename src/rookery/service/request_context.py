@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rookery.app_shell import CLIENT_CLOSED, key_of
 from rookery.errors import ConfigError
+from rookery.remote.records import PROTOBUF
 from rookery.service.config import read_recipient
 from rookery.service.drawing import ANSWER_MIB
 from rookery.service.fair_queue import FairSemaphore
@@ -24,7 +25,7 @@ from rookery.service.keys import Keys
 from rookery.service.records import encode_parts
 from rookery.service.service import Service, new_id
 from rookery.service.state import State
-from rookery.service.wire import LARGE_BYTES, PROTOBUF, as_json, parse_json, refuse_half_characters
+from rookery.service.wire import LARGE_BYTES, as_json, parse_json, refuse_half_characters
 from rookery.service.work import Command, Form, Refusal, bad
 
 __all__ = [

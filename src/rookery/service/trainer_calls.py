@@ -332,6 +332,7 @@ class TrainerCalls:
             await backend.trainer.load(model.id, folder / STATE)
         else:
             await backend.trainees.create(model.id, folder / ADAPTER)
+            model.has_loaded = True
         document = {"type": "load_weights", "path": request.path, "model_id": model.id}
         return Outcome(work=work, result=finished(document), effect={"loaded": blob})
 

@@ -13,7 +13,7 @@ from, columns of the trainer) nor the trainer's own losses.
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from json.decoder import JSONArray, JSONDecodeError  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError
 
 from rookery.app_shell import too_large
+from rookery.remote.records import KEY
 from rookery.service.work import Refusal, bad
 from rookery.types import (
     Datum,
@@ -45,7 +46,6 @@ from rookery.types import (
 __all__ = [
     "IN_SLICES",
     "LARGE_BYTES",
-    "PROTOBUF",
     "CheckLoss",
     "RecordCall",
     "ScoreBody",
@@ -57,12 +57,9 @@ __all__ = [
     "load_json",
     "output_document",
     "parse_json",
-    "read_output",
     "read_record_call",
-    "read_score",
     "refuse_half_characters",
     "score_document",
-    "train_document",
 ]
 
 
@@ -155,7 +152,6 @@ IN_SLICES = WrapValidator(_validate)
 """Of a list or a tuple."""
 
 
-PROTOBUF = "application/x-protobuf"
 WINDOW_BYTES = 1 << 27
 """Memory that a zstd frame may ask for, whatever its size."""
 
@@ -248,8 +244,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-KEY = "train_request"
-"""Where a forward_backward has its TrainRequest."""
 Floats = Annotated[tuple[float, ...], IN_SLICES]
 Valid = TypeVar("Valid", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -369,33 +363,9 @@ def _valid(kind: type[Valid], document: Any, *, place: tuple[str | int, ...]) ->
         raise Refusal(422, f"{where}: {first['msg']}.") from error
 
 
-def train_document(
-    model_id: str, seq: int, request: TrainRequest, *, forward_only: bool
-) -> dict[str, Any]:
-    """The body of a forward_backward."""
-    return {
-        "model_id": model_id,
-        "seq_id": seq,
-        "forward_only": forward_only,
-        KEY: {
-            "data": [_datum_document(datum) for datum in request.data],
-            "loss": request.loss,
-            "loss_options": dict(request.loss_options),
-        },
-    }
-
-
 def output_document(output: TrainOutput) -> dict[str, Any]:
     """What a TrainOutput without an error holds."""
     return {"metrics": dict(output.metrics), "logprobs": output.logprobs}
-
-
-def read_output(document: Mapping[str, Any]) -> TrainOutput:
-    """The same, back; a result that is a failure has its sentence."""
-    if "error" in document:
-        return TrainOutput(error=str(document["error"]))
-    rows = tuple(tuple(row) for row in document["logprobs"])
-    return TrainOutput(metrics=document["metrics"], logprobs=rows)
 
 
 def score_document(score: Score) -> dict[str, Any]:
@@ -405,23 +375,3 @@ def score_document(score: Score) -> dict[str, Any]:
         "label_logprobs": score.label_logprobs,
         "top_logprobs": score.top_logprobs,
     }
-
-
-def read_score(document: Mapping[str, Any], *, model: ModelRef) -> Score:
-    """The same, back."""
-    return Score(
-        model=model,
-        logprobs=tuple(document["logprobs"]),
-        label_logprobs=tuple(document["label_logprobs"]),
-        top_logprobs=tuple(
-            tuple((int(token), logprob) for token, logprob in row)
-            for row in document["top_logprobs"]
-        ),
-    )
-
-
-def _datum_document(datum: Datum) -> dict[str, Any]:
-    """Columns that are empty are left out."""
-    kept = [list(row) for row in datum.kept]
-    fields = {**asdict(replace(datum, kept=())), "kept": kept}
-    return {name: value for name, value in fields.items() if value not in ((), [], {})}

@@ -17,7 +17,7 @@ sft.py        supervised fine-tuning from tasks to adapter
 """
 
 from rookery.train.full import FullConfig, FullTrainer, FullWeights
-from rookery.train.lora_trainee import LoraConfig, initial_adapter
+from rookery.train.lora_trainee import LoraConfig, initial_adapter, new_adapter
 from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.slotted_trainer import AdapterPublisher, ModelPublisher, TrainerConfig
 
@@ -31,4 +31,5 @@ __all__ = [
     "ModelPublisher",
     "TrainerConfig",
     "initial_adapter",
+    "new_adapter",
 ]

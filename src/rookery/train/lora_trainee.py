@@ -5,7 +5,7 @@ Layers of one shape lie together, first A of all, then B of all: they are copied
 operation.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,14 @@ from rookery.types import Adapter, Json, LoraFactors
 from rookery.weights import make_adapter
 from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
-__all__ = ["FlatTensors", "LoraConfig", "LoraTrainee", "initial_adapter", "target_layers"]
+__all__ = [
+    "FlatTensors",
+    "LoraConfig",
+    "LoraTrainee",
+    "initial_adapter",
+    "new_adapter",
+    "target_layers",
+]
 
 # Which linear layers an adapter gets, and the adapter a training starts from.
 #
@@ -53,17 +60,36 @@ def initial_adapter(
     model: SlottedModel, config: LoraConfig, *, name: str, base: str, seed: int
 ) -> Adapter:
     """An adapter that changes nothing yet: A as PEFT draws it, from the seed, and B zero."""
-    layers = tuple(
-        LayerShape(layer, model.linears[layer].in_features, model.linears[layer].out_features)
-        for layer in target_layers(model, config)
+    sizes = {name: (one.in_features, one.out_features) for name, one in model.linears.items()}
+    return new_adapter(
+        sizes, config, name=name, base=base, seed=seed, num_layers=model.shape.num_layers
     )
+
+
+def new_adapter(
+    sizes: Mapping[str, tuple[int, int]],
+    config: LoraConfig,
+    *,
+    name: str,
+    base: str,
+    seed: int,
+    num_layers: int | None = None,
+) -> Adapter:
+    """The same of a model that is elsewhere, whose linear layers have these sizes."""
+    if num_layers is None:
+        num_layers = 1 + max(decoder_layer(layer, default=-1) for layer in sizes)
+    chosen = _chosen(sizes, config, num_layers=num_layers)
+    layers = tuple(LayerShape(layer, *sizes[layer]) for layer in chosen)
     layout = Layout(base=base, layers=layers, rank=config.rank, scale=config.alpha / config.rank)
     return zero_adapter(layout, name=name, seed=(seed,))
 
 
 def target_layers(model: SlottedModel, config: LoraConfig) -> list[str]:
     """The full names of the linear layers that the config means, sorted."""
-    num_layers = model.shape.num_layers
+    return _chosen(model.linears, config, num_layers=model.shape.num_layers)
+
+
+def _chosen(linears: Collection[str], config: LoraConfig, *, num_layers: int) -> list[str]:
     last = num_layers if config.layers == "all" else config.layers
     if last > num_layers:
         raise TrainError(
@@ -71,9 +97,9 @@ def target_layers(model: SlottedModel, config: LoraConfig) -> list[str]:
         )
     chosen: set[str] = set()
     for target in config.targets:
-        matching = [n for n in model.linears if n == target or n.endswith(f".{target}")]
+        matching = [n for n in linears if n == target or n.endswith(f".{target}")]
         if not matching:
-            raise TrainError(_unknown_target(target, model.linears))
+            raise TrainError(_unknown_target(target, linears))
         chosen.update(
             n for n in matching if decoder_layer(n, default=num_layers) >= num_layers - last
         )

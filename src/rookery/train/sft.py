@@ -12,16 +12,18 @@ import hashlib
 import json
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import Field
 
 from rookery.errors import TaskError, TrainError
-from rookery.ports import Trainer
+from rookery.ports import Trainees, Trainer
 from rookery.runs.budget import BudgetConfig
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers.text import correct_choice
@@ -38,8 +40,17 @@ from rookery.train.schedule import (
 )
 from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
+from rookery.weights import read_adapter, write_adapter
 
-__all__ = ["SftConfig", "SftStep", "prepare_sft", "sft", "sft_data"]
+__all__ = [
+    "RemoteTrainer",
+    "SftConfig",
+    "SftStep",
+    "prepare_sft",
+    "prepare_sft_elsewhere",
+    "sft",
+    "sft_data",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -129,17 +140,57 @@ def prepare_sft(
     start = replace(start, name=name, base=start.base or base)
     trainer = LoraTrainer(model, config=config.trainer)
     trainer.add(name, start)
-    return SftTraining(trainer, data, config, start)
+
+    async def trained() -> Adapter:
+        return await asyncio.to_thread(trainer.adapter, name)
+
+    return SftTraining(
+        trainer, data, config, start, num_steps=lambda: trainer.trainee(name).num_steps,
+        trained=trained,
+    )  # fmt: skip
+
+
+class RemoteTrainer(Trainer, Trainees, Protocol):
+    """A trainer elsewhere that counts steps."""
+
+    def num_steps(self, trainee: str) -> int: ...
+
+
+async def prepare_sft_elsewhere(
+    trainer: RemoteTrainer, data: Sequence[Datum], config: SftConfig, *, start: Adapter
+) -> "SftTraining":
+    """The same training from `start`, where the trainer is; it refuses data that do not fit."""
+    _check_rows(data)
+    with tempfile.TemporaryDirectory(prefix="rookery-sft-") as scratch:
+        folder = Path(scratch) / "start"
+        await asyncio.to_thread(write_adapter, start, folder)
+        await trainer.create(start.name, folder)
+
+    async def trained() -> Adapter:
+        with tempfile.TemporaryDirectory(prefix="rookery-sft-") as scratch:
+            folder = Path(scratch) / "trained"
+            await trainer.export(start.name, folder)
+            adapter = await asyncio.to_thread(read_adapter, folder)
+        return replace(adapter, name=start.name, base=start.base)
+
+    return SftTraining(
+        trainer, data, config, start, num_steps=lambda: trainer.num_steps(start.name),
+        trained=trained,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SftTraining:
     """A training that can begin."""
 
-    trainer: LoraTrainer
+    trainer: Trainer
     data: Sequence[Datum]
     config: SftConfig
     start: Adapter
+    num_steps: Callable[[], int]
+    """Steps taken."""
+    trained: Callable[[], Awaitable[Adapter]]
+    """The adapter as it is now."""
 
     async def run(
         self,
@@ -153,7 +204,7 @@ class SftTraining:
         if state is not None and state.exists():
             await trainer.load(name, state)
         batches = _batches(data, config)
-        for step in range(trainer.trainee(name).num_steps, len(batches)):
+        for step in range(self.num_steps(), len(batches)):
             if has_room is not None and not await has_room(step):
                 break
             request = TrainRequest(
@@ -166,10 +217,15 @@ class SftTraining:
                 await trainer.save(name, state)
         if state is not None:
             await trainer.save(name, state)
-        return await asyncio.to_thread(trainer.adapter, name)
+        return await self.trained()
 
 
 def _check(data: Sequence[Datum], model: SlottedModel) -> None:
+    _check_rows(data)
+    check_data(data, shape=model.shape)
+
+
+def _check_rows(data: Sequence[Datum]) -> None:
     if not data:
         raise TrainError("There are no data to train on; give at least one row.")
     if not any(weight != 0.0 for datum in data for weight in datum.weights):
@@ -177,7 +233,6 @@ def _check(data: Sequence[Datum], model: SlottedModel) -> None:
             f"{len(data)} data have no target with a weight: there is nothing to learn. Give the "
             "tokens of the answers a weight of 1."
         )
-    check_data(data, shape=model.shape)
 
 
 async def _step(

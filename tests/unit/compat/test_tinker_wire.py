@@ -5,13 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rookery.compat.tinker.schema import (
-    ForwardBackwardRequest,
-    encode_samples,
-    json_tensor,
-    proto_tensor,
-    samples_as_json,
-)
+from rookery.compat.tinker.schema import encode_samples, json_tensor, proto_tensor, samples_as_json
 from rookery.compat.tinker.training import (
     DatumArrays,
     TrainCall,
@@ -22,6 +16,7 @@ from rookery.compat.tinker.training import (
     read_train_proto,
     train_request,
 )
+from rookery.remote.messages import ForwardBackwardRequest
 from rookery.service.records import CustomLoss
 from rookery.service.work import PromptScores, Refusal
 from rookery.testing import BASE

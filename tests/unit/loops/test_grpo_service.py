@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from loops.training import Inputs, _drawing, clockless, run_training
 
-from rookery.compat.tinker.client import ServiceClient, ServiceClientConfig, open_client
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import EngineError, TrainError
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, train_policy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.policy_weights import POLICY, TraineePolicy
+from rookery.remote import ServiceClient, ServiceClientConfig, open_client
 from rookery.reports import GrpoReport
 from rookery.rollout import RolloutLog
 from rookery.runs import Run

@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import FastAPI
 
 from rookery.compat.serving import make_app, open_service
-from rookery.compat.tinker.schema import (
+from rookery.remote.messages import (
     DTYPES,
     ForwardBackwardOutput,
     ForwardBackwardRequest,

@@ -15,16 +15,16 @@ from service.tenants import WordCodec, fake_backend
 
 from rookery.compat.atropos.app import make_engine_router
 from rookery.compat.atropos.engine_side import EngineSide, SampleIndex, ServingEngine
-from rookery.compat.tinker.client import ServiceTrainer
-from rookery.compat.tinker.client import engine as connection
-from rookery.compat.tinker.client.engine import (
+from rookery.compose.serve import ServeConfig, serving
+from rookery.remote import ServiceTrainer
+from rookery.remote import engine as connection
+from rookery.remote.engine import (
     Answer,
     Samplers,
     ServiceClientConfig,
     _Away,
     open_connection,
 )
-from rookery.compose.serve import ServeConfig, serving
 from rookery.service.fair_queue import FairSemaphore
 from rookery.testing import BASE, FakeSampler
 from rookery.types import LoraShape, ModelRef, TokenIds

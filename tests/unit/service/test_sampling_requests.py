@@ -145,6 +145,25 @@ async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> Non
         await ada.post("weights_info", {"tinker_path": registered["tinker_path"]}, status=404)
 
 
+async def test_an_adapter_of_a_session_ends_with_it(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        session = await ada.session()
+        upload = {
+            "adapter_id": "poet",
+            "adapter_config": {"r": 4},
+            "adapter_model": base64.b64encode(b"weights").decode(),
+            "session_id": session,
+        }
+        await bob.post("adapters", upload, status=404)
+        await ada.post("adapters", upload, status=201)
+        await ada.post("adapters", {**upload, "adapter_id": "mine", "session_id": ""}, status=201)
+        await ada.send("POST", f"/api/v1/sessions/{session}/finish")
+        [left] = (await ada.send("GET", "/api/v1/adapters")).json()
+        assert left["adapter_id"] == "mine"
+        await ada.post("adapters", upload, status=410)
+
+
 async def test_openai_clients_are_served(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()

@@ -15,7 +15,7 @@ import zstandard
 from executors.jobs import until
 from service.tenants import PROTO, Client, HeldTrainer, Served, fake_backend, serve, train_body
 
-from rookery.compat.tinker.schema import ForwardBackwardRequest
+from rookery.remote.messages import ForwardBackwardRequest
 from rookery.service.app import read_status
 from rookery.service.commands import MAX_SEQUENCES, apply
 from rookery.service.config import Limits, ServiceConfig

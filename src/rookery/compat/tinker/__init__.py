@@ -1,11 +1,10 @@
 """The protocol of the `tinker` SDK: what its clients send to the service, and what they get.
 
-schema.py           the protobuf messages; samples; tensors of both formats as arrays
+schema.py           samples; tensors of both formats as arrays
 training.py         forward_backward: body -> the trainer's data and losses, outputs -> body
 format.py           all of these as the service's `Format`
 session_routes.py   HTTP: sessions, samples, results
 training_routes.py  HTTP: training, checkpoints, downloads
-client/             a service elsewhere as an engine and a trainer
 """
 
 __all__: list[str] = []

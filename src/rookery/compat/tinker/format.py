@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from rookery.compat.tinker.schema import SampleResponse, encode_samples, read_draw
+from rookery.compat.tinker.schema import encode_samples, read_draw
 from rookery.compat.tinker.training import (
     LOSSES,
     DatumArrays,
@@ -24,6 +24,7 @@ from rookery.compat.tinker.training import (
     read_train_proto,
     train_request,
 )
+from rookery.remote.messages import SampleResponse
 from rookery.service.wire import RecordCall, load_json, output_document
 from rookery.service.work import (
     Array,

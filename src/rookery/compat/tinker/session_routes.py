@@ -8,8 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from google.protobuf.message import DecodeError
 
-from rookery.compat.tinker.schema import ForwardBackwardRequest, samples_as_json
+from rookery.compat.tinker.schema import samples_as_json
 from rookery.compat.tinker.training import outputs_as_json
+from rookery.remote.messages import ForwardBackwardRequest
+from rookery.remote.records import PROTOBUF
 from rookery.service.commands import EndSampler, EndSession
 from rookery.service.drawing import read_draw
 from rookery.service.futures import Future
@@ -35,7 +37,6 @@ from rookery.service.requests import (
     SessionId,
 )
 from rookery.service.wire import (
-    PROTOBUF,
     ScoreBody,
     accepts_protobuf,
     as_json,

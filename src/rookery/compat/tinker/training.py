@@ -25,13 +25,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from rookery.compat.tinker.schema import (
-    DTYPES,
-    ForwardBackwardOutput,
-    ForwardBackwardRequest,
-    json_tensor,
-    proto_tensor,
-)
+from rookery.compat.tinker.schema import json_tensor, proto_tensor
+from rookery.remote.messages import DTYPES, ForwardBackwardOutput, ForwardBackwardRequest
 from rookery.service.records import CustomLoss
 from rookery.service.wire import RecordCall, read_record_call
 from rookery.service.work import Array, bad

@@ -24,6 +24,7 @@ from rookery.compat.tinker.training import (
     train_request,
 )
 from rookery.errors import ConfigError, RunError, TrainError
+from rookery.remote.records import PROTOBUF
 from rookery.service.commands import CheckpointPath, CheckpointTtl, SequenceId
 from rookery.service.config import write_archive
 from rookery.service.records import Checkpoint, Model
@@ -42,15 +43,7 @@ from rookery.service.requests import (
     WeightsInfo,
 )
 from rookery.service.trainer_calls import ADAPTER
-from rookery.service.wire import (
-    LARGE_BYTES,
-    PROTOBUF,
-    CheckLoss,
-    RecordCall,
-    as_json,
-    inflate,
-    parse_json,
-)
+from rookery.service.wire import LARGE_BYTES, CheckLoss, RecordCall, as_json, inflate, parse_json
 from rookery.service.work import Refusal, bad, missing
 from rookery.types import Json
 

@@ -29,6 +29,7 @@ from rookery.engines import EngineChoice, engine_from_folder, find_model, open_e
 from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
+from rookery.remote import ServiceEngine
 from rookery.runs import Run
 from rookery.tasks.template import load_template
 
@@ -77,6 +78,11 @@ class GatewayConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "GatewayConfig":
+        if self.engine is not None and self.engine.type == "service":
+            raise ValueError(
+                "engine is a service, which environments can ask by themselves: leave engine out, "
+                "and give them the address of the service"
+            )
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.key:
             raise ValueError(
                 f"host is {self.host}, which others reach: give a key, or listen on 127.0.0.1"
@@ -132,6 +138,7 @@ async def _open_side(
         return None
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
+    assert not isinstance(engine, ServiceEngine), "the config refuses one"
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
 
 

@@ -119,6 +119,10 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     """The plan of a config; `values` are keys of it, as for `run_grpo`."""
     quiet_libraries()
     loaded = read_config(GrpoConfig, config, values)
+    if loaded.engine.type == "service":
+        raise ConfigError(
+            "engine is a service, which trains with its own memory: nothing is held here."
+        )
     return make_plan(_with_largest(loaded), read_files(loaded))
 
 
@@ -197,6 +201,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     if config.engine.type == "fleet":
         rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
     else:
+        assert config.engine.type == "embedded", "a service has its own memory"
         rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
     if device == "cpu":
         rows.append(drawn)

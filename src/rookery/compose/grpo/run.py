@@ -31,6 +31,7 @@ from rookery.compose.grpo.policy import (
     make_reference,
     needs_reference,
 )
+from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -57,11 +58,11 @@ from rookery.errors import ConfigError
 from rookery.fleet.residency import claim_folder
 from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
-from rookery.loops.grpo.checkpoints import START
+from rookery.loops.grpo.checkpoints import START, read_start
 from rookery.loops.grpo.group_source import BatchDrawer
 from rookery.loops.grpo.loop import Source
 from rookery.loops.grpo.policy_trainer import check_inputs
-from rookery.loops.grpo.policy_weights import POLICY
+from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.loops.grpo.sweep import (
     ADAPTERS,
     AdapterInputs,
@@ -74,6 +75,7 @@ from rookery.loops.grpo.sweep import (
     train_sweep,
 )
 from rookery.ports import Engine, Evaluator, GroupDrawer, Observer
+from rookery.remote import open_client
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -124,11 +126,16 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
     if config.sweep is not None:
         _check_sweep(config, open_run)
     files = read_files(config)
-    plan = check_plan(config, files)
+    is_elsewhere = config.engine.type == "service"
+    if is_elsewhere:
+        check_service(config, files)
+    plan = None if is_elsewhere else check_plan(config, files)
     return RunPlan(
         digests=partial(_digests, files),
         scorers=digest_scorers(files.tasksets, game=config.game),
-        opened=_open_loop(config, files, plan, open_run, display),
+        opened=_open_on_service(config, files, open_run, display)
+        if is_elsewhere
+        else _open_loop(config, files, plan, open_run, display),
     )
 
 
@@ -178,35 +185,77 @@ async def _open_loop(
             if config.sweep is not None:
                 trainings = await _checked_sweep(config, files, opened, processes)
                 if open_run.is_new:
-                    await _try_drawing(config, files, opened)
+                    await _try_drawing(config, files, opened.engine, is_merged=_is_merge(opened))
                 yield partial(_train_all, config, files, opened, trainings, display)
                 return
             make_policy = await _checked_policy(config, files, opened, processes)
             if open_run.is_new and config.atropos is None:
-                await _try_drawing(config, files, opened)
+                await _try_drawing(config, files, opened.engine, is_merged=_is_merge(opened))
             outcomes: list[Outcome[GrpoReport]] = []
 
             async def train(run: Run) -> GrpoReport:
                 weights = make_policy(run)
                 async with _open_drawer(config, files, opened, run, display) as drawer:
-                    inputs = GrpoInputs(
-                        config=config,
-                        weights=weights,
-                        tasksets=files.tasksets,
+                    report = await _train(
+                        config, files, run, display, engine=opened.engine, weights=weights,
                         drawer=drawer,
-                        evaluator=_evaluator(config, files, opened.engine, RolloutLog(run)),
-                        decode=files.template.decode,
-                    )
-                    with display.bar("train", total=config.steps, noun="step", run=run) as bar:
-                        shown = TrainBar(bar, display, Measurements(config, files.tasksets))
-                        report = await train_policy(
-                            inputs, engine=opened.engine, run=run, observer=shown
-                        )
+                    )  # fmt: skip
                 outcomes.append(Outcome(report, run.path))
                 return report
 
             yield train
             await asyncio.to_thread(end_processes, processes, outcomes[0])
+
+
+@asynccontextmanager
+async def _open_on_service(
+    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
+) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
+    """A service elsewhere has the model, draws the answers and trains the adapter."""
+    assert config.engine.type == "service"
+    display.note(note for taskset in files.tasksets for note in taskset.notes)
+    async with open_client(config.engine, has_last_states=True) as client:
+        engine = client.engine
+        start = service_start(config, files, engine)
+        _check(config, files, engine, start=start)
+        await engine.unload(await engine.load(start))
+        if open_run.is_new:
+            await _try_drawing(config, files, engine, is_merged=False)
+
+        async def train(run: Run) -> GrpoReport:
+            known = await asyncio.to_thread(own_states, run)  # a kill leaves one that is made again
+            weights = await service_policy(config, files, client, read_start(run) or start)
+            report = await _train(
+                config, files, run, display, engine=engine, weights=weights,
+                drawer=_drawer(config, files, engine),
+            )  # fmt: skip
+            await client.trainer.forget({*known, *await asyncio.to_thread(own_states, run)})
+            return report
+
+        yield train
+
+
+async def _train(
+    config: GrpoConfig,
+    files: GrpoFiles,
+    run: Run,
+    display: Display,
+    *,
+    engine: Engine,
+    weights: PolicyWeights,
+    drawer: GroupDrawer | Source,
+) -> GrpoReport:
+    inputs = GrpoInputs(
+        config=config,
+        weights=weights,
+        tasksets=files.tasksets,
+        drawer=drawer,
+        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
+        decode=files.template.decode,
+    )
+    with display.bar("train", total=config.steps, noun="step", run=run) as bar:
+        shown = TrainBar(bar, display, Measurements(config, files.tasksets))
+        return await train_policy(inputs, engine=engine, run=run, observer=shown)
 
 
 def _digests(files: GrpoFiles) -> dict[str, str]:
@@ -233,7 +282,9 @@ async def _open(
         with claim_folder(place) as owner:
             async with _open_bridged(config, files, plan, on_launch, owner.folder) as bridged:
                 yield bridged
-    elif config.share:
+        return
+    assert engine.type == "embedded", "a service is opened by _open_on_service"
+    if config.share:
         model = await _load(config, files)
         async with run_engine(
             model,
@@ -303,7 +354,7 @@ async def _checked_policy(
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
     start = None if config.full is not None else _start(config, files, opened.model)
-    _check(config, files, opened, start=start)
+    _check(config, files, opened.engine, start=None if _is_merge(opened) else start)
     reference = await asyncio.to_thread(make_reference, config, files, opened.model)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
@@ -337,7 +388,7 @@ async def _checked_sweep(
     found: list[tuple[Swept, MakePolicy]] = []
     for number, own in enumerate(adapters):
         start = _start(own.config, files, opened.model)
-        _check(own.config, files, opened, start=start)
+        _check(own.config, files, opened.engine, start=None if _is_merge(opened) else start)
         policy = PolicyOfMany(joint, number)
         found.append((own, adapter_policy(own.config, start, parts, trainer=policy)))
     return _Trainings(joint, found)
@@ -400,10 +451,13 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
     return start
 
 
-def _check(config: GrpoConfig, files: GrpoFiles, opened: Opened, *, start: Adapter | None) -> None:
-    tasksets, template, engine = files.tasksets, files.template, opened.engine
-    if opened.bridge.name == "merge":
-        start = None  # of any rank
+def _is_merge(opened: Opened) -> bool:
+    """Whether adapters are added to the weights of a server, which then takes any rank."""
+    return opened.bridge.name == "merge"
+
+
+def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
+    tasksets, template = files.tasksets, files.template
     evaluator = (
         None
         if config.game is not None
@@ -414,14 +468,15 @@ def _check(config: GrpoConfig, files: GrpoFiles, opened: Opened, *, start: Adapt
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-async def _try_drawing(config: GrpoConfig, files: GrpoFiles, opened: Opened) -> None:
+async def _try_drawing(
+    config: GrpoConfig, files: GrpoFiles, engine: Engine, *, is_merged: bool
+) -> None:
     """Draw some of the first groups with the policy that training begins with: rewards may be no
     numbers, or never differ."""
-    engine = opened.engine
     await _try_cuts(config, files, engine)
     tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
     drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
-    if files.init is not None and opened.bridge.name != "merge":
+    if files.init is not None and not is_merged:
         start = await engine.load(replace(files.init, name=POLICY))
         try:
             await drawer.check(start)

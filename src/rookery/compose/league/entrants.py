@@ -264,7 +264,11 @@ class League:
 
     def _train(self, seed: int, budget: Mapping[str, Any], **data: Any) -> StepConfig:
         engine = self.config.engine
-        place = {"device": engine.device} if isinstance(engine, EngineConfig) else {}
+        place: dict[str, Any] = {}
+        if isinstance(engine, EngineConfig):
+            place = {"device": engine.device}
+        elif engine.type == "service":
+            place = {"engine": engine.model_dump(mode="json")}
         values = {"model": self.config.model, **place, **data, "seed": seed, "budget": budget}
         return self._step("sft", values, self._settings("sft"))
 

@@ -31,7 +31,7 @@ from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter, Evaluation, ModelRef, Task
 from rookery.weights import read_adapter
 
-__all__ = ["START", "Checkpoints", "Selection", "read_start"]
+__all__ = ["START", "STATE", "Checkpoints", "Selection", "read_start"]
 
 
 CHECKPOINT = "checkpoint"

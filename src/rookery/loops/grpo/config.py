@@ -324,6 +324,7 @@ class GrpoConfig(ScheduleConfig):
                 "share: false"
             )
         self._check_reference()
+        self._check_service()
         self._check_bridge()
         self._check_tasks()
         if self.sweep is not None and (self.full is not None or self.atropos is not None):
@@ -354,6 +355,21 @@ class GrpoConfig(ScheduleConfig):
                 "{weight: 0.04} for example, or leave reference out"
             )
 
+    def _check_service(self) -> None:
+        if self.engine.type != "service":
+            return
+        refused = {
+            "full": (self.full is not None, "which trains all weights"),
+            "sweep": (self.sweep is not None, "which trains many adapters in one process"),
+            "environment": (self.atropos is not None, "whose programs ask an engine here"),
+        }
+        for key, (is_given, why) in refused.items():
+            if is_given:
+                raise ValueError(
+                    f"{key} is given, {why}, and a service trains one adapter at a time of tasks "
+                    f"and games: leave {key} out, or take an engine of type embedded or fleet"
+                )
+
     def _check_tasks(self) -> None:
         if self.atropos is None:
             if not self.tasksets:
@@ -380,10 +396,10 @@ class GrpoConfig(ScheduleConfig):
             )
 
     def _check_bridge(self) -> None:
-        if self.engine.type == "embedded" and self.bridge != "auto":
+        if self.engine.type != "fleet" and self.bridge != "auto":
             raise ValueError(
-                f"bridge is {self.bridge}, and the engine is in this process, where new weights "
-                "need none: leave bridge out, or take engine: {type: fleet, ...}"
+                f"bridge is {self.bridge}, and the engine is no vLLM server: new weights need no "
+                "bridge. Leave bridge out, or take engine: {type: fleet, ...}"
             )
         fitting = _ADAPTER_BRIDGES if self.full is None else _FULL_BRIDGES
         if self.bridge not in fitting:

@@ -26,7 +26,7 @@ from rookery.ports import Engine, Publisher, Trainees, Trainer
 from rookery.train import FullTrainer, LoraTrainer
 from rookery.train.full import read_model_weights
 from rookery.types import Adapter, ModelRef, ModelWeights
-from rookery.weights import read_adapter
+from rookery.weights import read_adapter, write_adapter
 
 __all__ = [
     "POLICY",
@@ -263,7 +263,12 @@ class TraineePolicy:
     folder_name = "adapter_step"
     start: Path | None = None
 
-    def __init__(self, trainer: Trainer, *, trainees: Trainees, engine: Engine) -> None:
+    def __init__(
+        self, trainer: Trainer, *, trainees: Trainees, engine: Engine, base: str = ""
+    ) -> None:
+        """`base` is what adapters that are written name as their model; empty: as the trainer
+        calls it."""
+        self._base = base
         self.trainer = trainer
         self.reference = trainer
         self._trainees = trainees
@@ -277,7 +282,13 @@ class TraineePolicy:
         return adapter.version
 
     async def write(self, folder: Path) -> None:
-        await self._trainees.export(POLICY, folder)
+        if not self._base:
+            await self._trainees.export(POLICY, folder)
+            return
+        with tempfile.TemporaryDirectory(prefix="rookery-policy-") as scratch:
+            await self._trainees.export(POLICY, Path(scratch) / "adapter")
+            adapter = await asyncio.to_thread(read_adapter, Path(scratch) / "adapter")
+        await asyncio.to_thread(write_adapter, replace(adapter, base=self._base), folder)
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
         await measure_adapters(self._engine, saved, evaluate)

@@ -79,7 +79,7 @@ class IcmConfig(Config):
         if self.iterate is not None and self.engine.type == "external":
             raise ValueError(
                 "iterate trains adapters, which an external API does not take: use an engine of "
-                "type embedded or fleet"
+                "type embedded, fleet or service"
             )
         return self
 

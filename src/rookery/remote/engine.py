@@ -14,21 +14,22 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import aiohttp
 from pydantic import Field
 
-from rookery.compat.tinker.schema import read_completions
 from rookery.concurrency import task_group, together
 from rookery.config import Config
-from rookery.errors import EngineError, ServiceError
+from rookery.errors import AdapterError, EngineError, RookeryError, ServiceDownError, ServiceError
+from rookery.remote.records import PROTOBUF, read_score
 from rookery.runtime.retry import Backoff
-from rookery.service.wire import PROTOBUF, read_score
 from rookery.types import (
     Adapter,
     Completion,
@@ -61,14 +62,17 @@ POLL_S = 60.0
 take."""
 _RETRY = Backoff(first_s=0.1, longest_s=5.0)
 _AGAIN = frozenset({408, 429})
+_NOBODY = frozenset({401, 403, 410})
+"""The key or the session is no longer known: nothing more is answered."""
 
 
 class ServiceClientConfig(Config):
-    """A service, and the base model of it."""
+    """A service (`rookery serve`), and the base model of it."""
 
+    type: Literal["service"] = "service"
     url: str = "http://127.0.0.1:8000"
-    api_key: str = ""
-    """As `rookery keys add` printed it; by default that of TINKER_API_KEY."""
+    api_key_env: str = "TINKER_API_KEY"
+    """The environment variable that holds the key, as `rookery keys add` printed it."""
     model: str = ""
     """The name of the base model; by default the service's first."""
     away_s: float = Field(default=300.0, ge=0)
@@ -133,7 +137,7 @@ class Connection:
     ) -> Answer:
         """One request, sent again while the service is away."""
         if self._http.closed:
-            raise ServiceError("The client of the service is closed: open it with open_client.")
+            raise ServiceDownError("The client of the service is closed: open it with open_client.")
         if asyncio.get_running_loop() is not self._loop:
             raise ServiceError(
                 "The client of the service answers on the event loop that opened it."
@@ -146,7 +150,7 @@ class Connection:
                 limit_s=self._config.away_s,
             )
         except _Away as away:
-            raise ServiceError(
+            raise ServiceDownError(
                 f"The service at {self._config.url} did not take a request for "
                 f"{self._config.away_s:g} s: {away}. Is it running?"
             ) from away
@@ -180,6 +184,8 @@ class Connection:
         if status < 400 or (status == 408 and url.endswith("/retrieve_future")):
             return Answer(status, content, kind)
         sentence = _sentence(content)
+        if status in _NOBODY:
+            raise ServiceDownError(f"The service at {self._config.url} says: {sentence}")
         if status in _AGAIN or status >= 500:
             raise _Away(f"{status}: {sentence}")
         raise ServiceRefusal(sentence, status=status)
@@ -205,7 +211,7 @@ class Connection:
 @asynccontextmanager
 async def open_connection(config: ServiceClientConfig) -> AsyncIterator[Connection]:
     """A session with the service, ended with the block."""
-    key = config.api_key or os.environ.get("TINKER_API_KEY", "")
+    key = os.environ.get(config.api_key_env, "")
     headers = {"x-api-key": key} if key else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
@@ -282,17 +288,18 @@ class Samplers:
 
     async def add_path(self, ref: ModelRef, path: str, *, adapter_id: str) -> None:
         """Draw from a checkpoint under this name."""
-        created = await self._create({"model_path": path})
-        self._samplers[ref] = _Sampler(created, adapter_id=adapter_id)
+        sampler = _Sampler(await self._create({"model_path": path}), adapter_id=adapter_id)
+        await self._add(ref, sampler)
 
     async def add(self, ref: ModelRef, sampler_id: str) -> None:
         """A session that was made with its weights."""
-        known = self._samplers.get(ref)
-        if known is None:
-            self._samplers[ref] = _Sampler(sampler_id)
-        else:  # equal weights: the session that is there does as well
+        await self._add(ref, _Sampler(sampler_id))
+
+    async def _add(self, ref: ModelRef, sampler: _Sampler) -> None:
+        known = self._samplers.setdefault(ref, sampler)
+        if known is not sampler:  # equal weights: the session that is there does as well
             known.num_holders += 1
-            await self._end(_Sampler(sampler_id))
+            await self._end(sampler)
 
     async def drop(self, ref: ModelRef) -> None:
         """Let it go once, for good after the last holder's last request."""
@@ -367,6 +374,8 @@ class ServiceEngine:
         self._connection = connection
         self._samplers = samplers
         self._facts = facts
+        self._loading = WeakValueDictionary[ModelRef, asyncio.Lock]()
+        """Held by who loads an adapter: who loads it too then finds it there."""
 
     @property
     def base(self) -> ModelRef:
@@ -392,16 +401,20 @@ class ServiceEngine:
 
     async def load(self, adapter: Adapter) -> ModelRef:
         ref = ModelRef(name=adapter.name, version=adapter.version)
-        if self._samplers.hold(ref):
-            return ref
+        async with self._loading.setdefault(ref, asyncio.Lock()):
+            if not self._samplers.hold(ref):
+                await self._upload(adapter, ref)
+        return ref
+
+    async def _upload(self, adapter: Adapter, ref: ModelRef) -> None:
         with tempfile.TemporaryDirectory(prefix="rookery-adapter-") as scratch:
             folder = Path(scratch) / "adapter"
             await asyncio.to_thread(_write, adapter, folder)
-            adapter_id = f"{re.sub(r'[^A-Za-z0-9]', '-', adapter.name)[:40]}-{adapter.version}"
-            adapter_id = f"{adapter_id.lstrip('-')}-{self._connection.next_number()}"
-            path = await upload(self._connection, folder, adapter_id, self._facts.base_model)
+            name = re.sub(r"[^A-Za-z0-9]", "-", adapter.name).strip("-")[:40]
+            adapter_id = f"{name or 'adapter'}-{uuid4().hex}"
+            with _refused(AdapterError):
+                path = await upload(self._connection, folder, adapter_id, self._facts.base_model)
         await self._samplers.add_path(ref, path, adapter_id=adapter_id)
-        return ref
 
     async def unload(self, ref: ModelRef) -> None:
         if ref == self.base:
@@ -413,8 +426,12 @@ class ServiceEngine:
             raise EngineError("The service draws no answers to a JSON schema: leave it out.")
         async with self._connection.turns, self._samplers.use(request.model) as sampler_id:
             body = _sample_body(request, sampler_id, self._connection.next_number())
-            answer = await self._connection.submit("asample", body, accept=PROTOBUF)
+            with _refused(EngineError):
+                answer = await self._connection.submit("asample", body, accept=PROTOBUF)
         if answer.content_type == PROTOBUF:
+            # Imported here: it needs the extra `serve`.
+            from rookery.remote.messages import read_completions
+
             return read_completions(answer.content, model=request.model)
         raise _failure(answer)
 
@@ -428,7 +445,8 @@ class ServiceEngine:
                 "labels": request.labels,
                 "top_logprobs": request.top_logprobs,
             }
-            answer = await self._connection.submit("score", body)
+            with _refused(EngineError):
+                answer = await self._connection.submit("score", body)
         document = answer.document()
         if "error" in document:
             raise _failure(answer)
@@ -443,6 +461,7 @@ async def upload(connection: Connection, folder: Path, adapter_id: str, base_mod
         "adapter_config": json.loads(config),
         "adapter_model": base64.b64encode(weights).decode(),
         "base_model": base_model,
+        "session_id": connection.session_id,
     }
     return str((await connection.post("adapters", body))["tinker_path"])
 
@@ -475,6 +494,15 @@ def _sample_body(request: SampleRequest, sampler_id: str, seq: int) -> dict[str,
 def _penalties(params: SamplingParams) -> dict[str, float]:
     penalties = {} if params.penalties is None else asdict(params.penalties)
     return {f"{name}_penalty": value for name, value in penalties.items()}
+
+
+@contextmanager
+def _refused(kind: type[RookeryError]) -> Iterator[None]:
+    """What the service says of a request that can never be done, as any engine says it."""
+    try:
+        yield
+    except ServiceRefusal as refusal:
+        raise kind(str(refusal)) from refusal
 
 
 def _failure(answer: Answer) -> EngineError:

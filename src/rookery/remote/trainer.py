@@ -3,17 +3,17 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rookery.compat.tinker.client.engine import Answer, Connection, Samplers, ServiceRefusal, upload
 from rookery.concurrency import together
 from rookery.errors import TrainError
+from rookery.remote.engine import Answer, Connection, Samplers, ServiceRefusal, upload
+from rookery.remote.records import read_output, train_document
 from rookery.runs.disk import write_file
-from rookery.service.wire import read_output, train_document
 from rookery.types import (
     Json,
     LoraShape,
@@ -24,7 +24,10 @@ from rookery.types import (
     TrainRequest,
 )
 
-__all__ = ["ServiceTrainer"]
+__all__ = ["ServiceTrainer", "read_states"]
+
+STATE_TTL_S = 30 * 86400
+"""After so long the state of a run that never went on is deleted."""
 
 
 @dataclass(slots=True)
@@ -33,12 +36,25 @@ class _Trainee:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Of its requests: the service does them in this order."""
     published: ModelRef | None = None
+    num_steps: int = 0
+    states: list[str] = field(default_factory=list)
+    """Those of a run: each is kept until the one after the next is saved."""
 
 
 class ServiceTrainer:
     """Trainees of this session, by name. Calls get their numbers when they are made."""
 
-    def __init__(self, connection: Connection, samplers: Samplers, *, base_model: str) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        samplers: Samplers,
+        *,
+        base_model: str,
+        has_last_states: bool = False,
+    ) -> None:
+        """With `has_last_states` the service keeps the last two states of a trainee, so that a run
+        that is killed between a state and its record finds the one before."""
+        self._has_last_states = has_last_states
         self._connection = connection
         self._samplers = samplers
         self._base_model = base_model
@@ -107,22 +123,45 @@ class ServiceTrainer:
                 "grad_clip_norm": step.max_grad_norm,
             }
             calls.append(self._numbered(step.trainee, {"adam_params": adam}))
-        return await together(self._step(body) for body in calls)
+        outputs = await together(self._step(body) for body in calls)
+        for step, output in zip(steps, outputs, strict=True):
+            if not output.error:
+                self._own(step.trainee).num_steps += 1
+        return outputs
 
     async def save(self, trainee: str, path: Path) -> None:
         """The state stays in the service; the file names it. One that the file named before is
         deleted there."""
         state = self._own(trainee)
-        name = f"state-{uuid4().hex}"
-        document = await self._call(state, "save_weights", {"path": name})
-        old = await asyncio.to_thread(_replace, path, {"tinker_path": document["path"]})
-        if old:
+        body: dict[str, Any] = {"path": f"state-{uuid4().hex}"}
+        if self._has_last_states:
+            body["ttl_seconds"] = STATE_TTL_S
+        new = str((await self._call(state, "save_weights", body))["path"])
+        older = state.states[-1:] if self._has_last_states else []
+        document = {"tinker_path": new, "older": older, "num_steps": state.num_steps}
+        replaced = await asyncio.to_thread(_replace, path, document)
+        for old in {*replaced, *state.states} - {new, *older}:
             await self._delete(old)
+        if self._has_last_states:
+            state.states = [*older, new]
 
     async def load(self, trainee: str, path: Path) -> None:
         document = json.loads(await asyncio.to_thread(path.read_text))
         body = {"path": document["tinker_path"], "optimizer": True}
-        await self._call(self._own(trainee), "load_weights", body)
+        state = self._own(trainee)
+        await self._call(state, "load_weights", body)
+        state.num_steps = document["num_steps"]
+        if self._has_last_states:
+            state.states = [*document["older"], document["tinker_path"]]
+
+    async def forget(self, states: Iterable[str]) -> None:
+        """Delete states, of which nobody goes on any more. Idempotent."""
+        for old in states:
+            await self._delete(old)
+
+    def num_steps(self, trainee: str) -> int:
+        """Steps that it has taken, with those before a state that was loaded."""
+        return self._own(trainee).num_steps
 
     async def publish(self, trainee: str) -> ModelRef:
         state = self._own(trainee)
@@ -214,9 +253,17 @@ def _checked(answer: Answer) -> dict[str, Any]:
     return document
 
 
-def _replace(path: Path, document: Mapping[str, str]) -> str:
+def read_states(path: Path) -> list[str]:
+    """The states that a file of `save` names; nothing where there is none."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text())
+    return [*document["older"], document["tinker_path"]]
+
+
+def _replace(path: Path, document: Mapping[str, object]) -> list[str]:
     """Write the file whole; what it named before."""
-    old = str(json.loads(path.read_text())["tinker_path"]) if path.exists() else ""
+    old = read_states(path)
     write_file(path, json.dumps(document).encode(), scratch=path.parent)
     return old
 

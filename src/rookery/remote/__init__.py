@@ -14,16 +14,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rookery.compat.tinker.client.engine import (
+from rookery.remote.engine import (
     Samplers,
     ServiceClientConfig,
     ServiceEngine,
     open_connection,
     read_facts,
 )
-from rookery.compat.tinker.client.trainer import ServiceTrainer
+from rookery.remote.trainer import ServiceTrainer, read_states
 
-__all__ = ["ServiceClient", "ServiceClientConfig", "ServiceEngine", "ServiceTrainer", "open_client"]
+__all__ = [
+    "ServiceClient",
+    "ServiceClientConfig",
+    "ServiceEngine",
+    "ServiceTrainer",
+    "open_client",
+    "read_states",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,20 @@ class ServiceClient:
 
 
 @asynccontextmanager
-async def open_client(config: ServiceClientConfig) -> AsyncIterator[ServiceClient]:
+async def open_client(
+    config: ServiceClientConfig, *, has_last_states: bool = False
+) -> AsyncIterator[ServiceClient]:
     """A session with the service, inside the block: what was trained in it and not saved is gone
-    afterwards."""
+    afterwards. See `ServiceTrainer` for `has_last_states`."""
     async with open_connection(config) as connection:
         facts = await read_facts(connection, config.model)
         samplers = Samplers(connection, base=facts.base, base_model=facts.base_model)
         yield ServiceClient(
             engine=ServiceEngine(connection, samplers, facts),
-            trainer=ServiceTrainer(connection, samplers, base_model=facts.base_model),
+            trainer=ServiceTrainer(
+                connection,
+                samplers,
+                base_model=facts.base_model,
+                has_last_states=has_last_states,
+            ),
         )
