@@ -29,6 +29,7 @@ from rookery.loops.comparison import (
     elected,
     mean_rewards,
     warn_of_batches,
+    warn_of_failed_tasks,
     warn_of_precision,
     warn_of_small_samples,
 )
@@ -212,8 +213,8 @@ class Measurement:
         return evaluation
 
     def _asked(self, prompt: str) -> list[Task]:
-        """The report tasks as a prompt asks them."""
-        form, _ = find_form(prompt, self._league.taskset)
+        """The report tasks as a prompt asks them, as the search did."""
+        form, _ = find_form(self._league.first_prompt, self._league.taskset)
         rows, is_chat = self._league.taskset.fields, self._league.template.chat
         return [
             form.ask(prompt, task, rows.get(task.id, {}), is_chat=is_chat) for task in self.tasks
@@ -323,6 +324,7 @@ class ReportParts:
             warnings=(
                 *taskset.notes,
                 *warn_of_small_samples(self._means),
+                *warn_of_failed_tasks(self._means),
                 *warn_of_batches(engine),
                 *warn_of_precision(self.league.config.engine),
             ),
@@ -408,7 +410,8 @@ class ReportParts:
         if votes is not None:
             spent = SpentRecord(drawn_tokens=votes.num_tokens)
             seconds, reason = votes.seconds, votes.stop_reason
-        rewards = list(self.measured[id].rewards.values())
+        measured = self.measured[id]
+        rewards = [] if measured.errors else list(measured.rewards.values())
         return LeagueRun(
             name=id,
             runs=result.runs,

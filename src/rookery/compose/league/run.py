@@ -27,6 +27,7 @@ from rookery.compose.running import (
     digest_models,
     digest_scorers,
     finisher,
+    on_same_inputs,
     quiet_libraries,
 )
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
@@ -46,6 +47,8 @@ from rookery.ui.display import Display
 
 __all__ = ["LEAGUE", "run_league"]
 
+SHARED_INPUTS = "entrants.json"
+"""Digests of what all entrants read: one that begins later begins with the same."""
 FAILED = "league/failed"
 """The event that says why a step is left out."""
 
@@ -76,7 +79,9 @@ def _finish(config: LeagueConfig, open_run: OpenRun, display: Display) -> Outcom
         league.write_files(run)
         return league.steps(run.path)
 
-    again = take_steps(begin, open_run, display, take=partial(_take, league, display))
+    scorers = digest_scorers([league.taskset])
+    same = on_same_inputs(open_run, league.digests(), scorers, file=SHARED_INPUTS)
+    again = take_steps(begin, same, display, take=partial(_take, league, display))
     return finisher(partial(_plan, league))(config, again, display)
 
 
