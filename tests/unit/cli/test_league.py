@@ -171,6 +171,13 @@ def test_an_entrant_that_fails_is_left_out_and_the_others_go_on(
             "settings.prompt.rookery.tasks.taskset is the league's",
         ),
         ({"taskset": "drawn.yaml?splits.select=0&splits.search=0.7"}, "splits.select is 0"),
+        (
+            {
+                "engine": {"type": "fleet", "launch": {"model": "tiny", "max_lora_rank": 8}},
+                "settings": {"sft": {"rank": 32}},
+            },
+            "The rank of sft-0 is 32, and the engine takes adapters up to rank 8",
+        ),
         ({"engine": {"model": "nowhere/at/all"}}, "There is no model folder"),
     ],
 )

@@ -259,3 +259,30 @@ def test_a_step_whose_run_cannot_have_its_name_is_refused_before_the_first_one(
     path = write(place, {"first": student(), "s" * 150: student()})
     ended = refused("pipeline", "run", path, "--name", "f" * 60)
     assert f"name of the run of the step {'s' * 150}" in ended.words
+
+
+def test_a_step_that_was_refused_is_begun_again(rookery: Command, place: Path) -> None:
+    """It leaves no run that would hold on to what was wrong."""
+    write_chat_model(place / "chat")
+    scorer = "def score(task, completion):\n    return float(len(completion.tokens) > 1)\n"
+    (place / "scorer.py").write_text(scorer.replace("return", "return wrong +"))
+    (place / "prompt.txt").write_text("Answer.")
+    taskset = {
+        "type": "jsonl",
+        "path": "tasks.jsonl",
+        "scorer": {"type": "python", "function": "scorer.py:score"},
+        "sampling": {"max_tokens": 2},
+    }
+    (place / "drawn.yaml").write_text(yaml.safe_dump(taskset))
+    settings = {
+        "max_iterations": 1,
+        "llm": {"max_tokens": 4},
+        "rookery": {"engine": {"model": "chat"}, "tasks": {"taskset": "drawn.yaml"}},
+    }
+    step = {"loop": "evolve", "values": {"program": "prompt.txt", "settings": settings}}
+    path = place / "flow.yaml"
+    path.write_text(yaml.safe_dump({"steps": {"only": step}}))
+    ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 2 and "name 'wrong' is not defined" in ended.words
+    (place / "scorer.py").write_text(scorer)
+    assert rookery("runs", "resume", "flow").code == 0

@@ -58,7 +58,7 @@ from rookery.types import Adapter, Evaluation, Group, Task
 from rookery.ui.display import Bar, Display
 from rookery.weights import read_adapter
 
-__all__ = ["Result", "find_results", "open_measurement"]
+__all__ = ["Result", "engine_with_rank", "find_results", "open_measurement"]
 
 ROUND = "league/round"
 """One answer to every report task, of best_of_n."""
@@ -141,7 +141,7 @@ async def open_measurement(
     """Opens the engine; gives what measures the results and writes the report."""
     display.note(league.taskset.notes)
     ranks = [result.adapter.rank for result in results if result.adapter is not None]
-    config = _with_rank(league.config.engine, max(ranks, default=0))
+    config = engine_with_rank(league.config.engine, max(ranks, default=0))
     async with open_shown_engine(config, display) as engine:
 
         async def measure(run: Run) -> LeagueReport:
@@ -159,7 +159,8 @@ async def open_measurement(
         yield measure
 
 
-def _with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+def engine_with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+    """The engine that measures adapters; in this process it takes any."""
     if not isinstance(engine, EngineConfig):
         return engine
     return engine.model_copy(update={"max_rank": max(engine.max_rank, rank)})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.league.entrants import League, LeagueConfig
-from rookery.compose.league.measure import find_results, open_measurement
+from rookery.compose.league.measure import engine_with_rank, find_results, open_measurement
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -30,7 +30,9 @@ from rookery.compose.running import (
     on_same_inputs,
     quiet_libraries,
 )
+from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
+from rookery.engines import require_adapters
 from rookery.errors import (
     AdapterError,
     ConfigError,
@@ -94,7 +96,10 @@ def _check(league: League) -> None:
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
     for name in steps.steps:
-        read_step(steps, name)
+        settings = read_step(steps, name)
+        if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
+            ranks = {f"The rank of {name}": settings.rank}
+            require_adapters(engine_with_rank(league.config.engine, settings.rank), ranks)
 
 
 def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:
