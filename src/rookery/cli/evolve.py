@@ -219,13 +219,15 @@ def check(
     evaluator
         As for `evolve run`.
     """
-    from rookery.compose.evolve import Problem
+    from rookery.compose.evolve import Problem, resolve_problem
     from rookery.compose.evolve_check import check_evolve
+    from rookery.runs.run_folder import in_folder
 
     log_warnings()
     loaded = _load(overrides, models, _RUN, place)
     display.note(loaded.warnings)
     problem = Problem(program=program, evaluator=evaluator, config_file=models.config)
+    problem = resolve_problem(problem, find=in_folder(Path("runs")))
     for line in check_evolve(problem, loaded, display):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -187,13 +188,16 @@ def _read_launch(
     config: str, overrides: Sequence[str], placement: Literal["here", "ray"] | None
 ) -> "LaunchConfig":
     from rookery.fleet import FleetConfig
+    from rookery.runs.run_folder import in_folder, resolve_references
 
+    resolve = partial(resolve_references, find=in_folder("runs"))
     check_flags(overrides, fields=FleetConfig.model_fields, own=("placement",))
     words = [*overrides, *(["--launch.placement", placement] if placement else [])]
     if Path(config).suffix in _FILES:
-        loaded = load_config(FleetConfig, Path(config), overrides=words)
+        loaded = load_config(FleetConfig, Path(config), overrides=words, resolve=resolve)
     else:
-        loaded = load_config(FleetConfig, overrides=["--launch.model", _loadable(config), *words])
+        words = ["--launch.model", _loadable(config), *words]
+        loaded = load_config(FleetConfig, overrides=words, resolve=resolve)
     if loaded.launch is None:
         raise ConfigError(
             f"{config} has no launch section, so there is nothing to start: write launch with a "
@@ -212,9 +216,10 @@ def _loadable(model: str) -> str:
 
 
 def _read_adapter(path: Path) -> "Adapter":
+    from rookery.runs.run_folder import in_folder, resolve_text
     from rookery.weights import read_adapter
 
-    return read_adapter(path)
+    return read_adapter(resolve_text(str(path), find=in_folder("runs"), key="--adapter"))
 
 
 async def _up(launch: "LaunchConfig") -> int:

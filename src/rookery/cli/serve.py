@@ -1,5 +1,6 @@
 """`rookery serve`: sampling and training over HTTP."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -96,14 +97,17 @@ def serve(
     Parameters
     ----------
     config
-        A YAML or TOML file; paths in it are relative to it.
+        A YAML or TOML file; paths in it are relative to it, and run:NAME/PART is what a run in
+        runs/ left.
     """
     from rookery.compose.serve import ServeConfig
     from rookery.compose.serve import serve as run_service
+    from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
     check_flags(overrides, fields=ServeConfig.model_fields, own=())
-    loaded = load_config(ServeConfig, config, overrides=overrides)
+    resolve = partial(resolve_references, find=in_folder("runs"))
+    loaded = load_config(ServeConfig, config, overrides=overrides, resolve=resolve)
     loaded = loaded.from_folder(config.parent)
 
     def ready(url: str) -> None:

@@ -118,7 +118,8 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
     else:
         _PRINTERS[report.kind](report, outcome.path)
     if report.kind == "league":
-        return 2 if any(one.is_failure for one in report.left_out) else 0
+        is_partial = any(one.is_failure for one in report.left_out)
+        return 2 if is_partial or any(row.num_failed for row in report.rows) else 0
     return _fail_if_tasks_failed(report) if report.kind in ("eval", "pipeline") else 0
 
 

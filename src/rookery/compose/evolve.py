@@ -494,6 +494,8 @@ def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Out
     settings = with_keys(config.settings, keeper, environment=os.environ)
     place = open_run.folder or config.output  # it may have been moved
     config = config.model_copy(update={"output": place})
+    if open_run.is_new:
+        open_run = replace(open_run, open=lambda: _create(place, config))
     return _finish(config, settings, open_run, display)
 
 

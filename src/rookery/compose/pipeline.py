@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rookery.compose.evaluation import BASE, EvaluationConfig, plan_evaluation, read_inputs
 from rookery.compose.evolve import EvolveRunConfig
@@ -30,6 +30,7 @@ from rookery.compose.steps import (
     place_of,
     read_step,
     require_order,
+    require_places,
     take_steps,
 )
 from rookery.concurrency import run_in_thread
@@ -38,9 +39,10 @@ from rookery.errors import TaskError
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_items
-from rookery.reports import EvaluationReport, PipelineReport, PipelineStep, describe_task
+from rookery.reports import EvaluationReport, PipelineReport, PipelineStep
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file, load_tasksets
+from rookery.types import Message
 from rookery.ui.display import Display
 
 __all__ = ["PIPELINE", "PipelineConfig", "run_pipeline"]
@@ -54,6 +56,15 @@ class PipelineConfig(StepsConfig):
     report: EvaluationConfig | None = None
     """What the base model and every step's adapter answer: tasks that no step has seen. null: the
     steps' own reports are all."""
+
+    @field_validator("report")
+    @classmethod
+    def _measures_the_steps(cls, report: EvaluationConfig | None) -> EvaluationConfig | None:
+        if report is not None and report.adapters:
+            raise ValueError(
+                "report.adapters is set, and the report measures what the steps leave: leave it out"
+            )
+        return report
 
     def from_folder(self, folder: Path) -> Self:
         own = super().from_folder(folder)
@@ -79,6 +90,7 @@ def _finish(config: PipelineConfig, open_run: OpenRun, display: Display) -> Outc
     """The steps one after the other, each as its own run; then the report."""
     settings = {name: read_step(config, name) for name in config.steps}
     require_order(config)
+    require_places(config, open_run.folder or open_run.place or Path(PIPELINE.name))
     _require_unseen(config, {n: each for n, each in settings.items() if not feeds(config, n)})
     return finisher(_plan)(config, take_steps(lambda _: config, open_run, display), display)
 
@@ -142,9 +154,9 @@ def _require_unseen(config: PipelineConfig, steps: Mapping[str, Config]) -> None
     if config.report is None:
         return
     tasks = read_inputs(config.report).tasks  # refuses a model too, before the first step
-    asked = {describe_task(task)["prompt"].strip() for task in tasks}
+    asked = {_words(task.prompt) for task in tasks}
     for name, settings in steps.items():
-        seen = asked & {prompt.strip() for prompt in _prompts(settings)}
+        seen = asked & set(map(_words, _prompts(settings)))
         if seen:
             raise TaskError(
                 f"{len(seen)} of {len(asked)} report tasks are also data of the step {name}, "
@@ -152,18 +164,26 @@ def _require_unseen(config: PipelineConfig, steps: Mapping[str, Config]) -> None
             )
 
 
-def _prompts(settings: Config) -> Iterator[str]:
+def _words(prompt: str | tuple[Message, ...]) -> str:
+    """What is asked, whether as a text or as a chat, and under any system message."""
+    if not isinstance(prompt, str):
+        turns = [message for message in prompt if message.role != "system"]
+        texts = [f"{turn.role}: {turn.content}" for turn in turns]
+        prompt = turns[0].content if len(turns) == 1 else "\n\n".join(texts)
+    return " ".join(prompt.split())
+
+
+def _prompts(settings: Config) -> Iterator[str | tuple[Message, ...]]:
     match settings:
         case IcmConfig():
             yield from (item.text for item in read_items(settings.data))
         case GenomeConfig() | GrpoConfig():
             for taskset in load_tasksets(settings.tasksets):
-                yield from (describe_task(task)["prompt"] for task in taskset.tasks)
+                yield from (task.prompt for task in taskset.tasks)
         case EvolveRunConfig():
             tasks = settings.settings.rookery.tasks
             if tasks is not None:
-                taskset = load_taskset_file(tasks.taskset)
-                yield from (describe_task(task)["prompt"] for task in taskset.tasks)
+                yield from (task.prompt for task in load_taskset_file(tasks.taskset).tasks)
         case SftRunConfig():
             taskset = load_taskset_file(settings.taskset)
-            yield from (describe_task(task)["prompt"] for task in taskset.split(settings.split))
+            yield from (task.prompt for task in taskset.split(settings.split))

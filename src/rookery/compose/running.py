@@ -19,6 +19,7 @@ import logging
 import os
 import pkgutil
 import shlex
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -136,6 +137,8 @@ class OpenRun:
     open: Callable[[], AbstractContextManager[Run]]
     folder: Path | None = None
     """Of the run to go on with; None: a new one."""
+    place: Path | None = None
+    """Where a new run will be; without a name, one as long beside it."""
     rescored: tuple[str, ...] | None = None
     """When what it recorded is to be scored again: the kinds of its events that follow from
     rewards."""
@@ -284,7 +287,8 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
             f"{shlex.quote(str(path))}`, or choose another --name."
         )
     document = config.model_dump(mode="json")
-    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name))
+    place = root / (name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name), place=place)
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
@@ -370,7 +374,7 @@ def quiet_libraries() -> None:
 # under the same names.
 
 
-FILE = "inputs.json"
+INPUTS = "inputs.json"
 MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
 """What a model computes with, and how it reads texts."""
 
@@ -435,7 +439,11 @@ def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
 
 
 def on_same_inputs(
-    open_run: OpenRun, digests: Mapping[str, str], scorers: Mapping[str, str] | None = None
+    open_run: OpenRun,
+    digests: Mapping[str, str],
+    scorers: Mapping[str, str] | None = None,
+    *,
+    file: str = INPUTS,
 ) -> OpenRun:
     """The run with the digests of its data and its scorers, by name. One that was started on others
     is refused now, and stays as it is; with other scorers it may go on when all is scored again.
@@ -445,7 +453,7 @@ def on_same_inputs(
     trained on, and reported with the answers of the former ones.
     """
     scorers = scorers or {}
-    known = _read(open_run.folder)
+    known = _read(open_run.folder, file)
     is_same_scorer = True
     if known is not None and open_run.folder is not None:
         _require_same(open_run.folder, known, digests, scorers)
@@ -465,18 +473,18 @@ def on_same_inputs(
                 further = open_run.rescored
                 set_scores_aside(run, further=further, only_failed=is_same_scorer)
             if known is None or not is_same_scorer:
-                run.write_json(FILE, {**digests, **scorers})
+                run.write_json(file, {**digests, **scorers})
             yield run
 
     return replace(open_run, open=opened)
 
 
-def _read(folder: Path | None) -> dict[str, str] | None:
+def _read(folder: Path | None, file: str) -> dict[str, str] | None:
     """A run that was killed before it had a record has no answers either."""
-    if folder is None or not (folder / FILE).exists():
+    if folder is None or not (folder / file).exists():
         return None
     with Run.view(folder) as run:
-        known: dict[str, str] = run.read_json(FILE)
+        known: dict[str, str] = run.read_json(file)
     return known
 
 

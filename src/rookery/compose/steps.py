@@ -32,6 +32,7 @@ from rookery.runs.run_folder import (
     find_sources,
     in_folder,
     resolve_references,
+    resolve_text,
 )
 from rookery.ui.display import Display
 from rookery.ui.headline import short_result
@@ -45,6 +46,7 @@ __all__ = [
     "place_of",
     "read_step",
     "require_order",
+    "require_places",
     "take_steps",
 ]
 
@@ -202,8 +204,11 @@ def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[st
 
 def feeds(config: StepsConfig, name: str) -> list[tuple[str, str]]:
     """(key, step) for all that a step takes from other steps."""
-    names = find_names(_read_document(config, name)[1])
-    return [(key, run) for key, run in names if run in config.steps]
+    return [(key, run) for key, _, run in _references(config, name) if run in config.steps]
+
+
+def _references(config: StepsConfig, name: str) -> list[tuple[str, str, str]]:
+    return find_names(_read_document(config, name)[1])
 
 
 def require_order(config: StepsConfig) -> None:
@@ -216,6 +221,17 @@ def require_order(config: StepsConfig) -> None:
                     f"{key} of the step {name} takes from {run}, which is not an earlier step."
                 )
         earlier.add(name)
+
+
+def require_places(config: StepsConfig, whole: Path) -> None:
+    """An error where the run of a step cannot have its name, or a step takes from a run that is
+    not there; `whole` is where the run of the whole is or will be."""
+    find = in_folder(whole.parent)
+    for name in config.steps:
+        check_name(place_of(whole, name).name, what=f"name of the run of the step {name}")
+        for key, reference, run in _references(config, name):
+            if run not in config.steps:
+                resolve_text(reference, find=find, key=f"{key} of the step {name}")
 
 
 def describe_step(config: StepsConfig, name: str, whole: Path) -> PipelineStep:

@@ -35,6 +35,7 @@ class LeagueRun(Record):
     runs: tuple[Text, ...] = ()
     """What it took, the last one being the result; empty: nothing was searched or trained."""
     mean: Measured = None
+    """None where a report task failed."""
     spent: SpentRecord = SpentRecord()
     seconds: Measured = None
     stop_reason: Text = ""

@@ -194,7 +194,9 @@ def require_run(path: Path) -> Path:
 PREFIX = "run:"
 REFERENCE = re.compile(r"run:(?P<name>\w[\w.-]*)(?:/(?P<part>[^?]*))?(?P<options>\?.*)?")
 """A prompt may begin with `run: ` and is none."""
-HIDDEN = frozenset({"blobs", "config.json", "inputs.json", "metrics.jsonl", "run.lock"})
+HIDDEN = frozenset(
+    {"blobs", "config.json", "entrants.json", "inputs.json", "metrics.jsonl", "run.lock"}
+)
 """Of a run's folder, what nobody takes; neither what begins with `events.` or a dot."""
 
 Find = Callable[[str], Path]
@@ -259,7 +261,8 @@ def resolve_text(text: str, *, find: Find, key: str) -> str:
     if not (folder / EVENTS).is_file():
         raise ConfigError(f"{key} is {text}: there is no run {folder}.{_nearest(folder)}")
     path = folder / part
-    if ".." in Path(part).parts or not path.exists():
+    is_inside = not Path(part).is_absolute() and ".." not in Path(part).parts
+    if not is_inside or not path.exists():
         parts = ", ".join(_parts(folder)) or "nothing yet: is it finished?"
         raise ConfigError(f"{key} is {text}: the run has no {part}. It has {parts}")
     return f"{path}{reference['options'] or ''}"
@@ -277,10 +280,10 @@ def _parts(folder: Path) -> list[str]:
     ]
 
 
-def find_names(document: Any) -> list[tuple[str, str]]:
-    """(key, name of the run) of every reference in a document."""
+def find_names(document: Any) -> list[tuple[str, str, str]]:
+    """(key, reference, name of the run) of every reference in a document."""
     found = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
-    return [(key, reference["name"]) for key, reference in found if reference is not None]
+    return [(key, ref[0], ref["name"]) for key, ref in found if ref is not None]
 
 
 def find_sources(config: Mapping[str, Any]) -> list[Source]:

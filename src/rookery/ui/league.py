@@ -58,7 +58,8 @@ def league_sentence(report: LeagueReport) -> str:
     equals = [row.name for row in report.rows if row is not best and not _is_below(row)]
     if equals:
         return f"{sentence} It cannot be told apart from {_listed(equals)}."
-    return f"{sentence} It is better than every other entrant too."
+    others = "entrant" if all(row.mean is not None for row in report.rows) else "measured entrant"
+    return f"{sentence} It is better than every other {others} too."
 
 
 def league_contexts(report: LeagueReport) -> list[str]:

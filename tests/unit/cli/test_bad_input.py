@@ -251,3 +251,19 @@ def test_a_folder_that_may_not_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     ended = refused("eval", "tiny", "tasks.jsonl")
     assert "Runs cannot be kept in runs:" in ended.err and "may not be written" in ended.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "serve.yaml"),
+        ("fleet", "up", "run:nowhere/trained"),
+        ("fleet", "verify", "http://127.0.0.1:9", "--adapter", "run:nowhere/winner"),
+        ("evolve", "check", "run:nowhere/best/best_program.py", "evaluator.py"),
+    ],
+)
+def test_every_command_looks_for_what_a_run_left(
+    refused: Command, place: Path, words: tuple[str, ...]
+) -> None:
+    (place / "serve.yaml").write_text("models: {mine: run:nowhere/trained}\n")
+    assert "there is no run" in refused(*words).words

@@ -1,6 +1,7 @@
 """`rookery league`: entrants under one budget, on the tiny model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 from driving import Command
+from tiny import write_chat_model
 
 from rookery.reports import LeagueReport, parse_league_report
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
+from rookery.tasks.template import load_template
+from rookery.types import SampleRequest
 
 BUDGET = 300
 HIDDEN = 'splits.hidden=["report"]'
@@ -161,7 +165,19 @@ def test_an_entrant_that_fails_is_left_out_and_the_others_go_on(
         ({"entrants": ["sft", "sft"]}, "name each once"),
         ({"settings": {"sft": {"rnk": 3}}}, "the step sft-0 is not a valid config: rnk"),
         ({"settings": {"stf": {}}}, "settings.stf"),
+        ({"settings": {"sft": {"budget": {}}}}, "settings.sft.budget is the league's"),
+        (
+            {"settings": {"prompt": {"rookery": {"tasks": {"taskset": "rows.jsonl"}}}}},
+            "settings.prompt.rookery.tasks.taskset is the league's",
+        ),
         ({"taskset": "drawn.yaml?splits.select=0&splits.search=0.7"}, "splits.select is 0"),
+        (
+            {
+                "engine": {"type": "fleet", "launch": {"model": "tiny", "max_lora_rank": 8}},
+                "settings": {"sft": {"rank": 32}},
+            },
+            "The rank of sft-0 is 32, and the engine takes adapters up to rank 8",
+        ),
         ({"engine": {"model": "nowhere/at/all"}}, "There is no model folder"),
     ],
 )
@@ -169,3 +185,70 @@ def test_what_cannot_be_is_refused_before_the_first_entrant(
     refused: Command, place: Path, league: Path, change: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refused("league", write(place, **change)).words
+
+
+def test_an_interrupted_league_does_not_go_on_with_other_tasks(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entrants that have ended had the former ones."""
+    write(place, entrants=["sft"], num_seeds=2)
+
+    from rookery.compose.steps import feeds
+
+    def press(steps: Any, name: str) -> Any:
+        if name == "sft-1":
+            raise KeyboardInterrupt
+        return feeds(steps, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rookery.compose.league.run.feeds", press)
+        assert rookery("league", league, "--name", "l").code == 130
+    assert not (place / "runs/l.sft-1").exists()
+    rows = (place / "rows.jsonl").read_text()
+    (place / "rows.jsonl").write_text(rows.replace("w50", "w51"))
+    ended = rookery("runs", "resume", "l")
+    assert ended.code == 2 and "The data of rows changed since" in ended.words
+    (place / "rows.jsonl").write_text(rows)
+    assert rookery("runs", "resume", "l").code == 0
+
+
+def test_a_prompt_is_measured_as_the_search_asked_it(
+    rookery: Command,
+    place: Path,
+    league: Path,
+    drawn: list[SampleRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A field that only a child names is never filled in."""
+    (place / "first.txt").write_text("Answer.")
+    write_chat_model(place / "chat")
+    engine = {"model": "chat", "cache_gib": 0.01}
+    prompt = {"llm": {"max_tokens": 8}}
+    write(place, entrants=["prompt"], num_seeds=1, prompt="first.txt", engine=engine,
+          settings={"prompt": prompt})  # fmt: skip
+
+    from rookery.compose.league import measure
+
+    found = measure.find_results
+
+    def evolved(*words: Any) -> Any:
+        results, left_out = found(*words)
+        return [replace(one, prompt="As {{ prompt }} asks:") for one in results], left_out
+
+    monkeypatch.setattr("rookery.compose.league.run.find_results", evolved)
+    assert rookery("league", league, "--name", "l").code == 0
+    read = load_template(place / "chat").decode
+    assert any("As {{ prompt }} asks:" in read(request.prompt) for request in drawn)
+
+
+def test_a_failed_report_task_is_said_and_not_averaged_away(
+    rookery: Command, place: Path, league: Path
+) -> None:
+    tasks = load_taskset_file(str(place / "drawn.yaml")).split("report")
+    refusing = f"    if task.prompt == {tasks[0].prompt!r}:\n        raise ValueError('no')\n"
+    (place / "scorer.py").write_text(SCORER.replace("completion):\n", f"completion):\n{refusing}"))
+    write(place, entrants=["sft"], num_seeds=1)
+    ended = rookery("league", league, "--name", "l")
+    assert ended.code == 2 and "sft failed on 1 of the report tasks" in ended.words
+    rows = {row.name: row for row in read(place, "l").rows}
+    assert rows["sft"].mean is None and rows["sft"].runs[0].mean is None

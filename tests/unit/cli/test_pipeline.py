@@ -100,6 +100,8 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     [
         ({"first": student(init_from="run:second/trained"), "second": student()},
          "init_from of the step first takes from second, which is not an earlier step"),
+        ({"first": student(), "second": student(init_from="run:frist/trained")},
+         "init_from of the step second is run:frist/trained: there is no run"),
         ({"first": {"loop": "sfd"}}, "it should be 'evolve', 'genome', 'grpo', 'icm' or 'sft'"),
         ({"first": student(rnk=2)}, "the step first is not a valid config: rnk is not a key"),
         ({"../x": student()}, "Got the name of a step '../x'"),
@@ -116,6 +118,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     ("change", "sentence"),
     [
         ({"model": "nowhere/at/all"}, "There is no model folder nowhere/at/all"),
+        ({"adapters": ["a"]}, "report.adapters is set, and the report measures what the steps"),
         ({"weights": "int4", "dtype": "bfloat16"}, "weights is int4, which computes in float32"),
     ],
 )
@@ -164,6 +167,20 @@ def test_tasks_that_a_step_sees_are_refused_for_the_report(refused: Command, pla
     path = write(place, {"first": student()}, report="tasks.jsonl")
     ended = refused("pipeline", "run", path)
     assert "report tasks are also data of the step first" in ended.words
+
+
+def test_a_seen_task_is_known_as_a_chat_too(refused: Command, place: Path) -> None:
+    write_chat_model(place / "chat")
+    turn = {"role": "user", "content": "2 + 2 =  ?"}
+    for name, prompt in (
+        ("seen", "2 + 2 = ?"),
+        ("report", [{"role": "system", "content": "Be brief."}, turn]),
+    ):
+        row = {"prompt": prompt, "choices": ["4", "5"], "answer": "4"}
+        (place / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    path = write(place, {"first": student("seen.jsonl", model="chat")}, report="report.jsonl")
+    ended = refused("pipeline", "run", path)
+    assert "1 of 1 report tasks are also data of the step first" in ended.words
 
 
 def evolving(**changes: Any) -> dict[str, Any]:
@@ -234,3 +251,38 @@ def test_a_step_of_evolve_without_winners_says_what_there_is(rookery: Command, p
         path.write_text(yaml.safe_dump({"steps": steps}, sort_keys=False))
         ended = rookery("pipeline", "run", path, "--name", "flow")
     assert ended.code == 2 and "the run has no winners.jsonl. It has best" in ended.words
+
+
+def test_a_step_whose_run_cannot_have_its_name_is_refused_before_the_first_one(
+    refused: Command, place: Path, held_out: Path
+) -> None:
+    path = write(place, {"first": student(), "s" * 150: student()})
+    ended = refused("pipeline", "run", path, "--name", "f" * 60)
+    assert f"name of the run of the step {'s' * 150}" in ended.words
+
+
+def test_a_step_that_was_refused_is_begun_again(rookery: Command, place: Path) -> None:
+    """It leaves no run that would hold on to what was wrong."""
+    write_chat_model(place / "chat")
+    scorer = "def score(task, completion):\n    return float(len(completion.tokens) > 1)\n"
+    (place / "scorer.py").write_text(scorer.replace("return", "return wrong +"))
+    (place / "prompt.txt").write_text("Answer.")
+    taskset = {
+        "type": "jsonl",
+        "path": "tasks.jsonl",
+        "scorer": {"type": "python", "function": "scorer.py:score"},
+        "sampling": {"max_tokens": 2},
+    }
+    (place / "drawn.yaml").write_text(yaml.safe_dump(taskset))
+    settings = {
+        "max_iterations": 1,
+        "llm": {"max_tokens": 4},
+        "rookery": {"engine": {"model": "chat"}, "tasks": {"taskset": "drawn.yaml"}},
+    }
+    step = {"loop": "evolve", "values": {"program": "prompt.txt", "settings": settings}}
+    path = place / "flow.yaml"
+    path.write_text(yaml.safe_dump({"steps": {"only": step}}))
+    ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 2 and "name 'wrong' is not defined" in ended.words
+    (place / "scorer.py").write_text(scorer)
+    assert rookery("runs", "resume", "flow").code == 0

@@ -344,6 +344,7 @@ def test_a_reference_becomes_a_path_at_any_depth(runs_dir: Path) -> None:
         ("run:tuter/winner", r"init\.path is run:tuter/winner: there is no run .*run:tutor\?"),
         ("run:tutor/trained", r"the run has no trained\. It has sft\.jsonl, winner"),
         ("run:tutor/../tutor/winner", "the run has no"),
+        ("run:tutor//etc", "the run has no /etc"),
     ],
 )
 def test_a_reference_to_nothing_says_what_there_is(

@@ -20,21 +20,23 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rookery.compose.evaluation import anchored
-from rookery.compose.running import merge
+from rookery.compose.running import digest, digest_adapters, digest_models, join_digests, merge
 from rookery.compose.steps import StepConfig, StepsConfig
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, find_model, local_model
 from rookery.errors import TaskError
+from rookery.loops.evolve.program import read_program
 from rookery.runs import Run
 from rookery.runs.budget import BudgetConfig
 from rookery.tasks.scorers import ChoiceConfig
 from rookery.tasks.taskset import Taskset, load_taskset_file, taskset_config
 from rookery.tasks.template import Template, load_template
 from rookery.train.sft import sft_data
+from rookery.weights import read_adapter
 
 __all__ = [
     "BEST_OF_N",
@@ -47,6 +49,15 @@ __all__ = [
 EntrantName = Literal["sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm"]
 ENTRANTS: tuple[EntrantName, ...] = ("sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm")
 BEST_OF_N = "best_of_n"
+SHARED = ("budget", "engine", "model", "split", "taskset", "tasksets", "tokenizer")
+SHARED_BY_PROMPTS = (
+    "rookery.budget",
+    "rookery.engine",
+    "rookery.tasks.taskset",
+    "rookery.tokenizer",
+)
+SEEDS = ("random_seed", "seed")
+"""Keys that entrants have from the league: with others they would not be compared."""
 ITEMS, PROMPT = "items.jsonl", "prompt.txt"
 """What the run of a league holds for its entrants."""
 AS_IT_IS = "{{ prompt }}"
@@ -98,6 +109,19 @@ class LeagueConfig(Config):
             raise ValueError(f"entrants are {list(self.entrants)}: name each once")
         return self
 
+    @field_validator("settings")
+    @classmethod
+    def _are_own(cls, settings: dict[EntrantName, Any]) -> dict[EntrantName, Any]:
+        for name, own in settings.items():
+            shared = SHARED_BY_PROMPTS if name == "prompt" else SHARED
+            for key in (*shared, *SEEDS):
+                if _has(own, key):
+                    raise ValueError(
+                        f"settings.{name}.{key} is the league's: all entrants have the same model, "
+                        "tasks and budget, and the seeds of the league; leave it out"
+                    )
+        return settings
+
     def from_folder(self, folder: Path) -> Self:
         place = folder.absolute()
         return self.model_copy(
@@ -116,6 +140,15 @@ class LeagueConfig(Config):
         own = self.engine if isinstance(self.engine, EngineConfig) else None
         launch = None if self.engine.type != "fleet" else self.engine.launch
         return self.tokenizer or (own or launch or EngineConfig()).model
+
+
+def _has(document: Any, key: str) -> bool:
+    """Whether it has a dotted key."""
+    for part in key.split("."):
+        if not isinstance(document, Mapping) or part not in document:
+            return False
+        document = document[part]
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +187,22 @@ class League:
                 )
         folder = find_model(config.engine, tokenizer=config.tokenizer).path
         return cls(config, taskset, folder, load_template(folder))
+
+    @cached_property
+    def first_prompt(self) -> str:
+        """What evolution begins with: the fields that it names are those that are filled in."""
+        return AS_IT_IS if self.config.prompt is None else read_program(self.config.prompt).strip()
+
+    def digests(self) -> dict[str, str]:
+        """Of what all entrants read."""
+        rows = [*self.taskset.tasks, sorted(self.taskset.fields.items())]
+        founders = [read_adapter(path) for path in self.config.founders]
+        return join_digests(
+            {self.taskset.name: digest(rows)},
+            {"the first prompt": digest([self.first_prompt])},
+            {"founders": digest_adapters(founders)},
+            digest_models({"the model": self.folder}),
+        )
 
     @property
     def is_choice(self) -> bool:

@@ -29,6 +29,7 @@ from rookery.loops.comparison import (
     elected,
     mean_rewards,
     warn_of_batches,
+    warn_of_failed_tasks,
     warn_of_precision,
     warn_of_small_samples,
 )
@@ -57,7 +58,7 @@ from rookery.types import Adapter, Evaluation, Group, Task
 from rookery.ui.display import Bar, Display
 from rookery.weights import read_adapter
 
-__all__ = ["Result", "find_results", "open_measurement"]
+__all__ = ["Result", "engine_with_rank", "find_results", "open_measurement"]
 
 ROUND = "league/round"
 """One answer to every report task, of best_of_n."""
@@ -140,7 +141,7 @@ async def open_measurement(
     """Opens the engine; gives what measures the results and writes the report."""
     display.note(league.taskset.notes)
     ranks = [result.adapter.rank for result in results if result.adapter is not None]
-    config = _with_rank(league.config.engine, max(ranks, default=0))
+    config = engine_with_rank(league.config.engine, max(ranks, default=0))
     async with open_shown_engine(config, display) as engine:
 
         async def measure(run: Run) -> LeagueReport:
@@ -158,7 +159,8 @@ async def open_measurement(
         yield measure
 
 
-def _with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+def engine_with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+    """The engine that measures adapters; in this process it takes any."""
     if not isinstance(engine, EngineConfig):
         return engine
     return engine.model_copy(update={"max_rank": max(engine.max_rank, rank)})
@@ -212,8 +214,8 @@ class Measurement:
         return evaluation
 
     def _asked(self, prompt: str) -> list[Task]:
-        """The report tasks as a prompt asks them."""
-        form, _ = find_form(prompt, self._league.taskset)
+        """The report tasks as a prompt asks them, as the search did."""
+        form, _ = find_form(self._league.first_prompt, self._league.taskset)
         rows, is_chat = self._league.taskset.fields, self._league.template.chat
         return [
             form.ask(prompt, task, rows.get(task.id, {}), is_chat=is_chat) for task in self.tasks
@@ -323,6 +325,7 @@ class ReportParts:
             warnings=(
                 *taskset.notes,
                 *warn_of_small_samples(self._means),
+                *warn_of_failed_tasks(self._means),
                 *warn_of_batches(engine),
                 *warn_of_precision(self.league.config.engine),
             ),
@@ -408,7 +411,8 @@ class ReportParts:
         if votes is not None:
             spent = SpentRecord(drawn_tokens=votes.num_tokens)
             seconds, reason = votes.seconds, votes.stop_reason
-        rewards = list(self.measured[id].rewards.values())
+        measured = self.measured[id]
+        rewards = [] if measured.errors else list(measured.rewards.values())
         return LeagueRun(
             name=id,
             runs=result.runs,

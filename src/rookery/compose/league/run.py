@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.league.entrants import League, LeagueConfig
-from rookery.compose.league.measure import find_results, open_measurement
+from rookery.compose.league.measure import engine_with_rank, find_results, open_measurement
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -27,9 +27,12 @@ from rookery.compose.running import (
     digest_models,
     digest_scorers,
     finisher,
+    on_same_inputs,
     quiet_libraries,
 )
+from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
+from rookery.engines import require_adapters
 from rookery.errors import (
     AdapterError,
     ConfigError,
@@ -46,6 +49,8 @@ from rookery.ui.display import Display
 
 __all__ = ["LEAGUE", "run_league"]
 
+SHARED_INPUTS = "entrants.json"
+"""Digests of what all entrants read: one that begins later begins with the same."""
 FAILED = "league/failed"
 """The event that says why a step is left out."""
 
@@ -76,7 +81,9 @@ def _finish(config: LeagueConfig, open_run: OpenRun, display: Display) -> Outcom
         league.write_files(run)
         return league.steps(run.path)
 
-    again = take_steps(begin, open_run, display, take=partial(_take, league, display))
+    scorers = digest_scorers([league.taskset])
+    same = on_same_inputs(open_run, league.digests(), scorers, file=SHARED_INPUTS)
+    again = take_steps(begin, same, display, take=partial(_take, league, display))
     return finisher(partial(_plan, league))(config, again, display)
 
 
@@ -89,7 +96,10 @@ def _check(league: League) -> None:
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
     for name in steps.steps:
-        read_step(steps, name)
+        settings = read_step(steps, name)
+        if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
+            ranks = {f"The rank of {name}": settings.rank}
+            require_adapters(engine_with_rank(league.config.engine, settings.rank), ranks)
 
 
 def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:

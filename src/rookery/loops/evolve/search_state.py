@@ -239,6 +239,10 @@ class Spending:
                 self.dearest_answer_tokens = max(self.dearest_answer_tokens, each)
 
 
+MOST_UNANSWERED = 50
+"""What no model answers costs no tokens: a budget of them would never end the search."""
+
+
 @dataclass(slots=True)
 class SearchState:
     """One search: the evolution, or a baseline."""
@@ -263,6 +267,8 @@ class SearchState:
     spending: Spending = field(default_factory=Spending)
     answers: list[Answered] = field(default_factory=list)
     """In the order of decisions."""
+    num_unanswered: int = 0
+    """Attempts in a row for which no model answered."""
     learned: list[tuple[Learned, tuple[Arm, ...]]] = field(default_factory=list)
     """The trainings, with what the arms had earned by then."""
     first_best: str = ""
@@ -289,7 +295,11 @@ class SearchState:
     @property
     def stop_reason(self) -> str:
         """Why the search should stop; empty while it should not."""
-        return self.stopping.reason if self.num_decided >= self.extended_from else ""
+        if self.num_decided < self.extended_from:
+            return ""
+        if self.num_unanswered >= MOST_UNANSWERED:
+            return f"No model answered in {self.num_unanswered} iterations in a row."
+        return self.stopping.reason
 
     def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
         """Take in a program that the evolution starts from."""
@@ -371,6 +381,7 @@ class SearchState:
         self._note_answer(stages, member)
         if self.num_decided == self.extended_from:
             self.stopping = begin_again(self.stopping, self.best, config=self.stopping_config)
+            self.num_unanswered = 0
         return member
 
     def _tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
@@ -466,6 +477,8 @@ class SearchState:
             gain = 0.0 if member is None else max(0.0, member.score - plan.parent_score)
             answered = Answered(generated.answer, plan.mends or plan.parent, gain)
             self.answers.append(answered)
+        if planned.plan.operator != TUNE:
+            self.num_unanswered = 0 if generated.answer else self.num_unanswered + 1
 
     def _keep_arm(self, name: str) -> None:
         """A run that goes on may no longer ask a model that it asked before."""

@@ -366,16 +366,12 @@ class ProgramDatabase:
 # A search of prompts: each is best on some tasks.
 
 
-FRONT_SIZE = 100
-"""Prompts of the front: more than a search of prompts has iterations."""
-
-
 class ParetoDatabase(ProgramDatabase):
     """Parents are the programs that are best on some task, drawn by on how many they are."""
 
     def __init__(self, config: DatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()) -> None:
         super().__init__(config, seed=seed, arms=arms)
-        self._front = Front(size=FRONT_SIZE)
+        self._front = Front(size=None)
         self._parents: dict[str, Member] = {}
         """Those of the front, which the population may have forgotten."""
 

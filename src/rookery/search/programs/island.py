@@ -91,12 +91,14 @@ class Change:
 
 
 class Front:
-    """The programs that none dominates, at most `size` of them.
+    """The programs that none dominates, at most `size` of them; None: all.
 
     A full front drops its most crowded member. Of two with equal objectives the first one stays.
     """
 
-    def __init__(self, *, size: int, members: Mapping[str, Sequence[float]] | None = None) -> None:
+    def __init__(
+        self, *, size: int | None, members: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
         members = members or {}
         self._size = size
         self._ids = list(members)
@@ -125,7 +127,7 @@ class Front:
         removed = [self._ids[place] for place in np.flatnonzero(is_worse)]
         ids = [self._ids[place] for place in np.flatnonzero(~is_worse)]
         self._keep([*ids, id], np.vstack([self._values[~is_worse], values]))
-        if len(self._ids) > self._size:
+        if self._size is not None and len(self._ids) > self._size:
             removed.append(self._ids[int(np.argmin(self.distances))])
             self.discard(removed[-1])
         return Change(is_member=id in self, removed=tuple(one for one in removed if one != id))

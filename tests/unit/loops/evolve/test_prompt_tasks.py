@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forked import forked, run_code
 from loops.evolve.prompt_toy import (
@@ -23,7 +24,7 @@ from loops.evolve.prompt_toy import (
 from loops.evolve.toy import decided_states
 from marks import long
 
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, EngineError
 from rookery.loops.evolve.prompt_tasks import PromptForm, draw_minibatch, find_form
 from rookery.loops.evolve.report import export_population
 from rookery.reports import EvolveReport
@@ -129,6 +130,20 @@ async def test_a_budget_of_answer_tokens_has_room_for_the_choice(tmp_path: Path)
     assert report.tasks is not None and report.tasks.num_choice_tokens > 0
     assert "answer tokens allows no further iteration" in report.stop_reason
     assert limit / 2 < report.spent.drawn_tokens <= limit
+
+
+async def test_a_search_ends_where_no_model_answers(tmp_path: Path) -> None:
+    """It would spend nothing of its budget, and never end."""
+
+    def refuse(request: TextRequest) -> str:
+        raise EngineError("A prompt has 971 tokens; this model reads at most 199: shorten it.")
+
+    config = prompt_config(max_iterations=500, rookery={"budget": {"max_answer_tokens": 9_000}})
+    model = FakeTextModel(refuse, name="base")
+    report = await evolve_prompts(tmp_path, config, model=model)
+    assert report.stop_reason == "No model answered in 50 iterations in a row."
+    assert report.num_iterations < 60 and report.failures[0].kind == "model"
+    assert report.tasks is not None and report.tasks.chosen == "first1"
 
 
 async def test_a_scorer_that_raises_fails_the_prompt_and_not_the_run(tmp_path: Path) -> None:
@@ -270,6 +285,25 @@ def test_parents_are_best_on_some_task_by_on_how_many() -> None:
     drawn = [database.ask(attempt).parent for attempt in range(1, 401)]
     assert set(drawn) == {"many", "one"}, "neither what is dominated nor what is never the best"
     assert 2.0 < drawn.count("many") / drawn.count("one") < 4.5
+
+
+def test_no_prompt_that_is_best_on_a_task_is_forgotten() -> None:
+    """As a comparison of every two prompts has it."""
+    draw = np.random.default_rng(0).random((260, 20)) < 0.3
+    database = ParetoDatabase(DatabaseConfig(num_islands=1), seed=0)
+    for number, rewards in enumerate(draw.astype(float).tolist()):
+        database.tell(record(f"p{number}", *rewards, attempt=number))
+    front = [
+        f"p{number}"
+        for number, own in enumerate(draw)
+        if not any(
+            (other >= own).all() and ((other > own).any() or place < number)
+            for place, other in enumerate(draw)
+            if place != number
+        )
+    ]
+    parents = {database.ask(attempt).parent for attempt in range(1, 6001)}
+    assert parents == set(front) and len(front) > 100
 
 
 async def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
