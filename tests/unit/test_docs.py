@@ -5,8 +5,10 @@ import importlib.util
 import json
 import pkgutil
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -15,9 +17,19 @@ import yaml
 from notebooks import PAGES, Block, is_shown, notebook, read_page
 
 import rookery
+from rookery.compose.league.entrants import LeagueConfig
+from rookery.compose.pipeline import PipelineConfig
 from rookery.compose.running import KINDS
-from rookery.loops.evolve.config import RookeryConfig
+from rookery.compose.serve import ServeConfig
+from rookery.config import Config, parse_config
+from rookery.errors import ConfigError
+from rookery.loops.evolve.config import EvolveConfig, RookeryConfig
+from rookery.loops.genome.config import GenomeConfig
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.icm.config import IcmConfig
+from rookery.search.population import PopulationConfig
 from rookery.starters import DEMOS
+from rookery.tasks.taskset import HfConfig, JsonlConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -188,6 +200,41 @@ def test_what_a_page_imports_and_names_is_there(path: Path) -> None:
         assert pkgutil.resolve_name(name) is not None
     files = re.findall(r"`((?:src|tests|benchmarks|examples|configs|docker)/[\w./]+)`", text)
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+_LOOP = {"engine": {"model": "smollm2"}, "tasksets": [{"type": "jsonl", "path": "rows.jsonl"}]}
+_ITEMS = {"path": "items.jsonl", "prompt": "{{ item }} is", "labels": ["a", "b"]}
+CONFIGS: list[tuple[type[Config], dict[str, object]]] = [
+    (GenomeConfig, {**_LOOP, "init": {"type": "file", "path": "founders"}}),
+    (GrpoConfig, {**_LOOP, "steps": 1}),
+    (IcmConfig, {"engine": {"model": "smollm2"}, "data": _ITEMS}),
+    (EvolveConfig, {}),
+    (LeagueConfig, {}),
+    (PipelineConfig, {}),
+    (ServeConfig, {}),
+    (PopulationConfig, {}),
+    (JsonlConfig, {"path": "rows.jsonl"}),
+    (HfConfig, {}),
+]
+"""Each config that a page shows a part of, and the required keys that the part may leave out."""
+
+
+def _is_config(document: dict[str, object]) -> bool:
+    for config, required in CONFIGS:
+        with suppress(ConfigError):
+            parse_config(config, {**required, **document}, origin="the page")
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_configs_of_a_page_are_read_by_a_command(path: Path) -> None:
+    for _, block in re.findall(r"^( *)```yaml.*\n((?:.*\n)*?)\1```$", path.read_text(), re.M):
+        assert _is_config(yaml.safe_load(textwrap.dedent(block))), block
+
+
+def test_a_misspelt_key_is_no_config() -> None:
+    assert _is_config({"seed": 1}) and not _is_config({"sead": 1})
 
 
 def test_pages_are_short() -> None:

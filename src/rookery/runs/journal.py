@@ -432,7 +432,7 @@ class Journal:
             page, last = self._page(after)
             if after > last:
                 raise RunError(
-                    f"{self._path} ends at entry {last}, and the entries behind {after} are asked "
+                    f"{self._path} ends at entry {last}, and the entries after {after} are asked "
                     "for: it is older than the snapshot. Restore the run directory from a copy."
                 )
             if after == last:
@@ -440,7 +440,7 @@ class Journal:
             if not page or page[0].seq != after + 1:
                 cut = page[0].seq - 1 if page else last
                 raise RunError(
-                    f"{self._path} was cut through entry {cut}, and the entries behind {after} "
+                    f"{self._path} was cut through entry {cut}, and the entries after {after} "
                     "are asked for: load a newer snapshot."
                 )
             yield from page

@@ -180,7 +180,7 @@ def test_equal_digests_mean_equal_contexts(data: st.DataObject) -> None:
 
 
 def test_labels_must_be_one_token() -> None:
-    with pytest.raises(TaskError, match="is 2 tokens behind a prompt"):
+    with pytest.raises(TaskError, match="is 2 tokens after a prompt"):
         made_prompts([item("a"), item("b")], labels=["very good", "bad"])
 
 

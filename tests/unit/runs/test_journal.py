@@ -41,7 +41,7 @@ async def test_a_cut_journal_never_counts_again_and_tells_what_is_missing(tmp_pa
     journal.close()
     journal = Journal.open(tmp_path / "journal.db")
     assert list(journal.entries(after=5)) == [] and journal.last_seq == 5
-    with pytest.raises(RunError, match="was cut through entry 5, and the entries behind 3"):
+    with pytest.raises(RunError, match="was cut through entry 5, and the entries after 3"):
         list(journal.entries(after=3))
     assert await journal.append(b"y") == 6
     with pytest.raises(RunError, match="load a newer snapshot"):
@@ -118,7 +118,7 @@ async def test_a_cut_while_entries_are_read_is_told(
         entries = journal.entries(after=start)
         assert next(entries).seq == start + 1
         await journal.cut(through=through)
-        words = f"was cut through entry {through}, and the entries behind {start + 1} are"
+        words = f"was cut through entry {through}, and the entries after {start + 1} are"
         with pytest.raises(RunError, match=words):
             next(entries)
     journal.close()
@@ -127,7 +127,7 @@ async def test_a_cut_while_entries_are_read_is_told(
 async def test_numbers_beyond_the_last_entry_are_refused(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     await journal.append_many([b"x"] * 3)
-    with pytest.raises(RunError, match="ends at entry 3, and the entries behind 4"):
+    with pytest.raises(RunError, match="ends at entry 3, and the entries after 4"):
         next(journal.entries(after=4))
     with pytest.raises(RunError, match="through entry 4: the last is 3"):
         await journal.cut(through=4)

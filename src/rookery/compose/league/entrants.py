@@ -241,7 +241,7 @@ class League:
     def _unlabellable(self) -> str:
         tasks = self.taskset.split("search")
         if not all(isinstance(task.prompt, str) for task in tasks):
-            return "Prompts are chats, and labels are asked for behind texts."
+            return "Prompts are chats, and icm asks for a label after a text."
         choices = {frozenset(task.choices) for task in tasks}
         if len(choices) > 1 or not tasks[0].choices:
             return "The tasks have no choices in common, which labels would be."

@@ -1,6 +1,6 @@
 """Where a population starts: adapters from files, from zero, or from random numbers.
 
-init: {type: file, path: founders, pairs: 4}      # a folder of PEFT folders, and pair merges
+init: {type: file, path: founders, use: both}     # a folder of PEFT folders, and pair merges
 init: {type: zero, count: 8, rank: 8, layers: 4}  # delta W = 0, distinct by seed
 init: {type: random, count: 8, size: 0.001}       # small random deltas
 """

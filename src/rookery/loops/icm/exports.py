@@ -37,7 +37,7 @@ __all__ = [
 
 
 class LabelPairsConfig(Config):
-    """The label against every other label, behind the item's own prompt."""
+    """The label against every other label, after the item's own prompt."""
 
     type: Literal["label"] = "label"
 

@@ -54,7 +54,7 @@ class DataConfig(Config):
     prompt: str
     """jinja2 over an item's fields. It ends where the label begins, without a space at the end."""
     labels: tuple[str, ...] = Field(default=("True", "False"), min_length=2)
-    """Each must be one token behind the prompt and a space."""
+    """Each must be one token after the prompt and a space."""
     preamble: str = ""
     """A text before the first demonstration."""
     separator: str = "\n\n"

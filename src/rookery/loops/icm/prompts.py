@@ -111,7 +111,7 @@ def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
             raise TaskError(_do_not_join(item, label))
         if len(whole) != len(query) + 1:
             raise TaskError(
-                f"The label {label!r} is {len(whole) - len(query)} tokens behind a prompt; it must "
+                f"The label {label!r} is {len(whole) - len(query)} tokens after a prompt; it must "
                 "be one, the same in demonstrations and as the answer: take another word, such as "
                 "True, yes, A."
             )
