@@ -73,6 +73,13 @@ def test_the_table_filters_sorts_and_links_to_its_state(
     visit.close()
 
 
+def test_an_address_of_any_word_shows_the_runs(browser: Any, served: tuple[LivePage, Path]) -> None:
+    visit = Visit(browser, served[0].url, "#/constructor")
+    visit.see(".runs a.name", text="demo").click()
+    visit.see("h1", text="demo")
+    visit.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tab", ["", "?tab=curves", "?tab=events", "?tab=config"])
 def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
@@ -97,6 +104,7 @@ def test_programs_open_with_their_line_and_answers_are_text(
     visit.page.locator(".detail details").filter(has_text="first1").locator("summary").click()
     visit.see(".detail .code", text="x = 0")
     visit.see("td", text="Over 10 s.")
+    visit.see("summary", text="Iteration 2: 0.2")  # the winning line, though there is no report
     visit.page.goto(visit.origin + "#/run/train?step=3")
     visit.see(".completion-row.up", text="seven")
     visit.close()

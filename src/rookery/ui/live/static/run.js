@@ -14,7 +14,7 @@ import { progressBar, statusMark } from "./runs.js";
 import { grouped, mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
 
-const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView };
+const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
 const POINTS = 600;
 
 // All metrics, grouped by what stands before the slash.
@@ -142,7 +142,7 @@ class RunPage {
 
   // What a report has, live: the result, warnings, and what its loop shows.
   async openLoop(kind) {
-    const Loop = LOOP_VIEWS[kind] ?? CurvesView;
+    const Loop = LOOP_VIEWS.get(kind) ?? CurvesView;
     const [view, report] = await Promise.all(this.asked);
     this.view = mergeView(null, view);
     this.report = report;

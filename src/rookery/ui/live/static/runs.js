@@ -24,7 +24,7 @@ export function statusMark(row) {
 export function progressBar(progress, isRunning) {
   if (!progress) return null;
   const bar = h("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
-  const left = isRunning && isNumber(progress.left_s) && progress.done < progress.total ? `${duration(progress.left_s)} left, ` : "";
+  const left = isRunning && isNumber(progress.left_s) ? `${duration(progress.left_s)} left, ` : "";
   return h("span", { class: "progress" }, bar, h("span", { class: "note" }, left + progressWords(progress)));
 }
 
