@@ -316,6 +316,23 @@ def test_what_is_gone_is_told_and_seen_again_when_it_is_back(browser: Any, tmp_p
         one.close()
 
 
+def test_a_damaged_report_hides_no_other_part_of_its_run(browser: Any, tmp_path: Path) -> None:
+    report = make_genome(tmp_path, report={}) / "report.json"
+    whole = report.read_bytes()
+    report.write_bytes(whole[:200])
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/demo")
+        visit.see(".tab-body .trouble", text="report.json is damaged")
+        visit.page.get_by_role("link", name="Events").click()
+        visit.see(".events .key", text="founder-b")
+        visit.page.get_by_role("link", name="Overview").click()
+        visit.see(".tab-body .trouble")
+        report.write_bytes(whole)
+        visit.see(".number strong", text="0.910")
+        visit.complaints.clear()  # of the answers that were errors
+        visit.close()
+
+
 def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -191,6 +191,8 @@ LOOK_SHARE = 0.05
 """The part of a processor that looking takes at most: a thousand runs are seen every second."""
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading a file raises that is JSON, but not as a run writes it."""
+ROW_CHARACTERS = 1_000
+"""Of a text in a row: a list is sent whole. What an error said is whole in its event."""
 STOPPED_BY = ("KeyboardInterrupt", "CancelledError", "SystemExit")
 """What a run that is stopped in order ends with where its program says nothing of it."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
@@ -280,14 +282,14 @@ def describe_run(path: Path) -> dict[str, Any]:
     try:
         check_files(path)
         with Run.view(path) as run:
-            return _describe(run)
+            return {name: _cut(value) for name, value in _describe(run).items()}
     except (RookeryError, OSError, *MALFORMED) as error:
         reason = malformed(path, error) if isinstance(error, MALFORMED) else error
         return {
             "name": path.name,
             "kind": "",
             "status": "unreadable",
-            "reason": str(reason),
+            "reason": _cut(str(reason)),
             "model": "",
             "started_s": 0.0,
             "last_event_s": 0.0,
@@ -298,6 +300,13 @@ def describe_run(path: Path) -> dict[str, Any]:
             "spark": [],
             "spark_of": "",
         }
+
+
+def _cut(value: Any) -> Any:
+    """A value of a row, its texts no longer than anybody reads in a list."""
+    if isinstance(value, dict):
+        return {name: _cut(one) for name, one in value.items()}
+    return value[:ROW_CHARACTERS] if isinstance(value, str) else value
 
 
 def check_files(path: Path) -> None:
