@@ -73,6 +73,13 @@ def test_the_table_filters_sorts_and_links_to_its_state(
     visit.close()
 
 
+def test_an_address_of_any_word_shows_the_runs(browser: Any, served: tuple[LivePage, Path]) -> None:
+    visit = Visit(browser, served[0].url, "#/constructor")
+    visit.see(".runs a.name", text="demo").click()
+    visit.see("h1", text="demo")
+    visit.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tab", ["", "?tab=curves", "?tab=events", "?tab=config"])
 def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
@@ -97,6 +104,7 @@ def test_programs_open_with_their_line_and_answers_are_text(
     visit.page.locator(".detail details").filter(has_text="first1").locator("summary").click()
     visit.see(".detail .code", text="x = 0")
     visit.see("td", text="Over 10 s.")
+    visit.see("summary", text="Iteration 2: 0.2")  # the winning line, though there is no report
     visit.page.goto(visit.origin + "#/run/train?step=3")
     visit.see(".completion-row.up", text="seven")
     visit.close()
@@ -306,6 +314,23 @@ def test_what_is_gone_is_told_and_seen_again_when_it_is_back(browser: Any, tmp_p
     for one in (table, visit):
         one.complaints.clear()  # of what was not there
         one.close()
+
+
+def test_a_damaged_report_hides_no_other_part_of_its_run(browser: Any, tmp_path: Path) -> None:
+    report = make_genome(tmp_path, report={}) / "report.json"
+    whole = report.read_bytes()
+    report.write_bytes(whole[:200])
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/demo")
+        visit.see(".tab-body .trouble", text="report.json is damaged")
+        visit.page.get_by_role("link", name="Events").click()
+        visit.see(".events .key", text="founder-b")
+        visit.page.get_by_role("link", name="Overview").click()
+        visit.see(".tab-body .trouble")
+        report.write_bytes(whole)
+        visit.see(".number strong", text="0.910")
+        visit.complaints.clear()  # of the answers that were errors
+        visit.close()
 
 
 def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Path) -> None:

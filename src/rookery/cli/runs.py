@@ -7,6 +7,7 @@ from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
+from rich.markup import escape
 
 from rookery.cli.terminal import console, log_warnings, print_outcome, say
 from rookery.paths import expanded
@@ -77,12 +78,12 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
 
     details = show_run(_find(path, runs_dir))
     summary = details.summary
-    console.print(f"[bold]{summary.name}[/bold]  {summary.kind}, {summary.status}")
+    console.print(f"[bold]{escape(summary.name)}[/bold]  {escape(summary.kind)}, {summary.status}")
     if summary.message:
         say(summary.message)
     say(f"{summary.path}, {summary.size_bytes / 2**20:.1f} MB")
     console.print(f"started {_time(summary.started_s)}, last event {_time(summary.last_event_s)}")
-    console.print("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
+    say("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
     result = _result(summary.path)
     if result:
         page = summary.path / "report.html"
@@ -98,7 +99,7 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
             markup=False,
         )
     for name, value in sorted(details.latest_metrics.items()):
-        console.print(f"  {name} = {value:.6g}")
+        say(f"  {name} = {value:.6g}")
     console.print("config:")
     console.print_json(json.dumps(details.config))
 

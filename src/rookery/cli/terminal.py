@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
@@ -15,7 +14,7 @@ from rookery.config import parse_overrides
 from rookery.errors import ConfigError
 from rookery.paths import expanded
 from rookery.tasks.python_function import function_from_folder
-from rookery.ui.display import Display
+from rookery.ui.display import Display, PlainConsole
 
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
@@ -48,7 +47,7 @@ __all__ = [
 FUNCTIONS = ("*.function",)
 """Flags that name a Python function, of any command."""
 
-console = Console()
+console = PlainConsole()
 display = Display()
 
 
@@ -98,7 +97,7 @@ def _is_any(key: str, patterns: Sequence[str]) -> bool:
 def log_warnings() -> None:
     """Warnings as lines on stderr, whatever else is logged to files."""
     handler = RichHandler(
-        logging.WARNING, console=Console(stderr=True), show_path=False, show_time=False
+        logging.WARNING, console=PlainConsole(stderr=True), show_path=False, show_time=False
     )
     logging.basicConfig(
         level=logging.WARNING,

@@ -11,7 +11,7 @@ from rookery.runs.disk import Owner, is_locked, read_owner
 from rookery.runs.event_log import FORMER, Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.metrics import MetricsRow, read_metrics, read_rows
-from rookery.runs.run import EXTENDED, FINISHED, SET_ASIDE, Outcome, Run, RunView, Status
+from rookery.runs.run import EXTENDED, FINISHED, OPENED, SET_ASIDE, Outcome, Run, RunView, Status
 from rookery.runs.summary import (
     Attempt,
     AttemptLog,
@@ -30,6 +30,7 @@ __all__ = [
     "EXTENDED",
     "FINISHED",
     "FORMER",
+    "OPENED",
     "SET_ASIDE",
     "Attempt",
     "AttemptLog",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -29,6 +29,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
 from rookery.errors import RookeryError
@@ -38,14 +39,30 @@ from rookery.ui.time_left import PROGRESS, TimeLeft
 if TYPE_CHECKING:
     from rookery.fleet import LaunchProgress
 
-__all__ = ["Bar", "Display"]
+__all__ = ["Bar", "Display", "PlainConsole"]
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress in a log: a minute of it fits on a screen."""
 WRITE_EVERY_S = 1.0
 """Between two looks whether a run's file of progress is to be written."""
+_CONTROLS = (code for code in range(0x20) if chr(code) not in "\n\t")
+_TURNS = (0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {code: 0x2400 + code for code in _CONTROLS} | dict.fromkeys(_TURNS, 0xFFFD)
+"""Pictures of control characters, and a mark for those that have none."""
 _LINE = 70
 """Characters of a server's log line that are shown."""
+
+
+class PlainConsole(Console):
+    """A terminal on which all text is shown and none commands it, whoever wrote a name or an error:
+    the escape character becomes `␛`, and what turns the direction of writing a `�`."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_text = segment.control is None
+            yield segment._replace(text=segment.text.translate(_SHOWN)) if is_text else segment
 
 
 class Display:
@@ -53,7 +70,7 @@ class Display:
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self.is_quiet = is_quiet
-        self._console = Console(stderr=True, quiet=is_quiet)
+        self._console = PlainConsole(stderr=True, quiet=is_quiet)
 
     @property
     def _can_draw(self) -> bool:

@@ -48,6 +48,18 @@ def test_a_run_is_shown_by_name_or_path(rookery: Command, two_runs: Path) -> Non
     assert f'"taskset": "{two_runs / "tasks.jsonl"}"' in shown.replace("\n", "")
 
 
+def test_what_a_run_holds_commands_no_terminal(rookery: Command, place: Path) -> None:
+    """Models, programs and graders write errors, keys and names."""
+    evil = "\x1b]0;owned\x07\x9b2J\u202e[/bold]"
+    with Run.create(place / "runs", kind="eval", name="evil", config={"model": evil}) as run:
+        run.append_blocking("note", {}, key=evil)
+        run.log_metrics(1, {f"reward/{evil}": 0.5})
+        run.finish("failed", message=f"boom {evil}")
+    ended = rookery("runs", "show", "evil")
+    assert ended.code == 0 and "boom ␛]0;owned�2J�[/bold]" in ended.out
+    assert not set("\x1b\x07\x9b\u202e") & set(ended.out + ended.err)
+
+
 def test_a_list_at_80_columns_shows_whole_names_and_results(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

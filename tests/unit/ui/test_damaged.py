@@ -13,6 +13,7 @@ from ui.made_runs import make_eval, make_evolve, make_genome, make_icm
 from ui.test_live import Visitor
 
 from rookery.errors import RunError
+from rookery.runs import Run
 from rookery.ui.live.folder import DOCUMENT_BYTES, Curves, RunsFolder, spark
 from rookery.ui.live.reading import OpenRun, OpenRuns
 from rookery.ui.live.server import open_page
@@ -117,6 +118,16 @@ def test_a_long_error_is_cut_in_a_list_and_whole_in_its_event(tmp_path: Path) ->
         row[0] for row in programs.events(kind="attempt", text="timeout", offset=0, limit=9)["rows"]
     ]
     assert len(programs.event(seq)["payload"]["data"]["failure"]["message"]) > 5_000
+
+
+def test_a_long_text_of_one_run_does_not_fill_the_list(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="eval", name="fat", config={"model": "m" * 1_000_000}) as run:
+        run.log_metrics(0, {"reward/" + "m" * 100_000: 0.5})
+        run.finish("failed", message="boom " * 200_000)
+    folder = RunsFolder(tmp_path)
+    folder.refresh()
+    assert len(json.dumps(folder.changes())) < 6_000
+    assert folder.changes()["runs"][0]["reason"].startswith("boom boom")
 
 
 def test_the_grid_of_a_running_evolution_is_that_of_its_last_checkpoint(tmp_path: Path) -> None:

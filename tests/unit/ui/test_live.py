@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from asyncio import CancelledError
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
@@ -309,6 +311,24 @@ def test_a_run_that_lost_its_process_is_seen_though_no_file_changed(tmp_path: Pa
     run.close()  # without a word of its end
     folder.refresh()
     assert folder.changes()["runs"][0]["status"] == "killed"
+
+
+def test_a_run_that_goes_on_has_no_time_left_of_the_process_before(tmp_path: Path) -> None:
+    told = {"done": 9, "total": 40, "noun": "step", "left_s": 900.0}
+    with Run.create(tmp_path, kind="eval", name="one", config={}) as run:
+        run.write_json("progress.json", {**told, "time_s": time.time()})
+    with Run.open(tmp_path / "one") as run:
+        assert describe_run(run.path)["progress"] == {**told, "left_s": None}
+        run.write_json("progress.json", {**told, "time_s": time.time()})
+        assert describe_run(run.path)["progress"]["left_s"] > 890
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), CancelledError()])
+def test_what_stops_a_run_is_told_in_words(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), Run.create(tmp_path, kind="eval", name="one", config={}):
+        raise error
+    row = describe_run(tmp_path / "one")
+    assert (row["status"], row["reason"]) == ("stopped", "Stopped before its end.")
 
 
 def test_views_send_only_what_is_new(visitor: Visitor) -> None:

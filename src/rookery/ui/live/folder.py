@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.errors import RookeryError, RunError
-from rookery.runs import Run, RunView, find_runs, is_locked, read_rows
+from rookery.runs import OPENED, Run, RunView, find_runs, is_locked, read_rows
 from rookery.ui.time_left import PROGRESS
 
 __all__ = [
@@ -191,6 +191,10 @@ LOOK_SHARE = 0.05
 """The part of a processor that looking takes at most: a thousand runs are seen every second."""
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What reading a file raises that is JSON, but not as a run writes it."""
+ROW_CHARACTERS = 1_000
+"""Of a text in a row: a list is sent whole. What an error said is whole in its event."""
+STOPPED_BY = ("KeyboardInterrupt", "CancelledError", "SystemExit")
+"""What a run that is stopped in order ends with where its program says nothing of it."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
 
 
@@ -278,14 +282,14 @@ def describe_run(path: Path) -> dict[str, Any]:
     try:
         check_files(path)
         with Run.view(path) as run:
-            return _describe(run)
+            return {name: _cut(value) for name, value in _describe(run).items()}
     except (RookeryError, OSError, *MALFORMED) as error:
         reason = malformed(path, error) if isinstance(error, MALFORMED) else error
         return {
             "name": path.name,
             "kind": "",
             "status": "unreadable",
-            "reason": str(reason),
+            "reason": _cut(str(reason)),
             "model": "",
             "started_s": 0.0,
             "last_event_s": 0.0,
@@ -296,6 +300,13 @@ def describe_run(path: Path) -> dict[str, Any]:
             "spark": [],
             "spark_of": "",
         }
+
+
+def _cut(value: Any) -> Any:
+    """A value of a row, its texts no longer than anybody reads in a list."""
+    if isinstance(value, dict):
+        return {name: _cut(one) for name, one in value.items()}
+    return value[:ROW_CHARACTERS] if isinstance(value, str) else value
 
 
 def check_files(path: Path) -> None:
@@ -360,7 +371,8 @@ def _status(run: RunView) -> tuple[str, str]:
     if status != "interrupted":
         return STATES[status], message
     if ending is not None:
-        return "stopped", message.rstrip(": ") or "Stopped before its end."
+        is_told = message and message.partition(":")[0] not in STOPPED_BY
+        return "stopped", message if is_told else "Stopped before its end."
     return "killed", "Its process ended silently: killed, or the machine went down."
 
 
@@ -383,6 +395,9 @@ def _progress(run: RunView) -> dict[str, Any] | None:
     done, total, left_s = (told.get(key) for key in ("done", "total", "left_s"))
     if not total:
         return None
+    opened = run.last(OPENED)
+    if opened is not None and opened.time_s > told["time_s"]:
+        left_s = None  # what the process before foretold
     if left_s is not None:
         left_s = max(left_s - max(0.0, time.time() - told["time_s"]), left_s / 2)
     return {"done": min(done, total), "total": total, "noun": told["noun"], "left_s": left_s}
@@ -405,8 +420,8 @@ def _result(run: RunView) -> dict[str, Any] | None:
             number = {
                 k: gold.get(v) for k, v in (("mean", "accuracy"), ("low", "low"), ("high", "high"))
             }
-            measured = ", agreement with the true labels" if gold else ""
-            return {"label": f"{report.get('verdict', '')}{measured}", **number}
+            measured = "accuracy, " if gold else ""
+            return {"label": f"{measured}{report.get('verdict', '')}", **number}
         case "evolve":
             best = report.get("best")
             return {"label": "best score", "mean": best.get("score")} if best else None

@@ -7,6 +7,7 @@ import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
 import { openSource } from "./source.js";
 
+const OTHERS = new Map([["compare", showCompare], ["fleet", showFleet], ["service", showService]]);
 const main = document.getElementById("main");
 let shown = null;
 let turn = 0;
@@ -19,8 +20,8 @@ async function show(source) {
   const [kind, id] = place().parts;
   const run = source.isLive ? id : source.saved.id;
   try {
-    const others = { compare: showCompare, fleet: showFleet, service: showService };
-    const view = await (others[kind] ? others[kind](source, main) : run !== undefined ? showRun(source, main, run) : showRuns(source, main));
+    const other = OTHERS.get(kind);
+    const view = await (other ? other(source, main) : run !== undefined ? showRun(source, main, run) : showRuns(source, main));
     if (mine === turn) shown = view;
     else view.close();
   } catch (error) {

@@ -263,7 +263,7 @@ export function barChart({ label, height = 250, x, y = "", isLying = false, bars
       ? axis(colours, { type: "category", inverse: true, data: names, axisLabel: { color: colours.ink, fontSize: 12, interval: 0, width: Math.min(150, width * 0.36), overflow: "truncate" } })
       : axis(colours, { type: "category", name: x, nameGap: 28, data: names, axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } } });
     const byValue = isLying
-      ? axis(colours, { type: "value", name: x, nameGap: 26, min: most ? 0 : undefined, max: most, interval: most && most / 4, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact, hideOverlap: true }, splitLine: { show: true, lineStyle: { color: colours.line } } })
+      ? axis(colours, { type: "value", name: x, nameGap: 26, min: most ? 0 : undefined, max: most, interval: most && most / 4, axisLabel: { color: colours.muted, fontSize: 12, formatter: most ? tick : compact, hideOverlap: true }, splitLine: { show: true, lineStyle: { color: colours.line } } })
       : upright(colours, y, { scale: false, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, formatter: compact } });
     return {
       ...base,

@@ -16,7 +16,8 @@ export class EvalView {
     this.state = h("span", { class: "note" });
     this.box = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a task to read its answers."));
-    this.element = h("div", null, this.models, section("Answers", h("div", { class: "bar" }, this.filter, this.state), h("div", { class: "split" }, this.box, this.detail)));
+    this.answers = section("Answers", h("div", { class: "bar" }, this.filter, this.state), h("div", { class: "split" }, this.box, this.detail));
+    this.element = h("div", null, this.models, this.answers);
     this.update(view, report);
   }
 
@@ -76,6 +77,7 @@ export class EvalView {
     const tests = { wrong: (as) => as.some((a) => !isRight(a)), right: (as) => as.every(isRight), differ: (as) => new Set(as.map(([reward]) => reward)).size > 1, failed: (as) => as.some(([, isFailed]) => isFailed) };
     const measured = (answers) => Object.values(answers).map(([first]) => first); // the further ones are drawn for pass@k
     this.chosen = this.only ? this.tasks.filter(({ answers }) => tests[this.only](measured(answers))) : this.tasks;
+    this.answers.hidden = !this.tasks.length;
     this.state.textContent = `${count(this.chosen.length)} of ${count(this.tasks.length, "task")}`;
     this.table?.resize(this.chosen.length);
   }

@@ -49,6 +49,7 @@ export class EvolveView {
       section("The tree", lead("A column for each generation, higher is better. The line of the chosen program, or of the best, is in colour."), this.tree.box),
       this.winningLine, this.grids, this.islands, this.failures, this.models, this.costs);
     this.gridCharts = [];
+    this.lineOf = null;
     this.update(view, report);
     if (this.picked) this.pick(this.picked);
   }
@@ -69,6 +70,8 @@ export class EvolveView {
     this.drawIslands();
     this.drawModels(report);
     if (this.report !== report) this.drawReport(report);
+    if (!report.is_written && this.lineOf !== this.best?.id) this.drawWinningLine(this.line(this.best?.id).reverse());
+    this.lineOf = this.best?.id;
     this.arrange();
     this.score.redraw();
     this.tree.redraw();
@@ -82,17 +85,18 @@ export class EvolveView {
     const others = report.baselines.map((row) => [name(row), h("b", null, six(row.best)), count(row.num_iterations), count(row.num_failed)]);
     const onTasks = report.tasks ? section("On tasks that the search never saw", stringTable(report.summary, 0)) : "";
     this.results.replaceChildren(onTasks, others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [own, ...others])) : "");
-    this.drawWinningLine(report);
+    if (report.is_written) this.drawWinningLine(report.winning_line);
     this.drawGrid(report);
     const front = report.front.map((row) => [h("button", { class: "plain name", onclick: () => this.pick(row.id) }, row.id), count(row.iteration), ...report.objectives.map((one) => six(row.metrics[one]))]);
     this.costs.replaceChildren(
       front.length ? section(`The front of ${report.objectives.join(", ")}`, lead("Programs that no other beats in every objective."), table(["Program", ["Iteration"], ...report.objectives.map((one) => [one])], front)) : "",
-      section("Staleness and cost", Object.keys(report.staleness).length ? [lead("How many iterations were decided while one was on its way: what it could not see."), this.staleness.box] : emptyNote("No iteration is decided yet."), costsLine(report.summary.costs)));
+      report.is_written ? section("Staleness and cost", Object.keys(report.staleness).length ? [lead("How many iterations were decided while one was on its way: what it could not see."), this.staleness.box] : "", costsLine(report.summary.costs)) : "");
     this.staleness.redraw();
   }
 
-  drawWinningLine({ winning_line: line }) {
-    const step = (row) => folded([`Iteration ${count(row.iteration)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""], () => this.stepNode(row));
+  // From the report, or, before there is one, from the programs.
+  drawWinningLine(line) {
+    const step = (row) => folded([`Iteration ${count(row.iteration ?? row.number)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""], () => this.stepNode(row));
     this.winningLine.replaceChildren(section("The winning line", line.length ? [lead("From the first program to the best, each the parent of the next, with what was changed."), line.map(step)] : emptyNote("There is no best program yet.")));
   }
 
@@ -215,7 +219,7 @@ export class EvolveView {
     this.gridCharts = islands.map((island) => this.gridChart(cells.filter((c) => c.island === island && isNumber(c.score)), island, report, [Math.min(...scores), Math.max(...scores)]));
     const row = (c) => [`Island ${c.island}`, c.cell, h("button", { class: "plain", onclick: () => this.pick(c.program) }, c.program), six(c.score)];
     this.grids.replaceChildren(section("The grid", cells.length
-      ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}${report.is_written ? `, ${count(report.num_programs, "program")} kept` : ", as of the last checkpoint"}. Click a cell to read its program.`),
+      ? [lead(`The best program of each cell, by ${report.feature_dimensions.join(" and ")}; ${count(islands.length, "island")}${report.is_written ? `, ${count(report.num_programs, "program")} in the population` : ", as of the last checkpoint"}. The stronger the colour, the higher the score. Click a cell to read its program.`),
           h("div", { class: "panels" }, this.gridCharts.map((chart, k) => figure(`Island ${islands[k]}`, chart))),
           folded("Numbers", () => [table(["Island", "Cell", "Program", ["Score"]], cells.slice(0, LISTED_CELLS).map(row)), cells.length > LISTED_CELLS && emptyNote(`The first ${LISTED_CELLS} of ${count(cells.length)} cells; report.json has them all.`)])]
       : emptyNote(report.is_written ? "The grid is empty." : "The grid of kept programs comes with the first checkpoint.")));

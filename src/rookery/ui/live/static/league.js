@@ -1,7 +1,7 @@
 // A league: every entrant with what it earned and what it took, and every two of them.
 
 import { axis, Chart, frame, tip, upright } from "./charts.js";
-import { choice, emptyNote, figure, folded, h, lead, note, place, runLink, section, table } from "./dom.js";
+import { address, choice, emptyNote, figure, folded, h, lead, note, place, runLink, section, table } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { comparison, costsLine, scaleOf } from "./report.js";
 import { compact, count, interval, isNumber, score, seconds, signed } from "./words.js";
@@ -21,8 +21,9 @@ export class LeagueView extends EvalView {
     this.chart?.close();
     const rows = report.rows ?? [];
     if (!rows.length) {
-      const live = emptyNote("No result yet: each entrant is a run of its own in the list of runs. The report tasks are read once, when all have ended.");
-      this.models.replaceChildren(section("Entrants", live));
+      const own = decodeURIComponent(this.path.split("/")[1]);
+      const runs = this.source.isLive ? h("a", { href: address(["runs"], { q: `${own}.` }) }, "a run of its own") : "a run of its own";
+      this.models.replaceChildren(section("Entrants", emptyNote(["Each entrant is ", runs, "."])));
       return;
     }
     const base = rows.find(({ name }) => name === "base");

@@ -14,7 +14,7 @@ import { progressBar, statusMark } from "./runs.js";
 import { grouped, mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
 
-const LOOP_VIEWS = { genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView };
+const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
 const POINTS = 600;
 
 // All metrics, grouped by what stands before the slash.
@@ -83,8 +83,7 @@ class RunPage {
 
   async start() {
     library().catch(() => {}); // on its way while the run is read
-    if (this.tab === "overview") this.asked = ["view", "report"].map((part) => this.source.get(`${this.path}/${part}`));
-    this.asked?.forEach((answer) => answer.catch(() => {})); // whoever awaits them is told
+    this.ask();
     this.overview = await this.source.get(this.path);
     this.build();
     await this.open();
@@ -96,6 +95,11 @@ class RunPage {
     }, follow); // what it is told then says why the stream ended
     if (this.view?.isMore) follow();
     this.clock = setInterval(() => this.head(), 20000);
+  }
+
+  ask() {
+    if (this.tab === "overview") this.asked = ["view", "report"].map((part) => this.source.get(`${this.path}/${part}`));
+    this.asked?.forEach((answer) => answer.catch(() => {})); // whoever awaits them is told
   }
 
   tellLost(reason) {
@@ -116,7 +120,8 @@ class RunPage {
   head() {
     const { row } = this.overview;
     document.title = `${row.name} · Rookery`;
-    const told = [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)], ["Folder", row.path]];
+    const told = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // not of what cannot be read
+    told.push(["Folder", row.path]);
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
     const from = this.overview.made_from.map(({ run, part, id }, k) => [k ? ", " : "", id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run, `/${part}`]);
     if (from.length) told.unshift(["Made from", from]);
@@ -136,13 +141,13 @@ class RunPage {
     if (this.tab === "curves") this.part = new CurvesView(this);
     else if (this.tab === "events") this.part = new EventsView(this.source, this.id, counts);
     else if (this.tab === "config") this.part = { element: h("section", { "aria-label": "Config" }, jsonTree(config)) };
-    else this.part = await this.openLoop(row.kind);
+    else this.part = await this.openLoop(row.kind).catch((error) => ({ element: errorNote(error), isBroken: true })); // the other parts may be whole
     this.body.replaceChildren(this.part.element);
   }
 
   // What a report has, live: the result, warnings, and what its loop shows.
   async openLoop(kind) {
-    const Loop = LOOP_VIEWS[kind] ?? CurvesView;
+    const Loop = LOOP_VIEWS.get(kind) ?? CurvesView;
     const [view, report] = await Promise.all(this.asked);
     this.view = mergeView(null, view);
     this.report = report;
@@ -182,7 +187,10 @@ class RunPage {
   }
 
   async growPart(known) {
-    if (this.part instanceof EventsView) this.part.grow(this.overview.counts);
+    if (this.part.isBroken) {
+      this.ask();
+      await this.open();
+    } else if (this.part instanceof EventsView) this.part.grow(this.overview.counts);
     else if (this.part instanceof CurvesView) await this.part.update();
     else if (this.view && this.part.update) {
       this.view = mergeView(this.view, await this.source.get(`${this.path}/view`, { after: this.view.seq }));

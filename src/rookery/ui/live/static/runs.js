@@ -24,7 +24,7 @@ export function statusMark(row) {
 export function progressBar(progress, isRunning) {
   if (!progress) return null;
   const bar = h("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
-  const left = isRunning && isNumber(progress.left_s) && progress.done < progress.total ? `${duration(progress.left_s)} left, ` : "";
+  const left = isRunning && isNumber(progress.left_s) ? `${duration(progress.left_s)} left, ` : "";
   return h("span", { class: "progress" }, bar, h("span", { class: "note" }, left + progressWords(progress)));
 }
 
@@ -136,12 +136,13 @@ class RunsView {
     if (!row) return null;
     const pick = h("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target.checked) });
     const isRunning = row.status === "running";
+    const reason = (row.reason ?? "").replaceAll(`${this.folder}/${row.id}/`, ""); // what is wrong comes first
     return {
       cells: [
         pick,
         [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
         row.kind,
-        [statusMark(row), (!isRunning && row.reason && h("span", { class: "note reason" }, row.reason)) || progressBar(row.progress, isRunning)],
+        [statusMark(row), (!isRunning && reason && h("span", { class: "note reason" }, reason)) || progressBar(row.progress, isRunning)],
         resultCell(row),
         h("span", { title: row.spark_of || null }, sparkline(row.spark)),
         h("span", { title: clock(row.started_s) }, ago(row.started_s)),
