@@ -33,7 +33,7 @@ def test_a_policy_is_trained_on_a_taskset_of_verifiers(taskset: str, tmp_path: P
             "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
             "environment": {
                 "type": "verifiers", "python": PYTHON, "taskset": taskset,
-                "folder": str(TASKS), "max_token_len": 64, "batch_s": 120,
+                "folder": str(TASKS), "max_token_len": 64, "batch_s": 600,
             },
             "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 8},
             "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},

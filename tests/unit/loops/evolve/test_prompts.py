@@ -190,7 +190,7 @@ answer([manager.templates, manager.fragments])
     )
     texts, fragments = theirs
     ours = load_templates(PromptConfig())
-    assert set(ours.texts) == set(texts)
+    assert {*ours.texts} == {*texts, "reflection_system", "reflection_user"}
     used = {
         name
         for name in fragments
