@@ -61,8 +61,8 @@ __all__ = [
     "join_splits",
     "load_taskset",
     "load_taskset_file",
-    "options_start",
     "load_tasksets",
+    "options_start",
     "read_tasks",
     "taskset_config",
 ]
