@@ -49,7 +49,7 @@ from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of
-from rookery.tasks.taskset import Taskset, load_taskset_file
+from rookery.tasks.taskset import Taskset, load_taskset_file, options_start
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
@@ -161,11 +161,9 @@ def anchored(name: str, folder: Path) -> str:
 
     A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
     """
-    for end in (len(name), name.find("?")):
-        path = folder / os.path.expanduser(name[:end])
-        if end > 0 and os.path.exists(path):  # an option may be longer than a path
-            return f"{path.absolute()}{name[end:]}"
-    return name
+    end = options_start(name, folder)
+    path = folder / os.path.expanduser(name[:end])
+    return f"{path.absolute()}{name[end:]}" if end and os.path.exists(path) else name
 
 
 @dataclass(frozen=True, slots=True)

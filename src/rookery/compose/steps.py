@@ -129,6 +129,11 @@ def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display)
         kind.start(settings, {}, name=path.name, runs_dir=runs_dir, progress=not is_quiet)
         return
     with Run.view(path) as run:
+        if run.kind != kind.name:
+            raise RunError(
+                f"{path} is a run of kind {run.kind}, and the step {name} of {kind.name}: remove "
+                "it, or give the whole another --name."
+            )
         before = parse_config(kind.config, run.config, origin=str(path / "config.json"))
         changes = find_changes(*(each.model_dump(mode="json") for each in (before, settings)))
         changes.pop("output", None)  # of an evolve step that was moved
@@ -195,7 +200,7 @@ def _read_evolve_step(
 def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[str, Any]]:
     """A step's file, if it has one, and its config as it is written."""
     step = config.steps[name]
-    file = None if step.config is None else config.folder / step.config
+    file = None if step.config is None else config.folder / step.config.expanduser()
     document = {} if file is None else read_document(file)
     if step.loop == "evolve":
         document = {"settings": document}

@@ -62,6 +62,7 @@ __all__ = [
     "load_taskset",
     "load_taskset_file",
     "load_tasksets",
+    "options_start",
     "read_tasks",
     "taskset_config",
 ]
@@ -505,8 +506,8 @@ def taskset_config(spec: str) -> TasksetConfig:
         if not rest.startswith("//datasets/") or not dataset:
             raise TaskError(f"Got {spec!r}; a dataset of the hub is hf://datasets/ID.")
         return _parsed("hf", {"dataset": dataset}, pairs, spec)
-    place, pairs = (spec, []) if os.path.exists(os.path.expanduser(spec)) else _query(spec)
-    path = expanded(place)
+    end = options_start(spec)
+    path, pairs = expanded(spec[:end]), parse_qsl(spec[end + 1 :])
     if not path.exists():
         raise TaskError(
             f"There is no taskset {spec}.{near_path(path)} A taskset is a .jsonl, .csv, .json or "
@@ -517,6 +518,18 @@ def taskset_config(spec: str) -> TasksetConfig:
     if path.suffix in LOCAL_FORMATS or path.is_dir():
         return _parsed("hf", {"dataset": str(path)}, pairs, spec)
     return _read_config(path, pairs)
+
+
+def options_start(spec: str, folder: Path = Path()) -> int:
+    """Where the options of a file or a folder begin; its length if it has none. Names hold `?`
+    too: what is there comes first."""
+    ends = [place for place, char in enumerate(spec) if char == "?"]
+    found = (end for end in (len(spec), *ends) if end and _is_there(folder, spec[:end]))
+    return next(found, ends[0] if ends else len(spec))
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    return os.path.exists(folder / os.path.expanduser(name))  # an option may be too long for a path
 
 
 def _query(text: str) -> tuple[str, list[tuple[str, str]]]:

@@ -93,6 +93,11 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     other = write(place, {"first": student(seed=5)})
     ended = rookery("pipeline", "run", other, "--name", "f")
     assert ended.code == 2 and "was made with another seed" in ended.words
+    shutil.rmtree(place / "runs/f")
+    values = {"tasksets": [{"type": "jsonl", "path": "tasks.jsonl"}]}
+    other_loop = {"first": {"loop": "grpo", "values": values}}
+    ended = rookery("pipeline", "run", write(place, other_loop), "--name", "f")
+    assert ended.code == 2 and "is a run of kind sft, and the step first of grpo" in ended.words
 
 
 @pytest.mark.parametrize(

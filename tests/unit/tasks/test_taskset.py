@@ -329,6 +329,9 @@ def test_any_value_of_the_config_follows_the_name_of_a_file(tmp_path: Path) -> N
     path = write(tmp_path / "data.jsonl", MIXED)
     assert len(load_taskset_file(f"{path}?bad_rows=skip").tasks) == 2
     assert len(load_taskset_file(f"{path}?bad_rows=skip&limit=1").tasks) == 1
+    asking = path.with_name("what?.jsonl")
+    asking.write_bytes(path.read_bytes())
+    assert len(load_taskset_file(f"{asking}?bad_rows=skip&limit=1").tasks) == 1
     with pytest.raises(ConfigError, match=r"bad_row is not a key\. Did you mean bad_rows"):
         load_taskset_file(f"{path}?bad_row=skip")
     strange = write(tmp_path / "what?limit=x.jsonl", [GOOD])

@@ -33,7 +33,12 @@ from rookery.loops.evolve.program import read_program
 from rookery.runs import Run
 from rookery.runs.budget import BudgetConfig
 from rookery.tasks.scorers import ChoiceConfig
-from rookery.tasks.taskset import Taskset, load_taskset_file, taskset_config
+from rookery.tasks.taskset import (
+    Taskset,
+    load_taskset_file,
+    options_start,
+    taskset_config,
+)
 from rookery.tasks.template import Template, load_template
 from rookery.train.sft import sft_data
 from rookery.weights import read_adapter
@@ -293,8 +298,9 @@ class League:
     @property
     def _hidden(self) -> str:
         """The taskset without its report tasks, as a command names it."""
-        mark = "&" if "?" in self.config.taskset else "?"
-        return f'{self.config.taskset}{mark}splits.hidden=["report"]'
+        taskset = self.config.taskset
+        mark = "?" if options_start(taskset) == len(taskset) else "&"
+        return f'{taskset}{mark}splits.hidden=["report"]'
 
     @property
     def _asked(self) -> dict[str, Any]:
