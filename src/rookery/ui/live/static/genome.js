@@ -150,7 +150,7 @@ export class GenomeView {
   droppedRow(index) {
     const c = this.out[index];
     if (!c) return null;
-    const why = c.error || `dropped after ${count(c.num_tasks)} of ${count(this.facts.num_tasks)} tasks`;
+    const why = c.error || `after ${count(c.num_tasks)} of ${count(this.facts.num_tasks)} tasks`;
     return { onclick: () => this.pick(c.id), cells: [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
   }
 

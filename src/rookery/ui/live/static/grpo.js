@@ -49,7 +49,7 @@ export class GrpoView {
     this.colour = choice("Colour", [["", "coloured by advantage"], ["gap", "coloured by gap"]], place().query.get("colour") ?? "", (colour) => { note({ colour }); this.drawStep(); });
     this.element = h("div", null,
       this.results,
-      section("The training", lead("The mean reward of the answers that were drawn in each step with its spread, and of the checkpoints on the select tasks. Drag to move, Ctrl and wheel to zoom, double-click for all."), this.reward, this.panels, this.constants, this.selects, this.costs),
+      section("The training", lead("The mean reward of the answers that were drawn in each step, give or take one standard deviation, and of the checkpoints on the select tasks. The two may differ: training draws at its own temperature. Drag to move, Ctrl and wheel to zoom, double-click for all."), this.reward, this.panels, this.constants, this.selects, this.costs),
       section("Completions of a step", h("div", { class: "bar" }, this.slider, this.stepName, this.order, this.colour), this.answers));
     this.wanted = place().query.get("step");
     this.update(view, report);
