@@ -331,7 +331,7 @@ def evaluate(
     dtype
         Number type; `auto` is float32 on the CPU.
     weights
-        `int4` rounds the weights of linear layers to 4 bit, on an Arm CPU.
+        `int4` rounds the weights of linear layers to 4 bit, on a CPU under Linux.
     fleet
         URLs of vLLM servers with this model, each with its own --fleet, or a config to start some.
     service

@@ -178,6 +178,7 @@ class EngineLearner:
             write=partial(write_adapter, adapter),
             num_rows=len(data),
             num_tokens=own.epochs * sum(len(input_tokens(one)) for one in data),
+            num_answer_tokens=own.epochs * sum(len(one.targets) for one in data),
             seconds=time.perf_counter() - began,
             loss=steps[-1].loss,
         )

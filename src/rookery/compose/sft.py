@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +37,16 @@ from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template
-from rookery.train.sft import SftConfig, SftStep, SftTraining, count_steps, prepare_sft, sft_data
-from rookery.types import Adapter
+from rookery.train.sft import (
+    SftConfig,
+    SftStep,
+    SftTraining,
+    count_steps,
+    find_cut,
+    prepare_sft,
+    sft_data,
+)
+from rookery.types import Adapter, Datum
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 
@@ -96,7 +104,8 @@ def run_sft(
         model, taskset, out, config=config, name=name, runs_dir=runs_dir, progress=progress,
         **values,
     )  # fmt: skip
-    return read_adapter(outcome.path / TRAINED)
+    name = TRAINED if out is None else Path(out).name
+    return replace(read_adapter(outcome.path / TRAINED), name=name)
 
 
 def start_sft(
@@ -219,7 +228,7 @@ def _loop(
     data = training.data
 
     async def finish(run: Run, adapter: Adapter) -> SftReport:
-        report = await run_in_thread(_write, run, config, taskset, adapter, num_rows=len(data))
+        report = await run_in_thread(_write, run, config, taskset, adapter, data=data)
         await forget(run.path / CHECKPOINTS)
         await run_in_thread(shutil.rmtree, run.path / CHECKPOINTS, ignore_errors=True)
         return report
@@ -238,10 +247,14 @@ def _loop(
                 run.log_metrics(step.step, _metrics(step))
 
             budget, num_done = Budget(config.budget, run), len(run.metrics())
+
+            async def has_room(step: int) -> bool:
+                if step % config.save_every == 0:  # that long it has worked if it is killed
+                    await run.append("training", {"step": step}, key=str(step))
+                return await budget.has_room(step, num_done=num_done)
+
             adapter = await training.run(
-                checkpoints=run.path / CHECKPOINTS,
-                on_step=stepped,
-                has_room=lambda step: budget.has_room(step, num_done=num_done),
+                checkpoints=run.path / CHECKPOINTS, on_step=stepped, has_room=has_room
             )
         return await finish(run, adapter)
 
@@ -272,7 +285,7 @@ def _find_trained(run: Run, config: SftRunConfig) -> Adapter | None:
 
 
 def _write(
-    run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, num_rows: int
+    run: Run, config: SftRunConfig, taskset: Taskset, adapter: Adapter, *, data: Sequence[Datum]
 ) -> SftReport:
     """The adapter and the report."""
     run.write_folder(TRAINED, lambda folder: write_adapter(adapter, folder))
@@ -287,11 +300,11 @@ def _write(
         taskset=taskset.name,
         split=config.split,
         seed=config.seed,
-        num_rows=num_rows,
+        num_rows=len(data),
         num_steps=len(rows),
         num_tokens=num_tokens,
         spent=SpentRecord(trained_tokens=num_tokens),
-        stop_reason=Budget(config.budget, run).stop_reason,
+        stop_reason=Budget(config.budget, run).stop_reason or find_cut(data, config),
         first_loss=rows[0].values["train/loss"] if rows else None,
         last_loss=rows[-1].values["train/loss"] if rows else None,
         rank=adapter.rank,

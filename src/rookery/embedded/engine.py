@@ -119,7 +119,7 @@ class EngineConfig(Config):
     """`auto` is float32 on the CPU and the model's own type on a GPU."""
     weights: Literal["auto", "int4"] = "auto"
     """`auto` has them in `dtype`. `int4` rounds those of linear layers to 4 bit, in groups of 32:
-    on an Arm CPU, in float32 besides, not for training."""
+    on a CPU under Linux, in float32 besides, not for training."""
     max_rows: int = Field(default=64, ge=1)
     """How many sequences are decoded together."""
     max_rank: int = Field(default=64, ge=1)

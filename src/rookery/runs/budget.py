@@ -16,7 +16,13 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.runs.run import Run
 
-__all__ = ["Budget", "BudgetConfig", "find_hours_over", "find_stop_reason"]
+__all__ = [
+    "Budget",
+    "BudgetConfig",
+    "find_hours_over",
+    "find_stop_reason",
+    "find_tokens_over",
+]
 
 BUDGET = "budget"
 """The event that says where a budget ended."""
@@ -44,6 +50,14 @@ def find_hours_over(budget: BudgetConfig, *, elapsed_s: float) -> str:
     return f"The budget of {budget.max_hours:g} hours is over."
 
 
+def find_tokens_over(budget: BudgetConfig, tokens: int) -> str:
+    """Why a round may not begin that would bring the run to so many; empty where it may."""
+    most = budget.max_answer_tokens
+    if most is None or tokens <= most:
+        return ""
+    return f"The budget of {most:,} answer tokens has no room for more."
+
+
 def find_stop_reason(run: Run) -> str:
     """Why the first part of a run ended early; empty where none did."""
     return next((str(event.payload["reason"]) for event in run.events(BUDGET)), "")
@@ -62,7 +76,7 @@ class Budget:
     ) -> None:
         """`elapsed_s` tells the seconds of that part; None: those of the run."""
         self._config, self._run, self._key = config, run, key
-        self._elapsed_s = elapsed_s or (lambda: run.worked_s)
+        self._elapsed_s = elapsed_s or (lambda: run.elapsed_s)
         self._end = run.get(BUDGET, key)
 
     @property
@@ -84,7 +98,5 @@ class Budget:
         return not reason
 
     def _find_exhausted(self, tokens: int) -> str:
-        most = self._config.max_answer_tokens
-        if most is not None and tokens > most:
-            return f"The budget of {most:,} answer tokens has no room for more."
-        return find_hours_over(self._config, elapsed_s=self._elapsed_s())
+        over = find_tokens_over(self._config, tokens)
+        return over or find_hours_over(self._config, elapsed_s=self._elapsed_s())

@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -356,6 +357,12 @@ class Run(RunView):
         self._lock.check()
         self._log.set_aside(kinds, keep=keep, key=key)
         self._log.append(SET_ASIDE, {"kinds": sorted(kinds)})
+
+    @property
+    def elapsed_s(self) -> float:
+        """`worked_s` up to now: the last event may be long ago."""
+        newest = self.last() or self.created
+        return self.worked_s + max(0.0, time.time() - newest.time_s)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append {"area/name": number} of a step to metrics.jsonl. See `runs/metrics.py`."""

@@ -14,7 +14,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from pydantic import Field
 
 from rookery.errors import TaskError, TrainError
 from rookery.ports import Trainees, Trainer
-from rookery.runs.budget import BudgetConfig
+from rookery.runs.budget import BudgetConfig, find_tokens_over
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.template import Template
@@ -46,6 +46,7 @@ __all__ = [
     "RemoteTrainer",
     "SftConfig",
     "SftStep",
+    "find_cut",
     "prepare_sft",
     "prepare_sft_elsewhere",
     "sft",
@@ -309,7 +310,28 @@ def count_steps(data: Sequence[Datum], config: SftConfig) -> int:
     return len(_batches(data, config))
 
 
+def find_cut(data: Sequence[Datum], config: SftConfig) -> str:
+    """Why a budget of answer tokens leaves out steps; empty where it leaves out none."""
+    spent = 0
+    for number, batch in enumerate(_planned(data, config)):
+        spent += _count_answer_tokens(data, batch)
+        if number and (over := find_tokens_over(config.budget, spent)):
+            return over
+    return ""
+
+
 def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
+    """The rows of each step that a budget of answer tokens has room for, one step at least."""
+    batches, spent = list[list[int]](), 0
+    for batch in _planned(data, config):
+        spent += _count_answer_tokens(data, batch)
+        if batches and find_tokens_over(config.budget, spent):
+            break
+        batches.append(batch)
+    return batches
+
+
+def _planned(data: Sequence[Datum], config: SftConfig) -> Iterator[list[int]]:
     """The rows of each step."""
     sizes = [len(input_tokens(datum)) for datum in data]
     epochs = config.epochs if config.steps is None else None
@@ -317,19 +339,11 @@ def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
     batches = order_batches(
         sizes, rows=rows, batch_size=config.batch_size, batch_tokens=config.batch_tokens
     )
-    return list(_within(config.budget, islice(batches, config.steps), data))
+    return islice(batches, config.steps)
 
 
-def _within(
-    budget: BudgetConfig, batches: Iterable[list[int]], data: Sequence[Datum]
-) -> Iterator[list[int]]:
-    """The batches that a budget of answer tokens has room for, one at least."""
-    most, spent = budget.max_answer_tokens, 0
-    for number, batch in enumerate(batches):
-        spent += sum(weight != 0.0 for row in batch for weight in data[row].weights)
-        if most is not None and spent > most and number:
-            return
-        yield batch
+def _count_answer_tokens(data: Sequence[Datum], batch: Sequence[int]) -> int:
+    return sum(weight != 0.0 for row in batch for weight in data[row].weights)
 
 
 def _mean_weights(batch: Sequence[Datum]) -> tuple[Datum, ...]:

@@ -22,7 +22,9 @@ from rookery.loops.genome.founders import RandomInit
 from rookery.loops.icm import IcmConfig
 from rookery.reports import GenomeReport
 from rookery.runs import Run
+from rookery.train import LoraTrainer
 from rookery.train.sft import SftConfig
+from rookery.types import OptimStep
 from rookery.ui.display import Display
 
 CONFIG = """\
@@ -183,11 +185,46 @@ def test_values_are_laid_over_a_training_config(place: Path) -> None:
         rank=2,
         progress=False,
     )
+    assert adapter.name == "x"
     assert (
         adapter.rank == 2 and len({name.split(".layers.")[1][0] for name in adapter.factors}) == 1
     )
     with pytest.raises(ConfigError, match=r"rnk is not a key\. Did you mean rank"):
         rookery.run_sft("tiny", "tasks.jsonl", "out/y", config=SftConfig(steps=1), rnk=2)
+
+
+def test_a_budget_ends_a_training_and_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours are counted up to now, and up to the last state of a process that was killed."""
+    step, seconds = LoraTrainer.optim_step, [1_000_000.0]
+    num_steps = 0
+
+    async def slow(self: LoraTrainer, wanted: list[OptimStep]) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            raise KeyboardInterrupt
+        seconds[0] += 1200
+        return await step(self, wanted)
+
+    def train(name: str, **budget: float) -> tuple[int, str]:
+        settings = SftConfig(steps=9, rank=2, layers=1, batch_size=1, save_every=1)
+        rookery.run_sft(
+            "tiny", "tasks.jsonl", "out/x", config=settings, name=name, budget=budget,
+            progress=False,
+        )  # fmt: skip
+        report = json.loads((place / "runs" / name / "report.json").read_text())
+        return report["num_steps"], report.get("stop_reason", "")
+
+    monkeypatch.setattr(LoraTrainer, "optim_step", slow)
+    monkeypatch.setattr("time.time", lambda: seconds[0])
+    with pytest.raises(KeyboardInterrupt):
+        train("late", max_hours=1.2)
+    assert rookery.resume(place / "runs/late", progress=False).report.num_steps == 4
+    report = json.loads((place / "runs/late/report.json").read_text())
+    assert report["stop_reason"] == "The budget of 1.2 hours is over."
+    said = "The budget of 5 answer tokens has no room for more."
+    assert train("cut", max_answer_tokens=5) == (2, said), "a word and the end of the answer each"
+    assert train("whole", max_answer_tokens=18) == (9, "")
 
 
 def test_a_training_does_not_go_on_with_another_model(

@@ -76,6 +76,18 @@ async def test_grpo_ends_with_a_checkpoint_before_a_step_that_does_not_fit(
     assert not none.steps and none.chosen_step == 0
 
 
+async def test_grpo_counts_every_checkpoint_that_it_measures(
+    grpo: Callable[..., Any], grpo_inputs: Inputs
+) -> None:
+    [taskset] = grpo_inputs.document()["tasksets"]
+    splits = {"search": 0.25, "select": 0.5, "report": 0.25}
+    often = {"save_every": 1, "steps": 4, "tasksets": [{**taskset, "splits": splits}]}
+    whole = await grpo("whole", **often)
+    for limit in range(200, whole.spent.tokens, 30):
+        cut = await grpo(f"cut{limit}", **often, budget={"max_answer_tokens": limit})
+        assert cut.spent.tokens <= limit and "has no room" in cut.stop_reason
+
+
 def test_a_sweep_has_steps_and_no_budget(grpo_inputs: Inputs) -> None:
     document = grpo_inputs.document(sweep={"seeds": 2}, budget=OVER)
     with pytest.raises(ValueError, match="sweep trains many to the same step"):
@@ -94,6 +106,22 @@ async def test_genome_ends_before_a_generation_that_does_not_fit(genome: Genome)
         assert bool(cut.stop_reason) == (limit < whole.spent.tokens)
     none = await run("none", budget=OVER)
     assert len(none.generations) == 1 and none.rows, "the founders, and a report of them"
+
+
+async def test_a_population_is_counted_with_its_centre_and_the_last_one(genome: Genome) -> None:
+    """Members see two tasks and a centre sees all 64: most of the answers are the centres'."""
+    population = {"type": "es", "steps": 4, "population": 4, "rank": 1, "tasks_per_step": 2}
+    children = {"size": 4, "children": {"count": 4}}
+    stages = [population, {"type": "ga", "generations": 1, "population": children}]
+    whole = (await genome("whole", stages=stages, race={"enabled": False})).report
+    num_generations = set()
+    for limit in (360, 450, 585, 650, whole.spent.tokens - 1):
+        budget = {"max_answer_tokens": limit}
+        named = {"stages": stages, "race": {"enabled": False}, "budget": budget}
+        cut = (await genome(f"cut{limit}", **named)).report
+        assert cut.spent.tokens <= limit and "has no room" in cut.stop_reason
+        num_generations.add(len(cut.generations))
+    assert len(num_generations) > 2, "and what fits is begun"
 
 
 async def test_icm_gives_every_search_an_equal_share(tmp_path: Path) -> None:

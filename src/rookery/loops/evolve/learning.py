@@ -55,6 +55,8 @@ class Trained:
     """Puts it into a folder."""
     num_rows: int
     num_tokens: int
+    num_answer_tokens: int
+    """Those of them that are learned."""
     seconds: float
     loss: float
 
@@ -185,6 +187,7 @@ class Learning:
             learned,
             num_rows=trained.num_rows,
             num_tokens=trained.num_tokens,
+            num_answer_tokens=trained.num_answer_tokens,
             seconds=trained.seconds,
             loss=trained.loss,
         ), trained

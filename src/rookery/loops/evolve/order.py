@@ -181,8 +181,8 @@ def find_exhausted(
     num_begun = num_open + 1
     prompt = spending.prompt_tokens + num_begun * spending.dearest_prompt_tokens
     answer = spending.completion_tokens + num_begun * spending.dearest_completion_tokens
-    most = budget.max_answer_tokens
-    if most is not None and answer + spending.training_tokens + spending.choice_tokens > most:
+    most, trained = budget.max_answer_tokens, spending.training_answer_tokens
+    if most is not None and answer + trained + spending.choice_tokens > most:
         return f"The budget of {most} answer tokens allows no further iteration."
     max_tokens, max_usd, usd = budget.max_tokens, budget.max_usd, _price(prompt, answer, budget)
     if max_tokens is not None and prompt + answer + spending.training_tokens > max_tokens:

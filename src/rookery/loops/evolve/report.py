@@ -257,7 +257,7 @@ def _tokens(spending: Spending) -> TokensRecord:
 def _spent(spending: Spending, tasks: TasksReport | None) -> SpentRecord:
     return SpentRecord(
         drawn_tokens=spending.completion_tokens + (tasks.num_choice_tokens if tasks else 0),
-        trained_tokens=spending.training_tokens,
+        trained_tokens=spending.training_answer_tokens,
     )
 
 

@@ -165,6 +165,8 @@ class Learned:
     num_rows: int = 0
     num_tokens: int = 0
     """Of all epochs."""
+    num_answer_tokens: int = 0
+    """Those of them that are learned."""
     seconds: float = 0.0
     loss: float | None = None
     """Per token, of the last step."""
@@ -193,6 +195,8 @@ class Spending:
     """Evaluations that tuned numbers."""
     training_tokens: int = 0
     """Of `rookery.learn`."""
+    training_answer_tokens: int = 0
+    """Those of them that are learned."""
     num_rollouts: int = 0
     """Answers to tasks, of prompts."""
     dearest_rollouts: int = 0
@@ -463,6 +467,7 @@ class SearchState:
     def tell_learned(self, learned: Learned) -> None:
         """Take in a training, and its adapter as a further arm with the mean of their weights."""
         self.spending.training_tokens += learned.num_tokens
+        self.spending.training_answer_tokens += learned.num_answer_tokens
         self.learned.append((learned, self.database.arms))
         if not learned.error:
             weights = [arm.weight for arm in self.database.arms if arm.weight > 0]

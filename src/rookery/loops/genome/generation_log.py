@@ -64,19 +64,23 @@ class Spending:
         self._candidate = 0.0
         """Tokens of a candidate, in the generation of the search where it took most."""
 
-    def note(self, generation: GenerationRecord) -> None:
+    def note(self, generation: GenerationRecord, *, has_members: bool) -> None:
         """A generation that was measured; the first one is that of the founders."""
         spent = self._evaluator.num_answer_tokens - self._noted
         self._noted += spent
         self._answer = max(self._answer, spent / max(1, generation.num_rollouts))
-        if generation.generation:
+        if generation.generation and not has_members:
             self._candidate = max(self._candidate, spent / max(1, generation.num_candidates))
 
-    async def has_room(self, generation: int, *, num_candidates: int, num_tasks: int) -> bool:
+    async def has_room(
+        self, generation: int, *, num_candidates: int, num_tasks: int, num_member_answers: int
+    ) -> bool:
         """For one as dear as the dearest, and for the choice behind it. Before the first one every
-        candidate is taken to answer all tasks."""
-        needed = num_candidates * (self._candidate or num_tasks * self._answer)
-        needed += self._num_choice_answers * self._answer
+        candidate is taken to answer all tasks, and so is the centre of a population always."""
+        whole = num_tasks * self._answer
+        each = whole if num_member_answers else self._candidate or whole
+        needed = num_candidates * each
+        needed += (self._num_choice_answers + num_member_answers) * self._answer
         spent = self._evaluator.num_answer_tokens
         return await self._budget.has_room(
             generation, tokens=spent + math.ceil(needed), num_done=self._num_done
@@ -106,10 +110,16 @@ class GenerationLog:
         self._observer = observer
         self._best: float | None = None
 
-    async def has_room(self, num_candidates: int, *, num_tasks: int) -> bool:
-        """Whether the budget has room for a generation of so many, each on so many tasks."""
+    async def has_room(
+        self, num_candidates: int, *, num_tasks: int, num_member_answers: int
+    ) -> bool:
+        """Whether the budget has room for a generation of so many, each on so many tasks, and for
+        so many answers of members."""
         return await self._spending.has_room(
-            len(self.generations), num_candidates=num_candidates, num_tasks=num_tasks
+            len(self.generations),
+            num_candidates=num_candidates,
+            num_tasks=num_tasks,
+            num_member_answers=num_member_answers,
         )
 
     @contextmanager
@@ -168,7 +178,7 @@ class GenerationLog:
             seconds=cost.seconds,
         )
         await self._write(generation, measured)
-        self._spending.note(generation)
+        self._spending.note(generation, has_members=bool(members))
         self.generations.append(generation)
         self.generation_of |= dict.fromkeys(measured, number)
         self.cost.generations += cost

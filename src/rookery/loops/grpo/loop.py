@@ -223,10 +223,12 @@ class _Spending:
         self._steps.append(batch.counts.num_tokens + count_trained(batch))
 
     async def has_room(self, step: int) -> bool:
-        """For a step as dear as the dearest, and for measuring the checkpoint behind it."""
+        """For a step as dear as the dearest, and for measuring the checkpoint behind it, and the
+        one before it that is still to be measured."""
         measured = self._parts.selection.answer_tokens
         select = [tokens for own, tokens in measured.items() if own <= step]
-        needed = max(self._steps, default=0) + max(select, default=0)
+        is_waiting = self._parts.config.is_checkpoint(step) and step not in measured
+        needed = max(self._steps, default=0) + (1 + is_waiting) * max(select, default=0)
         spent = sum(self._steps) + sum(select)
         return await self._parts.budget.has_room(
             step, tokens=spent + needed, num_done=self._num_done

@@ -91,6 +91,7 @@ class ToyLearner:
             write=lambda folder: (folder / "adapter").write_text(name) and None,
             num_rows=len(lessons),
             num_tokens=1000,
+            num_answer_tokens=100,
             seconds=0.25,
             loss=0.5,
         )
@@ -218,6 +219,26 @@ async def test_what_is_trained_on_counts_for_the_budget(tmp_path: Path) -> None:
     [baseline] = report.baselines
     used = (baseline.tokens.prompt or 0) + (baseline.tokens.completion or 0)
     assert spent < used <= spent + 1000
+
+
+async def test_a_budget_of_answer_tokens_leaves_out_the_prompts_of_trainings(
+    tmp_path: Path,
+) -> None:
+    async def run(name: str, **budget: int) -> EvolveReport:
+        return await evolve_toy(
+            tmp_path / name,
+            config(rookery={"budget": budget}, max_iterations=60),
+            model=toy_model(climb(0.25)),
+            executor=ToyExecutor(endless),
+            learner=ToyLearner(climb(0.5)),
+        )
+
+    whole = await run("whole")
+    assert whole.spent.trained_tokens == 100, "and 900 of prompts"
+    enough = await run("enough", max_answer_tokens=whole.spent.tokens + 100)
+    assert enough.num_iterations == whole.num_iterations and not enough.stop_reason
+    less = await run("less", max_answer_tokens=whole.spent.tokens - 50)
+    assert less.num_iterations < whole.num_iterations
 
 
 # What a run teaches.

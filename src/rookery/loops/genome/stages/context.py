@@ -93,11 +93,14 @@ class StageContext:
             await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
 
-    async def has_room(self, num_candidates: int, *, num_tasks: int | None = None) -> bool:
-        """Whether the budget has room for a generation of so many, each on all tasks or on so many
-        of them."""
-        every = len(self.search.tasks)
-        return await self.log.has_room(num_candidates, num_tasks=num_tasks or every)
+    async def has_room(self, num_candidates: int, *, num_member_answers: int = 0) -> bool:
+        """Whether the budget has room for a generation of so many, each on all tasks, and for so
+        many answers of members of a population."""
+        return await self.log.has_room(
+            num_candidates,
+            num_tasks=len(self.search.tasks),
+            num_member_answers=num_member_answers,
+        )
 
     def draw_tasks(self, count: int | None, *, step: int) -> list[str]:
         """The tasks of one step, common to all its members: so many, at least one of every

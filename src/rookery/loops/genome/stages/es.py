@@ -100,8 +100,7 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
     first = f"{context.prefix}e000-centre"
     step = _es_step(context, first, start, terms=(), rank=config.rank, is_chained=False)
     for _ in range(config.steps):
-        num_measured = 2 * config.num_pairs + 2  # with the last centre
-        if not await context.has_room(num_measured, num_tasks=config.tasks_per_step):
+        if not await _has_room(config, context):
             break
         trials = {
             context.prefix + trial.id: Noise(trial.seed, trial.sign * config.sigma * scale)
@@ -120,6 +119,15 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
         step = _es_step(context, name, step.id, terms=terms, rank=config.rank)
     last = await context.measure([step], rivals=[start], keep=2, stage="es")
     return [start] if last[step.id].is_failed else [step.id]
+
+
+async def _has_room(config: EsStage, context: StageContext) -> bool:
+    """For the trials of a step, their centre and the last one."""
+    num_trials = 2 * config.num_pairs
+    if config.rank is None:
+        return await context.has_room(num_trials + 2)
+    num_tasks = len(context.draw_tasks(config.tasks_per_step, step=0))
+    return await context.has_room(2, num_member_answers=num_trials * num_tasks)
 
 
 async def _measure_trials(
