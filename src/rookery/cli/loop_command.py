@@ -298,10 +298,7 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
-    All of them are answered in one batch. The run can be interrupted and resumed.
-
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
-        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
     ----------
