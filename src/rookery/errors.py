@@ -13,9 +13,9 @@
     │   └── FleetSettingsError   also those: a server refuses everybody with this key or model
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
     ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
-    ├── SandboxError   an untrusted program
-    └── ServiceError   a client of the HTTP service
-        └── ServiceDownError   the service is away, or refuses everything: an EngineDownError
+    ├── ServiceError   a client of the HTTP service
+    │   └── ServiceDownError   the service is away, or refuses everything: an EngineDownError too
+    └── SandboxError   an untrusted program
 
 Every message says what was given, what is allowed and what to write instead. The command line
 prints it as it is and exits with 2.

@@ -7,6 +7,7 @@ import pytest
 import rookery.errors
 from rookery.errors import (
     ConfigError,
+    EngineDownError,
     EngineError,
     FleetDownError,
     FleetError,
@@ -40,6 +41,7 @@ def test_every_class_is_a_child_of_the_root_or_says_more_than_its_parent() -> No
                 "EngineDownError": EngineError,
                 "FleetDownError": FleetError,
                 "FleetSettingsError": FleetDownError,
+                "ServiceDownError": EngineDownError,
             }
             assert kind.__base__ is parent.get(name, RookeryError), name
         assert str(kind("a sentence")) == "a sentence" and kind.__doc__

@@ -227,20 +227,17 @@ def sft(
 
     The training is a run: its curves are on the page, and RUN/trained holds the adapter.
 
-    Any value of the training config is a flag: --rank, --alpha, --targets, --layers, --epochs,
-    --steps, --batch-size, --learning-rate, --schedule, --warmup, --seed, --init-from.
+    Any value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from.
     An interrupted training goes on when the same command is given again.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
-        rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
 
     Parameters
     ----------
     model
         A Hugging Face id, a local folder, or `smollm2`.
     taskset
-        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
-        its config may follow, FILE?bad_rows=skip.
+        A file of rows (FILE?KEY=VALUE), a .yaml or .toml taskset, hf://datasets/ID, generated:NAME.
     out
         A PEFT folder to write besides.
     config
@@ -301,10 +298,7 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
-    All of them are answered in one batch. The run can be interrupted and resumed.
-
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
-        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
     ----------

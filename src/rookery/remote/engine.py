@@ -71,6 +71,7 @@ class ServiceClientConfig(Config):
 
     type: Literal["service"] = "service"
     url: str = "http://127.0.0.1:8000"
+    """Where it answers."""
     api_key_env: str = "TINKER_API_KEY"
     """The environment variable that holds the key, as `rookery keys add` printed it."""
     model: str = ""

@@ -297,7 +297,7 @@ def test_prompts_are_evolved_on_a_service(service: Service, place: Path) -> None
     [
         ({"full": {}}, "trains all weights"),
         ({"share": True}, "share is for the embedded engine"),
-        ({"sweep": {"num_seeds": 2}}, "sweep is given"),
+        ({"sweep": {"seeds": 2}}, "sweep is given"),
         ({"bridge": "slot"}, "the engine is no vLLM server"),
     ],
 )

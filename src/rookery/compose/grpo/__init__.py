@@ -5,6 +5,8 @@ files.py    what is read before a model is loaded
 policy.py   what is trained, and what the KL term is to
 bridge.py   how the trainer's weights reach the engine
 plan.py     `plan_grpo`: what a training holds in memory, and whether it fits
+service.py  an adapter that a service elsewhere trains
+progress.py what a progress bar shows
 atropos.py  groups from Atropos environments; the gateway alone
 """
 

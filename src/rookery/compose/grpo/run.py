@@ -1,13 +1,12 @@
 """`run_grpo`: a policy trained from a reward, from its config to its report and page."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from rookery.compose.grpo.bridge import (
     Bridged,
@@ -31,6 +30,7 @@ from rookery.compose.grpo.policy import (
     make_reference,
     needs_reference,
 )
+from rookery.compose.grpo.progress import Measurements, SweepBar, TrainBar
 from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
 from rookery.compose.running import (
     ConfigSource,
@@ -57,7 +57,7 @@ from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.errors import ConfigError
 from rookery.fleet.residency import claim_folder
 from rookery.fleet.staging import memory_folder
-from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, train_policy
+from rookery.loops.grpo import GrpoConfig, GrpoInputs, train_policy
 from rookery.loops.grpo.checkpoints import START, read_start
 from rookery.loops.grpo.group_source import BatchDrawer
 from rookery.loops.grpo.loop import Source
@@ -70,23 +70,21 @@ from rookery.loops.grpo.sweep import (
     PolicyOfMany,
     SweepInputs,
     Swept,
-    SweptStep,
     swept,
     train_sweep,
 )
-from rookery.ports import Engine, Evaluator, GroupDrawer, Observer
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.remote import open_client
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.tasks.taskset import Taskset
 from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
-from rookery.ui.display import Bar, Display
+from rookery.ui.display import Display
 
-__all__ = ["GRPO", "Measurements", "SweepBar", "TrainBar", "run_grpo"]
+__all__ = ["GRPO", "run_grpo"]
 
 
 def run_grpo(
@@ -521,91 +519,3 @@ def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: Rollou
         game = Game(config.game, template=files.template)
         return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
-
-
-ANSWER, BETWEEN = "answer", "between"
-"""Kinds of work beside the steps: measured answers, and what comes before them."""
-
-
-class Measurements:
-    """Answers that a training is measured by: of each checkpoint, and for the report."""
-
-    def __init__(
-        self, config: GrpoConfig, tasksets: Sequence[Taskset], *, num_adapters: int = 1
-    ) -> None:
-        self._config, self._num_adapters = config, num_adapters
-        self.select, report = (
-            sum(len(taskset.split(name)) for taskset in tasksets) for name in ("select", "report")
-        )
-        num_policies = num_adapters + (1 if config.init_from is None else 2)
-        num_drawn = 0 if config.samples is None else config.samples.num
-        self._report = num_policies * report * (1 + num_drawn)
-        self.worth = 1 / (config.groups_per_step * config.group_size * num_adapters)
-        """Of an answer, in steps."""
-
-    def left(self, *, step: int) -> int:
-        """When so many steps are taken and the last is not measured yet."""
-        num_checkpoints = -(-(self._config.steps - step + 1) // self._config.save_every)
-        return self._report + num_checkpoints * self._num_adapters * self.select
-
-
-AnyStep = TypeVar("AnyStep", contravariant=True)
-
-
-class _MeasuredBar(Observer[AnyStep]):
-    """Steps on a progress bar; the time left has the measurements too."""
-
-    def __init__(self, bar: Bar, display: Display, measurements: Measurements) -> None:
-        self._bar, self._display, self._measurements = bar, display, measurements
-        self._expect(step=0)
-
-    def on_phase(self, name: str) -> None:
-        if name == "train":  # behind a measurement
-            self._bar.left.did(self._measurements.select, ANSWER)
-        else:
-            self._bar.left.did(0, BETWEEN)
-        self._bar.update(name=name)
-
-    def _expect(self, *, step: int) -> None:
-        num_left, worth = self._measurements.left(step=step), self._measurements.worth
-        self._bar.left.expect(num_left, ANSWER, worth=worth)
-
-    def _took(self, step: int, *, num_tokens: int) -> None:
-        self._expect(step=step + 1)
-        self._bar.advance(0, tokens=num_tokens)
-        self._bar.update(done=step + 1)
-
-
-class SweepBar(_MeasuredBar[SweptStep]):
-    """The steps of a sweep on its progress bar, and a line each."""
-
-    def on_step(self, step: SweptStep) -> None:
-        self._took(step.step, num_tokens=step.num_tokens)
-        if not step.rewards:
-            return
-        best = max(step.rewards, key=step.rewards.__getitem__)
-        low, mean = min(step.rewards.values()), fmean(step.rewards.values())
-        self._display.say(
-            f"step {step.step:>4}   reward {mean:.3f} ({low:.3f} to {step.rewards[best]:.3f} of "
-            f"{len(step.rewards)} adapters)   highest {best}"
-        )
-
-
-class TrainBar(_MeasuredBar[Step]):
-    """The steps of a training on its progress bar, and a line each."""
-
-    def on_step(self, step: Step) -> None:
-        self._took(step.step, num_tokens=int(step.metrics["grpo/num_drawn_tokens"]))
-        self._display.say(_step_line(step))
-
-
-def _step_line(step: Step) -> str:
-    def show(name: str, digits: str) -> str:
-        value = step.metrics.get(name)
-        return "-" if value is None else format(value, digits)
-
-    return (
-        f"step {step.step:>4}   reward {show('reward/mean', '.3f')}   "
-        f"gap {show('grpo/logprob_gap', '.1e')}   "
-        f"{show('grpo/num_groups', '.0f')} groups, {show('grpo/num_equal_groups', '.0f')} equal"
-    )
