@@ -16,7 +16,7 @@ from service.server_process import ServerProcess
 import rookery
 from rookery.starters import DEMOS
 
-SPLITS = {"search": 0.2, "select": 0.1, "report": 0.2}
+SPLITS = {"search": 0.3, "select": 0.2, "report": 0.5}
 KIND = {"type": "generated", "generator": "mark-kind", "splits": SPLITS}
 SCORER = """
 def score(task, completion):
@@ -64,9 +64,9 @@ def test_labels(far: dict[str, Any], tmp_path: Path) -> None:
         "prompt": "Review: {{ review }}\nPositive:",
         "labels": ["True", "False"],
         "group": "pair",
-        "limit": 8,
+        "limit": 4,
     }
-    config = {**far, "data": data, "search": {"iterations": 20, "num_start": 4}, "num_chains": 1}
+    config = {**far, "data": data, "search": {"iterations": 4, "num_start": 2}, "num_chains": 1}
     labels = rookery.run_icm(config, **options(tmp_path)).path / "labels.jsonl"
     assert {json.loads(row)["label"] for row in labels.read_text().splitlines()} <= {
         "True", "False"
@@ -75,8 +75,8 @@ def test_labels(far: dict[str, Any], tmp_path: Path) -> None:
 
 def test_answers_are_learned(far: dict[str, Any], tmp_path: Path) -> None:
     adapter = rookery.run_sft(
-        "smollm2", "generated:mark-kind", engine=far["engine"], steps=6, batch_size=4, layers=2,
-        name="taught", **options(tmp_path),
+        "smollm2", "generated:mark-kind", engine=far["engine"], steps=8, batch_size=8, layers=2,
+        learning_rate=1e-2,        name="taught", **options(tmp_path),
     )  # fmt: skip
     metrics = [
         json.loads(row)["train/loss"]

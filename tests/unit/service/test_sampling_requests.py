@@ -158,7 +158,7 @@ async def test_an_adapter_of_a_session_ends_with_it(tmp_path: Path) -> None:
         await bob.post("adapters", upload, status=404)
         await ada.post("adapters", upload, status=201)
         await ada.post("adapters", {**upload, "adapter_id": "mine", "session_id": ""}, status=201)
-        await ada.post(f"sessions/{session}/finish", {})
+        await ada.send("POST", f"/api/v1/sessions/{session}/finish", json={})
         [left] = (await ada.send("GET", "/api/v1/adapters")).json()
         assert left["adapter_id"] == "mine"
         await ada.post("adapters", upload, status=410)
