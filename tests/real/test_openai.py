@@ -27,12 +27,12 @@ from rookery.types import CompletionDelta, SampleRequest, SamplingParams
 CLIENT = Path(__file__).with_name("openai_client.py")
 PYTHON = os.environ.get("ROOKERY_OPENAI_PYTHON", "")
 VLLM = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-RUN_S = 280.0
+RUN_S = 600.0
 pytestmark = [
     pytest.mark.skipif(
         not PYTHON, reason="ROOKERY_OPENAI_PYTHON names no Python with openai, langchain, litellm"
     ),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 TEMPLATE = (
     "{% for tool in tools or [] %}w9 {% endfor %}"
