@@ -439,7 +439,8 @@ class X86Int4Product:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _multiply_x86(x.bfloat16(), self._packed, _GROUP, self._grids)
+        x = x.bfloat16().contiguous()
+        product: torch.Tensor = _multiply_x86(x, self._packed, _GROUP, self._grids)
         return product.float() if self._bias is None else product + self._bias
 
 

@@ -317,6 +317,15 @@ def test_rows_that_are_no_whole_groups_stay_in_float32() -> None:
     torch.testing.assert_close(int4_packing().layers(weight, None)(torch.eye(48)), weight.t())
 
 
+@needs_int4
+def test_rows_of_four_bit_products_may_lie_anywhere() -> None:
+    random = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(5, 64, generator=random), torch.randn(96, 64, generator=random)
+    for product in int4_packing():
+        multiply = product(weight, None)
+        assert torch.equal(multiply(rows.t().contiguous().t()), multiply(rows))
+
+
 def test_weights_of_four_bits_are_refused_where_no_kernel_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
