@@ -122,7 +122,10 @@ class Display:
                 stack.enter_context(_every(LINE_EVERY_S, lambda: self.say(_line(task))))
             if run is not None:
                 stack.enter_context(_every(WRITE_EVERY_S, _ProgressFile(run, task, noun).write))
-            yield Bar(progress, line, left)
+            try:
+                yield Bar(progress, line, left)
+            finally:
+                left.end()
 
     @contextmanager
     def launching(self) -> Iterator[Callable[["LaunchProgress"], None]]:

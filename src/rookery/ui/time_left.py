@@ -153,6 +153,13 @@ class TimeLeft:
             self._marks.append(_Mark(last.spent_s + spent_s, kinds))
             self._known = None
 
+    def end(self) -> None:
+        """Nothing is left, whatever was expected: some of it may have been skipped."""
+        with self._lock:
+            for known in self._kinds.values():
+                known.left = 0.0
+            self._known = None
+
     def seconds(self) -> float | None:
         """None before anything is done, and when nothing is left."""
         with self._lock:

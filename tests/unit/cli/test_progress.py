@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from driving import Command
 
+from rookery.runs import Run
 from rookery.ui import display
 from rookery.ui.display import Display
 
@@ -136,3 +137,13 @@ def test_what_was_moved_and_skipped_is_on_the_terminal_and_in_the_report(
     assert "rows were skipped" in rookery("eval", "tiny", "bad.jsonl?bad_rows=skip").err
     refused = rookery("eval", "tiny", "bad.jsonl")
     assert refused.code == 2 and f"2 of {len(rows) + 2} rows cannot be used" in refused.err
+
+
+def test_what_was_skipped_is_not_left_at_the_end(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="eval", name="one", config={}) as run:
+        with Display(is_quiet=True).bar("train", total=2, run=run) as bar:
+            bar.left.expect(500, "answer", worth=1.0)
+            bar.update(done=1)
+            bar.update(done=2)
+        told = json.loads((run.path / "progress.json").read_text())
+    assert (told["done"], told["left_s"]) == (2, None)
