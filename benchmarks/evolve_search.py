@@ -36,7 +36,7 @@ from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.search_state import open_state, search_config
 from rookery.search.programs.database import BestOfN, ProgramDatabase, Sequential
 from rookery.search.programs.population import Plan
-from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
+from rookery.search.programs.program import FailedRecord, ScoredProgram, summarize
 
 __all__: list[str] = []
 
@@ -90,7 +90,7 @@ class DatabaseSearch:
             metrics = {"combined_score": program.score or 0.0}
             code = summarize(program.code)
             self._database.tell(
-                ProgramRecord(id="0", attempt=0, island=0, metrics=metrics, code=code)
+                ScoredProgram(id="0", attempt=0, island=0, metrics=metrics, code=code)
             )
             return
         cost = float(ANSWER_TOKENS + SHOWN_TOKENS * (1 + len(plan.top) + len(plan.inspirations)))
@@ -110,7 +110,7 @@ class DatabaseSearch:
             )
             return
         self._database.tell(
-            ProgramRecord(
+            ScoredProgram(
                 id=str(program.id),
                 attempt=program.id,
                 island=plan.island,

@@ -33,7 +33,7 @@ from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.population import Plan
-from rookery.search.programs.program import ProgramRecord, summarize
+from rookery.search.programs.program import ScoredProgram, summarize
 from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
@@ -186,9 +186,9 @@ def evolve(num_programs: int) -> Work:
     letters = "".join(map(chr, range(32, 127)))
     attempts = itertools.count(1)
 
-    def record(plan: Plan | None, attempt: int) -> ProgramRecord:
+    def record(plan: Plan | None, attempt: int) -> ScoredProgram:
         text = "x\n" * int(rng.integers(100, 4000)) + letters[: int(rng.integers(95))]
-        return ProgramRecord(
+        return ScoredProgram(
             id=f"p{attempt}", attempt=attempt, island=plan.island if plan else 0,
             metrics={"combined_score": float(rng.random())}, code=summarize(text),
             parent=plan.parent if plan else None, arm=plan.arm if plan else "", cost=1.0,

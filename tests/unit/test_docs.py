@@ -17,9 +17,9 @@ import yaml
 from notebooks import PAGES, Block, is_shown, notebook, read_page
 
 import rookery
+from rookery.compose import KINDS
 from rookery.compose.league.entrants import LeagueConfig
 from rookery.compose.pipeline import PipelineConfig
-from rookery.compose.running import KINDS
 from rookery.compose.serve import ServeConfig
 from rookery.config import Config, parse_config
 from rookery.errors import ConfigError

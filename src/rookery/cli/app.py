@@ -10,10 +10,11 @@ from rookery.cli.doctor import doctor
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.grpo import grpo
-from rookery.cli.loop_command import evaluate, genome, icm, league, pipeline, sft
+from rookery.cli.loop_command import evaluate, genome, icm, league, make_loop_app, pipeline, sft
 from rookery.cli.runs import runs, ui
 from rookery.cli.serve import keys, serve
 from rookery.cli.terminal import fail
+from rookery.compose import KINDS
 from rookery.errors import RookeryError, missing_extra
 from rookery.runtime.stopping import Stopped, stop_signals
 
@@ -46,6 +47,9 @@ app.command(doctor)
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
+    for kind in KINDS:
+        if kind not in app:
+            app.command(make_loop_app(kind, help=f"Run the loop {kind}.", summary="Run the loop."))
     try:
         with stop_signals():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")

@@ -122,7 +122,7 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import Problem, go_on, resolve_problem, start
+    from rookery.compose.evolve import Problem, resolve_problem, resume, start
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
@@ -134,7 +134,7 @@ def run(
         return print_outcome(start(problem, loaded, display))
     if length.checkpoint is not None:
         raise ConfigError("--checkpoint begins a new run: leave it out, or give another -o.")
-    return print_outcome(go_on(problem, loaded, display, iterations=length.iterations))
+    return print_outcome(resume(problem, loaded, display, iterations=length.iterations))
 
 
 @evolve.command
@@ -169,7 +169,7 @@ def prompt(
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
-    from rookery.compose.evolve import Problem, go_on, resolve_problem, start
+    from rookery.compose.evolve import Problem, resolve_problem, resume, start
 
     log_warnings()
     words = list(_task_words(taskset, model, fleet))
@@ -184,7 +184,7 @@ def prompt(
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
     if not _goes_on(problem.folder, length):
         return print_outcome(start(problem, loaded, display))
-    return print_outcome(go_on(problem, loaded, display, iterations=length.iterations))
+    return print_outcome(resume(problem, loaded, display, iterations=length.iterations))
 
 
 def _task_words(taskset: str | None, model: str | None, fleet: Sequence[str]) -> Iterator[str]:

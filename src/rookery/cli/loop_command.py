@@ -61,8 +61,8 @@ def make_loop_app(
     *,
     help: str,
     summary: str,
-    examples: Sequence[str],
-    paths: Sequence[str],
+    examples: Sequence[str] = (),
+    paths: Sequence[str] = ("tasksets.*.path",),
     is_group: bool = True,
 ) -> cyclopts.App:
     """The command group of a loop with its `run`, or that command itself; `paths` are the flags

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         LeagueReport,
         ModelRow,
         PipelineReport,
+        Report,
         ReportRow,
         SftReport,
         SweepRecord,
@@ -115,7 +116,7 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
     if as_json:
         console.print_json(report.model_dump_json(exclude_none=True))
     else:
-        _PRINTERS[report.kind](report, outcome.path)
+        _PRINTERS.get(report.kind, _print_loop)(report, outcome.path)
     if report.kind == "league":
         is_partial = any(one.is_failure for one in report.left_out)
         return 2 if is_partial or any(row.num_failed for row in report.rows) else 0
@@ -197,6 +198,11 @@ def _print_icm(report: "IcmReport", path: Path) -> None:
 
 
 def _print_evolve(report: "EvolveReport", path: Path) -> None:
+    _print_loop(report, path, {"best": path / "best", "checkpoints": path / "checkpoints"})
+
+
+def _print_loop(report: "Report", path: Path, places: Mapping[str, Path] = {}) -> None:
+    """What the page says at its top, and where things are."""
     from rookery.ui.summary import summarize
 
     summary = summarize(report)
@@ -206,7 +212,6 @@ def _print_evolve(report: "EvolveReport", path: Path) -> None:
     print_table(path.name, columns=summary.columns, rows=rows)
     for context in filter(None, summary.contexts):
         console.print(context, highlight=False, markup=False)
-    places = {"best": path / "best", "checkpoints": path / "checkpoints"}
     _print_places({**places, "report": path / "report.html"})
 
 

@@ -4,6 +4,7 @@
     outcome.report.winner.mean, outcome.path / "winner"
 
 running.py                      how every run is planned, opened, resumed and reported
+loop.py                         a loop that needs no assembly of its own, as a kind of run
 genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page
 grpo/                           the same, with its sweeps, its plan and its gateway
 pipeline.py                     loops that feed each other, as one run
@@ -14,4 +15,17 @@ serve.py, http_server.py        the service and the server it answers on
 Each is imported by itself: a loop loads what it needs and no more.
 """
 
-__all__: list[str] = []
+__all__ = ["KINDS"]
+
+KINDS = {
+    "eval": "rookery.compose.evaluation:EVALUATION",
+    "evolve": "rookery.compose.evolve:EVOLVE",
+    "genome": "rookery.compose.genome:GENOME",
+    "grpo": "rookery.compose.grpo:GRPO",
+    "icm": "rookery.compose.icm:ICM",
+    "league": "rookery.compose.league:LEAGUE",
+    "pipeline": "rookery.compose.pipeline:PIPELINE",
+    "sft": "rookery.compose.sft:SFT",
+}
+"""The kinds of runs by name: a `RunKind`, or a `Loop` that needs no assembly of its own. Each
+imports its loop when it is needed; one without a command of its own gets `rookery KIND run`."""

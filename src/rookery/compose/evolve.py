@@ -70,11 +70,11 @@ __all__ = [
     "IterationLines",
     "Problem",
     "describe",
-    "go_on",
     "open_executor",
     "read_inputs",
     "read_status",
     "resolve_problem",
+    "resume",
     "run_config",
     "run_evolution",
     "run_evolve",
@@ -433,7 +433,7 @@ def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[E
     return _finish(config, loaded.config, open_run, display)
 
 
-def go_on(
+def resume(
     problem: Problem, loaded: LoadedConfig, display: Display, *, iterations: int | None
 ) -> Outcome[EvolveReport]:
     """The run in the folder, on to its end; `iterations` more if it is finished already.

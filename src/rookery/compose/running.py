@@ -10,7 +10,7 @@
     loop      inputs, engine, run, observer -> report                   resumes from its events
     page      report.html, and the run is finished
 
-`KINDS` lists the kinds of runs.
+`KINDS` of `rookery.compose` lists the kinds of runs.
 """
 
 import asyncio
@@ -44,6 +44,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rookery.compose import KINDS
 from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
@@ -74,9 +75,9 @@ from rookery.ui.summary import render_summary
 
 if TYPE_CHECKING:
     from rookery.engines import AnyEngineConfig
+    from rookery.loops.contract import Loop
 
 __all__ = [
-    "KINDS",
     "ConfigSource",
     "OpenRun",
     "Outcome",
@@ -554,22 +555,14 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
-KINDS = {
-    "eval": "rookery.compose.evaluation:EVALUATION",
-    "evolve": "rookery.compose.evolve:EVOLVE",
-    "genome": "rookery.compose.genome:GENOME",
-    "grpo": "rookery.compose.grpo:GRPO",
-    "icm": "rookery.compose.icm:ICM",
-    "league": "rookery.compose.league:LEAGUE",
-    "pipeline": "rookery.compose.pipeline:PIPELINE",
-    "sft": "rookery.compose.sft:SFT",
-}
-"""The kinds of runs by name; each imports its loop when it is needed."""
-
-
 def find_kind(name: str) -> RunKind[Any, Any]:
-    kind: RunKind[Any, Any] = pkgutil.resolve_name(KINDS[name])
-    return kind
+    """The kind, or that of a loop that needs no assembly of its own."""
+    found: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
+    if isinstance(found, RunKind):
+        return found
+    from rookery.compose.loop import kind_of  # which needs this file
+
+    return kind_of(name, found)
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

@@ -29,6 +29,7 @@ from typing import Any
 from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors.worker import MAX_MESSAGE_BYTES, Worker, WorkerGone, WorkerRefused
+from rookery.runtime.retry import Backoff
 from rookery.types import (
     Job,
     JobCancelled,
@@ -44,8 +45,8 @@ __all__ = ["WorkerPool", "check_num_workers", "closed_unless_opened", "open_pool
 START_S = 120.0
 """For an interpreter and its imports, on a busy machine."""
 START_ATTEMPTS = 3
-RESTART_DELAY_S = 0.5
-"""Doubles with every failed start of a slot."""
+RESTARTS = Backoff(first_s=1.0, longest_s=60.0)
+"""Of a slot whose worker failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class WorkerPool:
                     _log.warning("Worker %s: %s", slot, reason)
                     if num_failed == START_ATTEMPTS:
                         raise WorkerRefused(reason, info=WorkerInfo(name=slot)) from None
-                    await asyncio.sleep(RESTART_DELAY_S * 2**num_failed)
+                    await asyncio.sleep(RESTARTS.pause_s(num_failed))
         except WorkerRefused as error:
             self._unsaid.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
             self._refused[slot] = replace(error.info, refusal=str(error))

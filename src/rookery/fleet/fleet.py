@@ -42,7 +42,7 @@ from rookery.fleet.http.wire import (
 )
 from rookery.fleet.perturbed import PerturbedFactors, Population
 from rookery.fleet.residency import ServedAdapters, clear_left, require_adapter
-from rookery.fleet.routing.load import Entry, Spread, make_batches
+from rookery.fleet.routing.load import PromptRequest, Spread, make_batches
 from rookery.fleet.routing.paused import CallExclusion
 from rookery.fleet.routing.pool import Pool
 from rookery.fleet.routing.replica import Replica
@@ -194,7 +194,7 @@ class Fleet:
                 for request, choices in zip(requests, answers, strict=True)
             ]
 
-    def _sample_entry(self, request: SampleRequest) -> Entry:
+    def _sample_entry(self, request: SampleRequest) -> PromptRequest:
         fields = sample_fields(request, capabilities=self.capabilities)
         tell, stream = request.on_delta, None
         if tell is not None:
@@ -208,7 +208,7 @@ class Fleet:
                         tell(replace(delta, sample=delta.sample + copy))
 
             stream = StreamedChoices(tell_all, num_top=request.params.top_logprobs)
-        return Entry(request.model, fields, request.prompt, request.affinity, stream)
+        return PromptRequest(request.model, fields, request.prompt, request.affinity, stream)
 
     def _is_trained(self, ref: ModelRef) -> bool:
         """Whether these are base weights that were given to the servers here: names of others on a
@@ -219,7 +219,7 @@ class Fleet:
         able, has_head = self.capabilities, self._served.has_head
         plans = [plan_score(r, capabilities=able, has_head=has_head(r.model)) for r in requests]
         entries = [
-            Entry(plan.request.model, part.fields, part.prompt, plan.request.affinity)
+            PromptRequest(plan.request.model, part.fields, part.prompt, plan.request.affinity)
             for plan in plans
             for part in plan.parts
         ]
@@ -297,7 +297,7 @@ class Fleet:
         factors = PerturbedFactors(self._population[1], seed=member.seed, amount=member.amount)
         return replace(adapter, factors=factors)
 
-    async def _send(self, entries: Sequence[Entry]) -> list[list[Choice]]:
+    async def _send(self, entries: Sequence[PromptRequest]) -> list[list[Choice]]:
         """The choices of every entry, in order."""
         if not entries:
             return []

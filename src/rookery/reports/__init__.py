@@ -23,6 +23,7 @@ from rookery.reports.loops import (
     IcmRow,
     ItemRecord,
     LineageRecord,
+    LoopReport,
     ReportRow,
     SettingRow,
     StepRecord,
@@ -36,6 +37,7 @@ from rookery.reports.loops import (
     parse_genome_report,
     parse_grpo_report,
     parse_icm_report,
+    parse_loop_report,
 )
 from rookery.reports.record import (
     AnswerRecord,
@@ -84,6 +86,7 @@ __all__ = [
     "LeagueRun",
     "LeftOut",
     "LineageRecord",
+    "LoopReport",
     "Measured",
     "ModelRow",
     "PipelineReport",
@@ -115,6 +118,7 @@ __all__ = [
     "parse_grpo_report",
     "parse_icm_report",
     "parse_league_report",
+    "parse_loop_report",
     "parse_pipeline_report",
     "parse_sft_report",
 ]

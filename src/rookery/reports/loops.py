@@ -1,4 +1,4 @@
-"""What `report.json` of a genome, a grpo and an icm run holds.
+"""What `report.json` of a genome, a grpo, an icm run holds, and of loops without one of their own.
 
 report = parse_genome_report(json.loads(path.read_text()))
 report.winner.mean          # None when it was not measured
@@ -38,6 +38,7 @@ __all__ = [
     "IcmRow",
     "ItemRecord",
     "LineageRecord",
+    "LoopReport",
     "ReportRow",
     "SettingRow",
     "StepRecord",
@@ -51,6 +52,7 @@ __all__ = [
     "parse_genome_report",
     "parse_grpo_report",
     "parse_icm_report",
+    "parse_loop_report",
 ]
 
 
@@ -91,6 +93,29 @@ class ReportRow(Estimate):
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
+
+
+class LoopReport(Report):
+    """Of a loop without a report of its own: its result beside what it is compared with."""
+
+    kind: Text = ""
+    run: Text = ""
+    model: Text = ""
+    seed: int | None = None
+    tasksets: tuple[TasksetRecord, ...] = ()
+    sentence: Text = ""
+    """What the loop did, and what its result shows."""
+    rows: tuple[ReportRow, ...] = ()
+    seconds: Measured = None
+
+    @property
+    def winner(self) -> ReportRow | None:
+        return next((row for row in self.rows if row.is_winner), None)
+
+
+def parse_loop_report(document: Mapping[str, Json]) -> LoopReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(LoopReport, document, kind="a")
 
 
 class CandidateRecord(Record):

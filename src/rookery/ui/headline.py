@@ -18,6 +18,7 @@ from rookery.reports import (
     parse_grpo_report,
     parse_icm_report,
     parse_league_report,
+    parse_loop_report,
 )
 from rookery.types import Json
 from rookery.ui import wording
@@ -117,7 +118,7 @@ def short_result(document: Mapping[str, Json]) -> str:
         case "sft":
             loss = document.get("last_loss")
             return f"loss {loss:.3f}" if isinstance(loss, float) else ""
-    return ""
+    return _with_gain(parse_loop_report(document).winner)
 
 
 def _with_gain(row: ReportRow | None) -> str:

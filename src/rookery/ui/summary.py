@@ -20,6 +20,7 @@ from rookery.reports import (
     GrpoReport,
     IcmReport,
     LeagueReport,
+    LoopReport,
     PipelineReport,
     Report,
     SftReport,
@@ -29,6 +30,7 @@ from rookery.reports import (
     parse_grpo_report,
     parse_icm_report,
     parse_league_report,
+    parse_loop_report,
     parse_pipeline_report,
     parse_sft_report,
 )
@@ -97,9 +99,9 @@ class Summary:
 
 def parse_report(kind: str, document: dict[str, Any]) -> Report:
     """A report of any loop; an empty document is that of a run that has just begun."""
-    if kind not in PARSERS:
+    if kind not in PARSERS and document.get("kind") != kind:
         raise RunError(f"A {kind} run has no report.")
-    return PARSERS[kind](document)
+    return PARSERS.get(kind, parse_loop_report)(document)
 
 
 def summarize(report: Report) -> Summary:
@@ -121,6 +123,8 @@ def summarize(report: Report) -> Summary:
             return _evaluation(report)
         case SftReport():
             return _sft(report)
+        case LoopReport():
+            return _loop(report)
     raise RunError(f"{type(report).__name__} is not the report of a loop.")
 
 
@@ -421,6 +425,27 @@ def _sft(report: SftReport) -> Summary:
             wording.plural(report.num_tokens, "token"),
             *seconds,
         ],
+    )
+
+
+def _loop(report: LoopReport) -> Summary:
+    winner = report.winner
+    numbers = []
+    if winner is not None:
+        ends = f"95 % interval {wording.interval(winner)}"
+        label, value = f"Reward of {winner.name}", wording.score(winner.mean)
+        numbers.append(Number(label=label, value=value, interval=ends))
+        if winner.gain is not None:
+            numbers.append(_gain(f"Gain over {report.rows[1].name}", winner.gain))
+    return Summary(
+        facts=_facts(Model=report.model, Seed=report.seed),
+        verdict=gain_verdict(None if winner is None else winner.gain),
+        numbers=numbers,
+        sentence=report.sentence,
+        contexts=[],
+        columns=wording.LOOP_COLUMNS,
+        rows=wording.report_rows(report.rows),
+        costs=[wording.duration(report.seconds)] if report.seconds else [],
     )
 
 

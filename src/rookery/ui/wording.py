@@ -15,6 +15,7 @@ from rookery.reports import Estimate, ModelRow, ReportRow, SampledRecord, Taskse
 __all__ = [
     "GENOME_COLUMNS",
     "GRPO_COLUMNS",
+    "LOOP_COLUMNS",
     "MISSING",
     "count",
     "duration",
@@ -116,6 +117,7 @@ def _rounded(value: float) -> float:
 
 
 GENOME_COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
+LOOP_COLUMNS = ("result", "reward", "95 % interval", "gain", "failed")
 GRPO_COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "failed")
 
 

@@ -300,7 +300,7 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
     loaded = read_config(document(model), environment={})
     assert loaded.config.database.strategy == "adaptive"
     files = evolve.Problem(program=problem / "program.py", evaluator=problem / "evaluator.py")
-    longer = evolve.go_on(files, loaded, Display(), iterations=2)
+    longer = evolve.resume(files, loaded, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
 
 

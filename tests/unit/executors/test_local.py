@@ -15,6 +15,7 @@ from rookery.executors import WorkerSpec, open_local, pack_folder
 from rookery.executors import pool as pool_module
 from rookery.executors.worker import MAX_MESSAGE_BYTES, open_task, read_version
 from rookery.ports import Executor
+from rookery.runtime.retry import Backoff
 from rookery.testing import open_fake_task
 from rookery.types import Job, JobCancelled, JobFailed, WorkerLost
 
@@ -167,7 +168,7 @@ async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:
 async def test_a_worker_that_cannot_be_spawned_is_tried_again_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(pool_module, "RESTARTS", Backoff(first_s=0.0, longest_s=0.0))
     async with open_local(FAKE, num_workers=1) as executor:
         monkeypatch.setattr(sys, "executable", "/no/such/python")
         assert isinstance(await executor.submit(job(1, exit=1)), WorkerLost)

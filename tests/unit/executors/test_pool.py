@@ -11,6 +11,7 @@ from rookery.errors import ExecutorError
 from rookery.executors import pool as pool_module
 from rookery.executors.pool import WorkerPool, open_pool
 from rookery.executors.worker import Answer, WorkerGone, WorkerRefused
+from rookery.runtime.retry import Backoff
 from rookery.types import Job, JobCancelled, JobDone, WorkerInfo, WorkerLost
 
 pytestmark = pytest.mark.timeout(30)
@@ -173,7 +174,7 @@ async def test_a_job_that_meets_a_dead_idle_worker_goes_to_the_next() -> None:
 async def test_a_slot_that_cannot_start_is_given_up_and_the_others_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(pool_module, "RESTARTS", Backoff(first_s=0.0, longest_s=0.0))
     script = Script()
     async with opened(script) as pool:
         script.errors = [WorkerGone("no memory")] * pool_module.START_ATTEMPTS
@@ -222,7 +223,7 @@ async def test_a_refusal_of_many_lines_is_told_whole_once(caplog: pytest.LogCapt
 async def test_a_worker_has_the_time_that_its_task_needs(
     startup_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(pool_module, "RESTARTS", Backoff(first_s=0.0, longest_s=0.0))
     monkeypatch.setattr(pool_module, "START_S", 0.01)
     script = Script()
 

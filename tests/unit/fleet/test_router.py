@@ -14,7 +14,7 @@ from rookery.fleet.routing.health import LONGEST_PAUSE_S, Breaker
 from rookery.fleet.routing.load import (
     PREFIX_TOKENS,
     Call,
-    Entry,
+    PromptRequest,
     ReplicaLoad,
     Spread,
     make_batches,
@@ -377,7 +377,7 @@ def test_homes_are_forgotten_and_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_requests_of_an_affinity_share_calls() -> None:
     def num_prompts(num_servers: int, num_affinities: int, keys: list[object]) -> list[int]:
-        entries = [Entry(BASE, Fields(), (1, i), key) for i, key in enumerate(keys)]
+        entries = [PromptRequest(BASE, Fields(), (1, i), key) for i, key in enumerate(keys)]
         spread = Spread(num_servers=num_servers, num_affinities=num_affinities, max_sequences=32)
         batches = make_batches(entries, base=BASE, spread=spread, now_s=0.0)
         assert sorted(p for batch in batches for p in batch.positions) == list(range(len(keys)))

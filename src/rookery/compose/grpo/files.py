@@ -39,6 +39,8 @@ class GrpoFiles:
     init: Adapter | None
     reference: Adapter | Path | None
     """What a KL term is to, an adapter or a model folder; None: what training begins with."""
+    place: tuple[str, str]
+    """The device and the type of the trainer's model, see `trainer_place`."""
     prompt_tokens: dict[str, list[int]] = field(default_factory=dict)
     """Lengths of the prompts of the splits that were counted."""
 
@@ -60,7 +62,8 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     if config.atropos is not None:
         check_commands(config.atropos.environments)
     template, reference = load_template(folder.path), _read_reference(config)
-    return GrpoFiles(tasksets, folder, template, start, init, reference)
+    place = trainer_place(config)
+    return GrpoFiles(tasksets, folder, template, start, init, reference, place)
 
 
 def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:

@@ -153,7 +153,7 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
 
 def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
     """Whether weights and tokens are so few that no plan is needed."""
-    device, _ = trainer_place(config)
+    device, _ = files.place
     weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
     lengths = _lengths(config, files)
     size = lengths.prompt_tokens + lengths.answer_tokens
@@ -166,7 +166,7 @@ def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
 def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
     """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
     without a plan. None: it has to be planned."""
-    device, _ = trainer_place(config)
+    device, _ = files.place
     launch = launch_of(config.engine)
     if launch is None or not _is_beside(launch, device) or config.full is not None:
         return None
@@ -179,7 +179,7 @@ def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
 
 
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
-    device, dtype = trainer_place(config)
+    device, dtype = files.place
     step = measure_step(
         files.start,
         trained=_trained(config, files),
@@ -327,7 +327,7 @@ def server_share(
     the config says it. `plan` is made where it is not given."""
     config = _with_largest(config)
     launch = launch_of(config.engine)
-    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+    if launch is None or not _is_beside(launch, files.place[0]):
         return None
     if launch.gpu_memory_utilization is not None:
         return None

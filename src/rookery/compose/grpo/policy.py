@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.grpo.bridge import Opened
-from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.files import GrpoFiles, read_files
 from rookery.compose.running import Outcome, quiet_libraries
 from rookery.errors import ConfigError, ModelError, TrainError
 from rookery.loops.grpo import GrpoConfig
@@ -225,7 +225,7 @@ def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
     """Do the part of this process until the first one has ended; the outcome of that one."""
     quiet_libraries()
     files = read_files(config)
-    device, dtype = trainer_place(config)
+    device, dtype = files.place
     model = load_model(files.start, device=device, dtype=dtype, names=files.folder.names)
     processes = join_processes(model.device.type)
     outcome = make_trainer(config, files.start, model=model, processes=processes).serve_rank()

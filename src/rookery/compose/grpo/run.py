@@ -17,7 +17,7 @@ from rookery.compose.grpo.bridge import (
     choose_bridge,
     is_merged,
 )
-from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.files import GrpoFiles, read_files
 from rookery.compose.grpo.plan import MemoryPlan, check_plan, has_one_gpu, server_share
 from rookery.compose.grpo.policy import (
     MakePolicy,
@@ -283,7 +283,7 @@ async def _open(
         return
     assert engine.type == "embedded", "a service is opened by _open_on_service"
     if config.share:
-        model = await _load(config, files)
+        model = await _load(files, is_exact=True)
         async with run_engine(
             model,
             config=engine,
@@ -292,7 +292,10 @@ async def _open(
         ) as shared:
             yield InProcess(shared, model, is_shared=True)
     else:
-        async with _loading(config, files) as load, open_embedded(engine) as own:
+        async with (
+            _loading(files, is_full=config.full is not None) as load,
+            open_embedded(engine) as own,
+        ):
             yield InProcess(own, await load())
 
 
@@ -308,7 +311,10 @@ async def _open_bridged(
     is_beside, model_folder = has_one_gpu(config), files.folder
     merged = is_merged(config, files, is_beside=is_beside)
     used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
-    async with _loading(config, files) as load, open_servers(used, on_launch=on_launch) as fleet:
+    async with (
+        _loading(files, is_full=config.full is not None) as load,
+        open_servers(used, on_launch=on_launch) as fleet,
+    ):
         bridge = await choose_bridge(config, fleet, folder=model_folder.path, is_merged=merged)
         try:
             if config.full is not None and bridge.shared is not None:
@@ -322,28 +328,28 @@ async def _open_bridged(
 
 @asynccontextmanager
 async def _loading(
-    config: GrpoConfig, files: GrpoFiles
+    files: GrpoFiles, *, is_full: bool
 ) -> AsyncIterator[Callable[[], Awaitable[SlottedModel]]]:
     """Gives the trainer's own copy of the model. One to train an adapter on is read while the
     engine starts; for all weights servers may have one to share."""
     async with task_group() as tasks:
-        loading = None if config.full is not None else tasks.create_task(_load(config, files))
+        loading = None if is_full else tasks.create_task(_load(files))
 
         async def load() -> SlottedModel:
-            return await (loading or _load(config, files))
+            return await (loading or _load(files))
 
         yield load
 
 
-async def _load(config: GrpoConfig, files: GrpoFiles) -> SlottedModel:
-    device, dtype = trainer_place(config)
+async def _load(files: GrpoFiles, *, is_exact: bool = False) -> SlottedModel:
+    device, dtype = files.place
     return await asyncio.to_thread(
         load_model,
         files.start,
         device=device,
         dtype=dtype,
         names=files.folder.names,
-        is_exact=config.share,
+        is_exact=is_exact,
     )
 
 

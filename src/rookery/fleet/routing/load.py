@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from rookery.fleet.http.wire import Fields, StreamedChoices
 from rookery.types import ModelRef, TokenIds
 
-__all__ = ["Batch", "Call", "Entry", "ReplicaLoad", "Spread", "make_batches", "prefix_hashes"]
+__all__ = [
+    "Batch",
+    "Call",
+    "PromptRequest",
+    "ReplicaLoad",
+    "Spread",
+    "make_batches",
+    "prefix_hashes",
+]
 
 PREFIX_TOKENS = 64
 """Prompts are compared in blocks of this many tokens: four of vLLM's on a GPU."""
@@ -206,7 +214,7 @@ SHARES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PromptRequest:
     """One prompt to send."""
 
     ref: ModelRef
@@ -250,7 +258,7 @@ class Batch:
 
 
 def make_batches(
-    entries: Sequence[Entry], *, base: ModelRef, spread: Spread, now_s: float
+    entries: Sequence[PromptRequest], *, base: ModelRef, spread: Spread, now_s: float
 ) -> list[Batch]:
     """Group equal model, fields and affinity, and cut the groups as `spread` says.
 

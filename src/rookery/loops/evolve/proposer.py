@@ -37,6 +37,7 @@ from rookery.loops.evolve.search_state import program_id, similarity_failure
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated, Generated
 from rookery.loops.evolve.tuning import TUNE
 from rookery.ports import Embedder, TextModel
+from rookery.runtime.retry import Backoff
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.novelty import Repetition, code_hash
 from rookery.search.programs.population import Plan
@@ -73,8 +74,7 @@ __all__ = [
 # | any other error of the request     | asked again, `retries` times; then ModelFailed           |
 
 
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 60.0
+WHILE_DOWN = Backoff(first_s=1.0, longest_s=60.0)
 """Between two tries of a model that is down; doubles from the first to the longest."""
 DEFAULT_MAX_TOKENS = 4096
 
@@ -144,14 +144,15 @@ class Endpoint:
         """Ask again until the model serves. None: it does, but not this request."""
         self._is_up.clear()
         name = self._config.name or "The model"
-        started, wait_s = time.monotonic(), FIRST_WAIT_S
+        started, num_tries = time.monotonic(), 0
         try:
             while True:
+                num_tries += 1
+                wait_s = WHILE_DOWN.pause_s(num_tries)
                 if time.monotonic() - started > self._down_s:
                     _give_up(error, self._down_s)
                 self._on_waiting(f"{name} is down, asked again in {wait_s:g} s: {error}")
                 await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 try:
                     return await self._model.reply(request)
                 except FleetSettingsError:

@@ -39,7 +39,7 @@ from rookery.search.programs.database import (
 )
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
 from rookery.search.programs.population import Plan
-from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
+from rookery.search.programs.program import FailedRecord, Member, ScoredProgram
 
 __all__ = [
     "ADAPTER_NAME",
@@ -308,7 +308,7 @@ class SearchState:
     def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
         """Take in a program that the evolution starts from."""
         assert evaluated.code is not None
-        record = ProgramRecord(
+        record = ScoredProgram(
             id=id,
             attempt=0,
             island=island,
@@ -420,7 +420,7 @@ class SearchState:
             self.database.tell_failure(failed)
             return None
         assert evaluated is not None and evaluated.code is not None
-        record = ProgramRecord(
+        record = ScoredProgram(
             id=program_id(attempt),
             attempt=attempt,
             island=plan.island,
@@ -445,7 +445,7 @@ class SearchState:
         )
         return self._take_in(record, evaluated, ancestor)
 
-    def _take_in(self, record: ProgramRecord, evaluated: Evaluated, ancestor: Ancestor) -> Member:
+    def _take_in(self, record: ScoredProgram, evaluated: Evaluated, ancestor: Ancestor) -> Member:
         before = self.database.best
         member = self.database.tell(record)
         self.novelty.add(
@@ -490,7 +490,7 @@ class SearchState:
         if name and name not in {arm.name for arm in self.database.arms}:
             self.database.add_arm(Arm(name=name, weight=0.0))
 
-    def _vector(self, record: ProgramRecord, evaluated: Evaluated) -> tuple[float, ...] | None:
+    def _vector(self, record: ScoredProgram, evaluated: Evaluated) -> tuple[float, ...] | None:
         """The embedding, unless the server began to answer with vectors of another length."""
         vector = unpack_vector(evaluated.embedding) if evaluated.embedding else None
         if vector is None or self.novelty.can_compare(vector):

@@ -22,7 +22,7 @@ import numpy as np
 from rookery.search.programs.bandit import Arm, OperatorBandit, OperatorRecord
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.population import Plan
-from rookery.search.programs.program import FailedRecord, Member, ProgramRecord
+from rookery.search.programs.program import FailedRecord, Member, ScoredProgram
 from rookery.seeding import stream
 
 __all__ = ["AdaptiveDatabase", "Budget"]
@@ -51,7 +51,7 @@ class Budget:
 
     num_attempts: int
     max_cost: float | None = None
-    """In the unit of `ProgramRecord.cost`."""
+    """In the unit of `ScoredProgram.cost`."""
 
 
 class AdaptiveDatabase(ProgramDatabase):
@@ -79,7 +79,7 @@ class AdaptiveDatabase(ProgramDatabase):
     def operators(self) -> tuple[OperatorRecord, ...]:
         return tuple(self._operators.records.values())
 
-    def tell(self, record: ProgramRecord) -> Member:
+    def tell(self, record: ScoredProgram) -> Member:
         before = self.best
         member = super().tell(record)
         insort(self._ranked, (-member.score, -member.serial, member))

@@ -43,7 +43,7 @@ from rookery.search.programs.program import (
     CodeSummary,
     FailedRecord,
     Member,
-    ProgramRecord,
+    ScoredProgram,
     mean_of,
     score_of,
 )
@@ -317,7 +317,7 @@ class ProgramDatabase:
             arm=self._bandit.draw(stream(self._seed, "arm", attempt)),
         )
 
-    def tell(self, record: ProgramRecord) -> Member:
+    def tell(self, record: ScoredProgram) -> Member:
         """Add a program that was evaluated, let migration happen if it is due, make room."""
         member = self._measure(record)
         if record.arm:
@@ -341,7 +341,7 @@ class ProgramDatabase:
         """The same while the search goes on: see `Bandit.join`."""
         self._bandit.join(arm, retires=retires)
 
-    def _measure(self, record: ProgramRecord) -> Member:
+    def _measure(self, record: ScoredProgram) -> Member:
         if record.id in self.members:
             raise ValueError(f"The program {record.id!r} was told before.")
         if not 0 <= record.island < self._config.num_islands:
@@ -375,7 +375,7 @@ class ParetoDatabase(ProgramDatabase):
         self._parents: dict[str, Member] = {}
         """Those of the front, which the population may have forgotten."""
 
-    def tell(self, record: ProgramRecord) -> Member:
+    def tell(self, record: ScoredProgram) -> Member:
         member = super().tell(record)
         change = self._front.add(member.id, record.rewards)
         if change.is_member:
@@ -406,7 +406,7 @@ class BestOfN(ProgramDatabase):
 
     first: Member | None = None
 
-    def tell(self, record: ProgramRecord) -> Member:
+    def tell(self, record: ScoredProgram) -> Member:
         member = super().tell(record)
         if record.attempt == 0 and (self.first is None or member.rank < self.first.rank):
             self.first = member

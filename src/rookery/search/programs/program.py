@@ -1,6 +1,6 @@
 """A program under search as the database keeps it: what was measured of it, never its code.
 
-    record = ProgramRecord(id="p7", attempt=7, island=1, metrics=numeric_metrics(answer),
+    record = ScoredProgram(id="p7", attempt=7, island=1, metrics=numeric_metrics(answer),
                            code=summarize(text), parent="p3", parent_score=0.4, generation=2)
 
 A failed attempt is a FailedRecord: it has no score.
@@ -16,7 +16,7 @@ __all__ = [
     "CodeSummary",
     "FailedRecord",
     "Member",
-    "ProgramRecord",
+    "ScoredProgram",
     "mean_of",
     "numeric_metrics",
     "score_of",
@@ -43,7 +43,7 @@ class CodeSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramRecord:
+class ScoredProgram:
     """One evaluated program."""
 
     id: str
@@ -92,7 +92,7 @@ class FailedRecord:
 class Member:
     """A record in the database, with what was derived from it when it was told."""
 
-    record: ProgramRecord
+    record: ScoredProgram
     serial: int
     """How many programs were told before."""
     score: float

@@ -411,10 +411,6 @@ def _result(run: RunView) -> dict[str, Any] | None:
     if not isinstance(report, dict):
         return None
     match run.kind:
-        case "genome" | "grpo":
-            rows = [row for row in report.get("rows", []) if row.get("is_winner")]
-            what = "accuracy" if run.kind == "genome" else "mean reward"
-            return _estimate(rows[0], f"{what}, {rows[0].get('name', '')}") if rows else None
         case "icm":
             gold = report.get("gold") or {}
             number = {
@@ -439,7 +435,9 @@ def _result(run: RunView) -> dict[str, Any] | None:
             return _estimate(shown, f"mean reward, {shown.get('name', '')}")
         case "sft":
             return {"label": "loss of the last step", "mean": report.get("last_loss")}
-    return None
+    rows = [row for row in report.get("rows", []) if row.get("is_winner")]
+    what = "accuracy" if run.kind == "genome" else "mean reward"
+    return _estimate(rows[0], f"{what}, {rows[0].get('name', '')}") if rows else None
 
 
 def _estimate(row: Mapping[str, Any], label: str) -> dict[str, Any]:

@@ -46,11 +46,6 @@ ELSEWHERE: dict[str, set[str]] = {
     "genome": {"lineage", "generations", "population"},
     "grpo": {"steps"},
     "icm": {"items"},
-    "evolve": set(),
-    "eval": set(),
-    "league": set(),
-    "pipeline": set(),
-    "sft": set(),
 }
 """Parts of each loop's report that the page has from events, curves and labels."""
 
@@ -289,7 +284,7 @@ def _gone(name: str) -> RunError:
 def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
     """A report without its largest parts; what only these hold is added in a smaller form."""
     report = parse_report(kind, document)
-    answer = report.model_dump(mode="json", exclude=ELSEWHERE[kind])
+    answer = report.model_dump(mode="json", exclude=ELSEWHERE.get(kind))
     answer["summary"] = asdict(summarize(report))
     if isinstance(report, GenomeReport):
         answer["sources"] = report.sources

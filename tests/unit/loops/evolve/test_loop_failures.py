@@ -28,6 +28,7 @@ from rookery.errors import (
 from rookery.loops.evolve import proposer
 from rookery.loops.evolve.parts import Iteration
 from rookery.ports import Observer
+from rookery.runtime.retry import Backoff
 from rookery.sandbox import Failure, Outcome
 from rookery.sandbox.outcome import FailureKind
 from rookery.types import Job, JobCancelled, JobFailed, JobOutcome, TextReply, TextRequest
@@ -234,7 +235,7 @@ async def test_a_model_that_fails_is_asked_again_then_the_attempt_fails(tmp_path
 async def test_a_model_that_is_down_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proposer, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(proposer, "WHILE_DOWN", Backoff(first_s=0.01, longest_s=60.0))
     model = FlakyModel(*[EngineDownError("No server answers.")] * 6)
     seen = Seen()
     result = await evolve_toy(tmp_path, toy_config(), model=model, observer=seen)
@@ -248,7 +249,7 @@ async def test_a_model_that_is_down_is_waited_for(
 async def test_a_model_that_stays_down_ends_the_run_which_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proposer, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(proposer, "WHILE_DOWN", Backoff(first_s=0.01, longest_s=60.0))
     config = toy_config(rookery={"model_down_s": 0.05})
     model = FlakyModel(*[EngineDownError("No server answers.")] * 1000)
     with pytest.raises(EngineDownError, match="model_down_s"):

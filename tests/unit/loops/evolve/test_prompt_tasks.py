@@ -30,7 +30,7 @@ from rookery.loops.evolve.report import export_population
 from rookery.reports import EvolveReport
 from rookery.runs import Run
 from rookery.search.programs.database import DatabaseConfig, ParetoDatabase
-from rookery.search.programs.program import ProgramRecord, summarize
+from rookery.search.programs.program import ScoredProgram, summarize
 from rookery.testing import FakeTextModel
 from rookery.types import Message, SampleRequest, Task, TextRequest, TokenIds
 
@@ -263,8 +263,8 @@ def test_a_minibatch_has_failed_tasks_and_some_that_must_stay() -> None:
     assert draw_minibatch([1.0] * 3, size=2, seed=0, attempt=1)
 
 
-def record(id: str, *rewards: float, attempt: int = 1) -> ProgramRecord:
-    return ProgramRecord(
+def record(id: str, *rewards: float, attempt: int = 1) -> ScoredProgram:
+    return ScoredProgram(
         id=id,
         attempt=attempt,
         island=0,

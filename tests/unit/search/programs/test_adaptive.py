@@ -9,7 +9,7 @@ from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
 from rookery.search.programs.bandit import OPERATORS, OperatorBandit
 from rookery.search.programs.database import DatabaseConfig
 from rookery.search.programs.population import Plan
-from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
+from rookery.search.programs.program import FailedRecord, ScoredProgram, summarize
 from rookery.seeding import stream
 
 CONFIG = DatabaseConfig(migration_interval=10**9)
@@ -20,7 +20,7 @@ def start(num_attempts: int = 1000, *, max_cost: float | None = None) -> Adaptiv
     budget = Budget(num_attempts=num_attempts, max_cost=max_cost)
     database = AdaptiveDatabase(CONFIG, seed=3, budget=budget)
     database.tell(
-        ProgramRecord(
+        ScoredProgram(
             id="first",
             attempt=0,
             island=0,
@@ -31,8 +31,8 @@ def start(num_attempts: int = 1000, *, max_cost: float | None = None) -> Adaptiv
     return database
 
 
-def child_of(plan: Plan, score: float) -> ProgramRecord:
-    return ProgramRecord(
+def child_of(plan: Plan, score: float) -> ScoredProgram:
+    return ScoredProgram(
         id=f"p{plan.attempt}",
         attempt=plan.attempt,
         island=plan.island,
@@ -195,7 +195,7 @@ def test_objectives_draw_from_the_front() -> None:
         ({"combined_score": 0.9, "speed": 0.1}, {"combined_score": 0.1, "speed": 0.9})
     ):
         database.tell(
-            ProgramRecord(
+            ScoredProgram(
                 id=f"f{number}", attempt=0, island=0, metrics=metrics, code=summarize(str(number))
             )
         )

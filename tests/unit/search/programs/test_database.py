@@ -16,7 +16,7 @@ from rookery.search.programs.database import (
     Window,
 )
 from rookery.search.programs.population import Plan, SamplingConfig
-from rookery.search.programs.program import FailedRecord, ProgramRecord, summarize
+from rookery.search.programs.program import FailedRecord, ScoredProgram, summarize
 from rookery.seeding import stream
 
 CONFIG = DatabaseConfig(
@@ -32,9 +32,9 @@ CONFIG = DatabaseConfig(
 ARMS = (Arm(name="small", weight=0.8), Arm(name="large", weight=0.2))
 
 
-def founder(id: str, score: float, *, code: str = "", island: int = 0) -> ProgramRecord:
+def founder(id: str, score: float, *, code: str = "", island: int = 0) -> ScoredProgram:
     """A program that the search starts from."""
-    return ProgramRecord(
+    return ScoredProgram(
         id=id,
         attempt=0,
         island=island,
@@ -45,9 +45,9 @@ def founder(id: str, score: float, *, code: str = "", island: int = 0) -> Progra
 
 def child_of(
     plan: Plan, metrics: dict[str, float], *, code: str, cost: float = 10
-) -> ProgramRecord:
+) -> ScoredProgram:
     """What carrying out the plan gave."""
-    return ProgramRecord(
+    return ScoredProgram(
         id=f"p{plan.attempt}",
         attempt=plan.attempt,
         island=plan.island,
@@ -68,7 +68,7 @@ def start(config: DatabaseConfig = CONFIG, *, seed: int = 3) -> ProgramDatabase:
     return database
 
 
-def carry_out(plan: Plan) -> ProgramRecord | None:
+def carry_out(plan: Plan) -> ScoredProgram | None:
     """A model and an evaluator that know nothing but the plan; one attempt in five fails."""
     rng = stream(11, "outcome", plan.attempt, plan.parent, *plan.inspirations)
     if rng.random() < 0.2:
@@ -77,7 +77,7 @@ def carry_out(plan: Plan) -> ProgramRecord | None:
     return child_of(plan, metrics, code="y" * int(rng.integers(1, 300)) + plan.parent)
 
 
-def tell(database: ProgramDatabase, plan: Plan, outcome: ProgramRecord | None) -> None:
+def tell(database: ProgramDatabase, plan: Plan, outcome: ScoredProgram | None) -> None:
     if outcome is None:
         database.tell_failure(FailedRecord(arm=plan.arm, cost=10))
     else:
@@ -147,7 +147,7 @@ def test_plans_name_distinct_programs_of_the_island_that_are_kept() -> None:
 def run_window(decide_next: Callable[[list[int]], int], *, width: int = 4) -> ProgramDatabase:
     """Attempts end in the order that `decide_next` chooses from those in flight."""
     database = start()
-    window: Window[tuple[Plan, ProgramRecord | None]] = Window(width=width, num_attempts=60)
+    window: Window[tuple[Plan, ScoredProgram | None]] = Window(width=width, num_attempts=60)
     in_flight: dict[int, Plan] = {}
     while True:
         while (step := window.next_step()) is not None:
@@ -254,7 +254,7 @@ def test_a_metric_takes_the_place_of_a_built_in_feature() -> None:
     config = DatabaseConfig(num_islands=1, feature_dimensions=("complexity",))
     database = ProgramDatabase(config, seed=0)
     member = database.tell(
-        ProgramRecord(id="p", attempt=0, island=0, code=summarize("abc"),
+        ScoredProgram(id="p", attempt=0, island=0, code=summarize("abc"),
                       metrics={"combined_score": 1.0, "complexity": 77.0})
     )  # fmt: skip
     assert member.features == (77.0,)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rookery.search.candidate import Fitness, first_front
 from rookery.search.programs.island import Front
 from rookery.search.programs.population import Population, PopulationConfig
-from rookery.search.programs.program import Member, ProgramRecord, summarize
+from rookery.search.programs.program import Member, ScoredProgram, summarize
 from rookery.seeding import stream
 
 CONFIG = PopulationConfig(
@@ -115,7 +115,7 @@ class SlowPopulation:
 
 def make(serial: int, drawn: tuple[int, int, int, int, bool]) -> Member:
     score, length, speed, island, is_child = drawn
-    record = ProgramRecord(
+    record = ScoredProgram(
         id=f"p{serial}",
         attempt=serial,
         island=island,

@@ -5,7 +5,7 @@ import pytest
 from rookery.search.programs.database import References, Stopping, StoppingConfig, advance
 from rookery.search.programs.program import (
     Member,
-    ProgramRecord,
+    ScoredProgram,
     numeric_metrics,
     score_of,
     summarize,
@@ -59,7 +59,7 @@ def after(metrics: list[dict[str, float]], config: StoppingConfig) -> list[str]:
     """The reason after each program."""
     stopping, reasons = Stopping(), []
     for serial, values in enumerate(metrics):
-        record = ProgramRecord(
+        record = ScoredProgram(
             id=str(serial), attempt=serial, island=0, metrics=values, code=summarize("")
         )
         member = Member(record=record, serial=serial, score=values.get("combined_score", 0.0),

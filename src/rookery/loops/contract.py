@@ -1,0 +1,99 @@
+"""A loop that needs no assembly of its own: its config, and a function from inputs to a report.
+
+    LOOP = Loop(config=MyConfig, run=my_loop)
+    report = await my_loop(inputs, engine=engine, run=run, observer=observer)
+
+`compose` reads the tasksets, opens the engine, makes or opens the run, and writes the page.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from pydantic import Field
+
+from rookery.concurrency import run_in_thread
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import EngineChoice, engine_from_folder, local_model
+from rookery.loops.comparison import compare
+from rookery.ports import Engine, Observer
+from rookery.reports import LoopReport, ReportRow
+from rookery.rollout import TasksetEvaluator
+from rookery.runs import Run
+from rookery.tasks.splits import SplitName
+from rookery.tasks.taskset import Taskset, TasksetConfig, from_folder
+from rookery.types import ModelRef, Task
+
+__all__ = ["Loop", "LoopConfig", "LoopInputs"]
+
+
+class LoopConfig(Config):
+    """What every loop over tasksets is told."""
+
+    engine: EngineChoice = EngineConfig()
+    """What answers: the embedded engine, or a fleet of vLLM servers."""
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
+    """What is searched, selected and reported on."""
+    seed: int = 0
+    """All random numbers follow from it."""
+
+    def from_folder(self, folder: Path) -> Self:
+        """The config with the paths in it taken from the folder of its file."""
+        return self.model_copy(
+            update={
+                "engine": engine_from_folder(self.engine, folder),
+                "tokenizer": local_model(self.tokenizer, folder),
+                "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets),
+            }
+        )
+
+
+Settings = TypeVar("Settings", bound=LoopConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopInputs(Generic[Settings]):
+    """What a loop works on. The evaluator asks nothing that the run has an answer to."""
+
+    config: Settings
+    tasksets: Sequence[Taskset]
+    evaluator: TasksetEvaluator
+
+    def tasks(self, split: SplitName) -> list[Task]:
+        """Of all tasksets."""
+        return [task for taskset in self.tasksets for task in taskset.split(split)]
+
+    async def rewards(self, model: ModelRef, split: SplitName) -> dict[str, float]:
+        """By task, without those that failed."""
+        [evaluation] = await self.evaluator.evaluate([model], self.tasks(split))
+        return dict(evaluation.rewards)
+
+    async def compare(self, models: Mapping[str, ModelRef]) -> tuple[ReportRow, ...]:
+        """On the report tasks: the result first, then what its gain is over."""
+        rewards = {name: await self.rewards(ref, "report") for name, ref in models.items()}
+        weights = {taskset.name: taskset.weight for taskset in self.tasksets}
+        tasks, seed = self.tasks("report"), self.config.seed
+        rows = await run_in_thread(compare, rewards, tasks, weights=weights, seed=seed)
+        return tuple(rows)
+
+
+class RunLoop(Protocol[Settings]):
+    """The loop itself, which begins a run or goes on with one."""
+
+    def __call__(
+        self, inputs: LoopInputs[Settings], *, engine: Engine, run: Run, observer: Observer[Any]
+    ) -> Awaitable[LoopReport]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop(Generic[Settings]):
+    """What `KINDS` of `rookery.compose` names."""
+
+    config: type[Settings]
+    run: RunLoop[Settings]
+    scored: tuple[str, ...] = ()
+    """Kinds of its events that follow from rewards: `--rescore` makes them again."""
