@@ -12,6 +12,7 @@ not grow with the number of attempts.
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from rookery.config import parse_config
@@ -471,7 +472,7 @@ class SearchState:
         self.learned.append((learned, self.database.arms))
         if not learned.error:
             weights = [arm.weight for arm in self.database.arms if arm.weight > 0]
-            arm = Arm(name=learned.name, weight=sum(weights) / len(weights))
+            arm = Arm(name=learned.name, weight=fmean(weights or [1.0]))
             self.database.join_arm(arm, retires=learned.retires)
 
     def _note_answer(self, stages: Stages, member: Member | None) -> None:
