@@ -402,7 +402,7 @@ async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
     violations = [candidate["violation"] for candidate in found.candidates.values()]
     assert min(violations) > 0, "floors bind all the same"
     assert set(found.report.rows[0].by_source) == {"first", "second"}
-    assert "No search tasks: the search does not see second." in found.report.warnings
+    assert "No search tasks in second: the search uses the other tasksets." in found.report.warnings
 
 
 async def test_founders_may_be_called_like_report_entries(

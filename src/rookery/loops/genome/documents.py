@@ -339,14 +339,18 @@ def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
     unreported = [t.name for t in tasksets if not t.split("report")]
     if unseen:
-        warnings.append(f"No search tasks: the search does not see {_listed(unseen)}.")
+        warnings.append(
+            f"No search tasks in {_listed(unseen)}: the search uses the other tasksets."
+        )
     if unchosen:
         warnings.append(
-            "No select tasks: the choice among finalists sees the search tasks again of "
-            f"{_listed(unchosen)}."
+            f"No select tasks in {_listed(unchosen)}: the choice among finalists uses the search "
+            "tasks there again."
         )
     if unreported:
-        warnings.append(f"No report tasks: the report says nothing of {_listed(unreported)}.")
+        warnings.append(
+            f"No report tasks in {_listed(unreported)}: the report covers the other tasksets."
+        )
     return warnings
 
 
