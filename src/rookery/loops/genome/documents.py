@@ -335,21 +335,11 @@ def _warn_of_random_search(parts: RunParts, summary: RunSummary) -> list[str]:
 
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     warnings = [note for taskset in tasksets for note in taskset.notes]
-    unseen = [t.name for t in tasksets if not t.split("search")]
     unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
-    unreported = [t.name for t in tasksets if not t.split("report")]
-    if unseen:
-        warnings.append(
-            f"No search tasks in {_listed(unseen)}: the search uses the other tasksets."
-        )
     if unchosen:
         warnings.append(
             f"No select tasks in {_listed(unchosen)}: the choice among finalists uses the search "
             "tasks there again."
-        )
-    if unreported:
-        warnings.append(
-            f"No report tasks in {_listed(unreported)}: the report covers the other tasksets."
         )
     return warnings
 

@@ -214,7 +214,7 @@ def _edit(path: Path, **changes: Any) -> None:
             lambda f: _edit(f / "metadata.json", islands=3),
             "metadata.json is no part of a checkpoint",
         ),
-        (lambda f: _edit(f / "programs" / "b2.json", id="../../evil"), "b2.json is not of a"),
+        (lambda f: _edit(f / "programs" / "b2.json", id="../../evil"), "b2.json is no part of a"),
         (lambda f: _edit(f / "programs" / "b2.json", artifacts_json="{"), "artifacts cannot be"),
     ],
 )
