@@ -137,8 +137,12 @@ def test_what_containers_and_pages_install_exists() -> None:
     extras = set(project["optional-dependencies"])
     containers = list((ROOT / "docker").iterdir())
     for path in [*TEXTS, *containers, ROOT / "Makefile"]:
-        named = re.findall(r"(?:rookery|[ \"]\.)\[([a-z,]+)\]", path.read_text())
+        text = path.read_text()
+        named = re.findall(r"(?:rookery|whl|[ \"]\.)\[([a-z,]+)\]", text)
         assert {extra for names in named for extra in names.split(",")} <= extras, path
+        assert set(re.findall(r"rookery-(\S+?)-py3", text)) <= {project["version"]}, path
+    first = (ROOT / "README.md").read_text() + (DOCS / "start.md").read_text()
+    assert "'rookery[demo]'" not in first, "the index has another project of this name"
     kept = (ROOT / ".dockerignore").read_text()
     for path in containers:
         copied = re.findall(r"^COPY (.+) \S+$", path.read_text(), re.MULTILINE)
