@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from ui.made_runs import (
     make_genome,
     make_grpo,
     make_icm,
+    make_league,
+    make_loop,
+    make_pipeline,
+    make_sft,
 )
 
 from rookery.runs import NewEvent, Run
@@ -25,9 +29,18 @@ from rookery.ui.display import Display
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
-MAKERS: Sequence[Callable[..., Path]] = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
-NAMES = ("demo", "train", "labels", "programs", "scores")
-"""Scrolls a long table for a while; how many frames a second there were."""
+MAKERS: Mapping[str, Callable[..., Path]] = {
+    "demo": make_genome,
+    "train": make_grpo,
+    "labels": make_icm,
+    "programs": make_evolve,
+    "scores": make_eval,
+    "steps": make_pipeline,
+    "ways": make_league,
+    "answers": make_sft,
+    "drawn": make_loop,
+}
+"""A run of every loop, and of one that the page knows nothing of, by their names."""
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}: set ROOKERY_CHROMIUM"
@@ -44,7 +57,7 @@ def browser() -> Iterator[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LivePage, Path]]:
     """Runs of every loop in which all texts try to inject."""
     root = tmp_path_factory.mktemp("ui") / "runs"
-    for make in MAKERS:
+    for make in MAKERS.values():
         make(root, text=HOSTILE)
     with open_page(root, port=0) as page:
         yield page, root
@@ -57,7 +70,7 @@ def test_the_table_filters_sorts_and_links_to_its_state(
     size = {"width": width, "height": 800}
     visit = Visit(browser, served[0].url, color_scheme=scheme, viewport=size)
     visit.see(".runs a.name", text="demo")
-    assert visit.page.locator(".runs .lt-space .lt-row").count() == 5
+    assert visit.page.locator(".runs .lt-space .lt-row").count() == len(MAKERS)
     assert "token" not in visit.page.url
     visit.page.get_by_label("Status").select_option("failed")
     visit.see(".runs .reason, .runs progress")
@@ -80,7 +93,7 @@ def test_an_address_of_any_word_shows_the_runs(browser: Any, served: tuple[LiveP
     visit.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("tab", ["", "?tab=curves", "?tab=events", "?tab=config"])
 def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
     browser: Any, served: tuple[LivePage, Path], name: str, tab: str
@@ -196,7 +209,7 @@ def test_a_run_of_a_kind_without_a_view_has_its_curves_and_events(
         run.submit([NewEvent(kind="session", payload={"text": "x" * 300_000})]).result()
     with open_page(tmp_path, port=0) as page:
         visit = Visit(browser, page.url, "#/run/tink")
-        visit.see(".empty", text="Runs of this kind have no report")
+        visit.see(".empty", text="Nothing is reported")
         visit.page.goto(visit.origin + "#/run/tink?tab=events&seq=2")
         assert len(visit.see(".json-text").inner_text()) == 200_000, "no more at once"
         visit.close()
@@ -360,7 +373,7 @@ def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Pat
 
 
 def test_an_export_opens_from_disk_and_asks_for_nothing(browser: Any, tmp_path: Path) -> None:
-    for make, name in zip(MAKERS, NAMES, strict=True):
+    for name, make in MAKERS.items():
         out = tmp_path / f"{name}.html"
         export_run(make(tmp_path / "runs", text=HOSTILE), out)
         visit = Visit(browser, out.as_uri())

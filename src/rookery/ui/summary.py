@@ -39,6 +39,7 @@ from rookery.ui import league, loops, wording
 from rookery.ui.headline import gain_verdict, make_headline
 
 __all__ = [
+    "PARSERS",
     "STEP_COLUMNS",
     "Number",
     "Summary",
@@ -69,6 +70,7 @@ PARSERS = {
     "pipeline": parse_pipeline_report,
     "sft": parse_sft_report,
 }
+"""Of the kinds of runs that have a report of their own; others have a `LoopReport`, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

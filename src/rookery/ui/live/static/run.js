@@ -1,7 +1,7 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
-import { brandLine, emptyNote, errorNote, facts, h, later, place, prose, runLink } from "./dom.js";
+import { brandLine, emptyNote, errorNote, facts, h, later, place, prose, runLink, section } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
@@ -9,7 +9,7 @@ import { GenomeView } from "./genome.js";
 import { GrpoView } from "./grpo.js";
 import { IcmView } from "./icm.js";
 import { LeagueView } from "./league.js";
-import { headline, warningsBox } from "./report.js";
+import { comparison, costsLine, headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
 import { grouped, mergeView, Metrics } from "./source.js";
 import { clock, count, duration, number } from "./words.js";
@@ -64,6 +64,12 @@ export class CurvesView {
   close() {
     this.charts.forEach((chart) => chart.close());
   }
+}
+
+// Of a loop without a view of its own: its result beside what it is compared with, and what it took.
+function plainResult({ rows = [], summary }) {
+  const compared = comparison({ rows, name: "Result", what: "Reward", gain: "Gain", reference: rows.find((row) => !row.is_winner) });
+  return [rows.length ? section("The result beside what it is compared with", compared) : "", costsLine(summary.costs)];
 }
 
 function groupNames(names) {
@@ -159,8 +165,9 @@ class RunPage {
 
   drawTop() {
     this.head();
-    const said = this.report.summary ? headline(this.report, this.overview.row.result) : emptyNote("Runs of this kind have no report: their curves and events say all.");
-    this.top.replaceChildren(said, warningsBox(this.report.warnings));
+    const { summary, warnings } = this.report;
+    const said = summary ? headline(this.report, this.overview.row.result) : emptyNote("Nothing is reported: the curves and events say all.");
+    this.top.replaceChildren(said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
   }
 
   // Something is new: the head, and whatever is open takes only what it does not have.
