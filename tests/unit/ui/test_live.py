@@ -35,6 +35,7 @@ from ui.made_runs import (
 )
 
 import rookery
+from rookery.compose import KINDS
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs import NewEvent, Run
 from rookery.ui.live.export import (
@@ -48,7 +49,6 @@ from rookery.ui.live.export import (
 from rookery.ui.live.folder import Curves, RunsFolder, describe_run, spark, thin
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
-from rookery.ui.summary import PARSERS
 
 
 class Visitor:
@@ -540,7 +540,7 @@ def test_a_report_has_what_the_view_has_not(visitor: Visitor) -> None:
     assert not empty["is_written"] and empty["summary"]["sentence"].startswith("No result yet.")
 
 
-@pytest.mark.parametrize("kind", PARSERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_run_has_a_report_before_one_is_written(tmp_path: Path, kind: str) -> None:
     with Run.create(tmp_path, kind=kind, name="a", config={}):
         report = OpenRun(tmp_path / "a", "a").report()

@@ -32,7 +32,7 @@ from rookery.ui.live.folder import (
     describe_run,
 )
 from rookery.ui.loops import SETTING_COLUMNS, setting_rows
-from rookery.ui.summary import PARSERS, parse_report, summarize
+from rookery.ui.summary import has_report, parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
@@ -147,14 +147,14 @@ class OpenRun:
         return max(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
     def report(self) -> dict[str, Any]:
-        """What its report says beside what the view, the curves and the labels hold; empty of a
-        kind of run that has none."""
+        """What its report says beside what the view, the curves and the labels hold."""
         written = self._written_ns()
         with self._mutex:
             if self._report is None or self._report[0] != written:
                 document = self.document()
-                found = document or self._so_far()
-                answer = _report_answer(self.kind, found) if found or self.kind in PARSERS else {}
+                if not has_report(self.kind, document):
+                    return {}
+                answer = _report_answer(self.kind, document or self._so_far())
                 self._report = (written, answer | {"is_written": bool(document)})
             return self._report[1]
 
