@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ui.browser import CHROMIUM, Visit, open_browser
+from ui.made import made_report
 from ui.made_runs import (
     HOSTILE,
     append_generation,
@@ -107,6 +108,33 @@ def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
         visit.see(".detail")
     visit.page.wait_for_timeout(300)
     visit.close()
+
+
+@pytest.mark.parametrize("word", ["nothing", "constructor", "%E0%A4%A"])
+def test_an_address_with_unknown_values_shows_the_view_as_it_begins(
+    browser: Any, served: tuple[LivePage, Path], word: str
+) -> None:
+    names = ("tab", "only", "by", "cost", "colour", "candidate", "item", "step", "sort")
+    query = "&".join(f"{name}={word}" for name in names)
+    for name in MAKERS:
+        visit = Visit(browser, served[0].url, f"#/run/{name}?{query}")
+        visit.see("h1", text=name)
+        visit.see(".tab-body section")
+        visit.close()
+
+
+@pytest.mark.parametrize("text", ["x" * 30_000, "x\n" * 15_000])
+def test_a_very_long_answer_is_shown_in_part_and_opens(
+    browser: Any, tmp_path: Path, text: str
+) -> None:
+    make_eval(tmp_path, text=text)
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/scores")
+        visit.see(".tasks .lt-space button").click()
+        assert len(visit.see(".detail pre").text_content()) == 20_000
+        visit.see(".detail summary", text="10005 more characters").click()
+        visit.see(".detail details pre")
+        visit.close()
 
 
 def test_programs_open_with_their_line_and_answers_are_text(
@@ -369,6 +397,27 @@ def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Pat
         process.kill()
         visit.see(".state .mark", text="killed")
         visit.see(".state .reason", text="Its process ended silently")
+        visit.close()
+
+
+def test_a_run_that_is_killed_and_goes_on_is_watched_through_it(
+    browser: Any, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a", "founder-b"], parents=[])
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/live")
+        visit.see(".state .mark", text="running")
+        run.close()  # without a word of its end
+        visit.see(".state .mark", text="killed")
+        with Run.open(tmp_path / "live") as run:
+            visit.see(".state .mark", text="running")
+            append_generation(run, 1, ["child"], parents=["founder-a"])
+            visit.see(".lead", text="What child, the best so far, descends from")
+            run.write_json("report.json", made_report(run="live", winner_id="child"))
+            run.finish()
+        visit.see(".state .mark", text="done")
+        visit.see(".number strong", text="0.910")
         visit.close()
 
 

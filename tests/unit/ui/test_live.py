@@ -471,6 +471,8 @@ def test_a_taken_port_and_a_folder_that_is_a_file_get_a_sentence(
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file: give the folder"):
         open_page(tmp_path / "file", port=0)
+    with pytest.raises(ConfigError, match=r"^::zz cannot be used: .* Give another --host"):
+        open_page(tmp_path, host="::zz", key="a key that is long")
 
 
 def test_an_export_holds_the_run_and_its_policy_allows_its_scripts_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
-import { brandLine, emptyNote, errorNote, facts, h, later, place, prose, runLink, section } from "./dom.js";
+import { brandLine, emptyNote, errorNote, facts, h, later, placed, prose, runLink, section } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
@@ -16,6 +16,7 @@ import { clock, count, duration, number } from "./words.js";
 
 const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
 const POINTS = 600;
+const TABS = new Map([["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]]);
 
 // All metrics, grouped by what stands before the slash.
 export class CurvesView {
@@ -83,7 +84,7 @@ class RunPage {
     this.main = main;
     this.id = id;
     this.path = `runs/${encodeURIComponent(id)}`;
-    this.tab = place().query.get("tab") ?? "overview";
+    this.tab = placed("tab", [...TABS.keys()]);
     this.view = null;
   }
 
@@ -137,9 +138,8 @@ class RunPage {
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
       facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
     );
-    const names = [["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]];
     const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
-    this.tabs.replaceChildren(...names.map(link));
+    this.tabs.replaceChildren(...[...TABS].map(link));
   }
 
   async open() {
