@@ -33,7 +33,7 @@ from rookery.ui.live.folder import (
     describe_run,
 )
 from rookery.ui.loops import SETTING_COLUMNS, setting_rows
-from rookery.ui.summary import parse_report, summarize
+from rookery.ui.summary import has_report, parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
@@ -167,12 +167,12 @@ class OpenRun:
 
     def report(self) -> dict[str, Any]:
         """What its report says beside what the view, the curves and the labels hold."""
-        if self.kind not in ELSEWHERE:
-            return {}
         written = self._written_ns()
         with self._mutex:
             if self._report is None or self._report[0] != written:
                 document = self.document()
+                if not has_report(self.kind, document):
+                    return {}
                 answer = _report_answer(self.kind, document or self._so_far())
                 self._report = (written, answer | {"is_written": bool(document)})
             return self._report[1]
