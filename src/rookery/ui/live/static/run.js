@@ -130,16 +130,18 @@ class RunPage {
     const told = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // not of what cannot be read
     told.push(["Folder", row.path]);
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
-    const from = this.overview.made_from.map(({ run, part, id }, k) => [k ? ", " : "", id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run, `/${part}`]);
-    if (from.length) told.unshift(["Made from", from]);
+    const link = ({ run, id }) => id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run;
+    const tell = (from) => from.map((each, k) => [k ? ", " : "", link(each), `/${each.part}`, each.made_from?.length ? [" (from ", tell(each.made_from), ")"] : ""]);
+    const from = this.overview.made_from;
+    if (from.length) told.unshift(["Made from", tell(from).flat(Infinity)]);
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
       facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
     );
-    const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
-    this.tabs.replaceChildren(...[...TABS].map(link));
+    const tabLink = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
+    this.tabs.replaceChildren(...[...TABS].map(tabLink));
   }
 
   async open() {
