@@ -227,7 +227,9 @@ def _run_loop(
 
     log_warnings()
     loop = find_kind(kind)
-    loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN, runs_dir=runs_dir)
+    loaded = read_loop_config(
+        loop.config, config, overrides, paths=(), own_flags=_OWN, runs_dir=runs_dir
+    )
     say(f"The config is {config}")
     outcome = loop.start(loaded, {}, name=name, runs_dir=runs_dir)
     print_outcome(outcome)

@@ -288,11 +288,11 @@ def _load(
     from rookery.compat.openevolve import Flags, read_config
     from rookery.loops.evolve.config import EvolveConfig
 
-    check_flags(overrides, fields=EvolveConfig.model_fields, own=_OWN)
+    check_flags(overrides, fields=EvolveConfig.model_fields, own_flags=_OWN)
     if place.distributed and place.executor not in (None, "ray"):
         raise ConfigError(f"--distributed is --executor ray, and {place.executor} is named too.")
     checkpoint = length.checkpoint
-    own = {
+    section = {
         "executor": "ray" if place.distributed else place.executor,
         "address": place.address,
         "in_flight": place.in_flight,
@@ -304,7 +304,7 @@ def _load(
         "budget.max_usd": length.max_usd,
         "budget.max_hours": length.max_hours,
     }
-    words = [f"--rookery.{key}={value}" for key, value in own.items() if value is not None]
+    words = [f"--rookery.{key}={value}" for key, value in section.items() if value is not None]
     flags = Flags(
         iterations=length.iterations,
         target_score=length.target_score,

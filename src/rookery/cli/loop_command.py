@@ -106,7 +106,7 @@ def run_loop(
     if resume and not name:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
     loaded = read_loop_config(
-        loop.config, config, overrides, paths=paths, own=_OWN, runs_dir=runs_dir
+        loop.config, config, overrides, paths=paths, own_flags=_OWN, runs_dir=runs_dir
     )
     if resume:
         return _resume(runs_dir / name, loaded.model_dump(mode="json"))
@@ -119,7 +119,7 @@ def read_loop_config(
     overrides: Sequence[str],
     *,
     paths: Sequence[str],
-    own: Sequence[str],
+    own_flags: Sequence[str],
     runs_dir: Path,
 ) -> Any:
     """The config of a file with flags over it; `own` are flags of the command itself. Its
@@ -127,7 +127,7 @@ def read_loop_config(
     from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
-    check_flags(overrides, fields=model.model_fields, own=own)
+    check_flags(overrides, fields=model.model_fields, own_flags=own_flags)
     words = paths_from_here(overrides, paths=paths)
     find = in_folder(runs_dir)
     resolve = partial(resolve_references, find=find, later=model.resolved_later)
@@ -259,7 +259,7 @@ def sft(
 
     if str(out).startswith("--"):  # left out: a flag of the training config is in its place
         overrides, out = (str(out), *overrides), None
-    check_flags(overrides, fields=SftConfig.model_fields, own=_SFT_OWN)
+    check_flags(overrides, fields=SftConfig.model_fields, own_flags=_SFT_OWN)
     settings = load_config(SftConfig, config, overrides=overrides)
     log_warnings()
     outcome = start_sft(
@@ -275,7 +275,7 @@ def sft(
 
 def _describe(modules: Collection[str]) -> str:
     """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
-    layers = {found[1] for name in modules if (found := re.search(r"\blayers\.(\d+)\.", name))}
+    layers = {match[1] for name in modules if (match := re.search(r"\blayers\.(\d+)\.", name))}
     return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
 
 
@@ -346,17 +346,17 @@ def _read_service(url: str) -> dict[str, str] | None:
     return {"type": "service", "url": url} if url else None
 
 
-def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":
+def _read_fleet(words: tuple[str, ...]) -> "FleetConfig | None":
     """The servers that the command line names, checked."""
     from rookery.fleet import FleetConfig
 
-    if not given:
+    if not words:
         return None
-    urls = tuple(word for word in given if word.startswith(("http://", "https://")))
-    if urls and len(urls) < len(given):
+    urls = tuple(word for word in words if word.startswith(("http://", "https://")))
+    if urls and len(urls) < len(words):
         raise ConfigError(
-            f"--fleet is given as {' and '.join(given)}; give URLs alone, or one config file."
+            f"--fleet is given as {' and '.join(words)}; give URLs alone, or one config file."
         )
-    if not urls and len(given) > 1:
-        raise ConfigError(f"--fleet names {len(given)} config files; give one.")
-    return FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(given[0]))
+    if not urls and len(words) > 1:
+        raise ConfigError(f"--fleet names {len(words)} config files; give one.")
+    return FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(words[0]))

@@ -207,8 +207,8 @@ def ui(
         from rookery.ui.live.export import export_run
 
         run, out = export
-        found = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
-        export_run(found, out)
+        folder = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
+        export_run(folder, out)
         say(f"written to {out}")
         return 0
     from rookery.ui.live.server import open_page

@@ -162,8 +162,8 @@ class Inputs:
 
 def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     """Read the programs, the checkpoint and the evaluator's folder."""
-    own = settings.rookery
-    if own.tasks is not None:
+    section = settings.rookery
+    if section.tasks is not None:
         from rookery.compose.evolve_prompt import read_prompt_inputs
 
         return read_prompt_inputs(config, settings)
@@ -171,7 +171,7 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
         raise ConfigError(
             "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
         )
-    paths = (config.program, *map(Path, own.first_programs))
+    paths = (config.program, *map(Path, section.first_programs))
     firsts = [read_first_program(path, config=settings) for path in paths]
     if not settings.llm.ensemble:
         raise ConfigError(
@@ -179,8 +179,8 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
             "a model of your own."
         )
     programs: list[FirstProgram | ProgramRecord] = [*firsts]
-    if own.checkpoint is not None:
-        programs += read_checkpoint(Path(own.checkpoint)).programs
+    if section.checkpoint is not None:
+        programs += read_checkpoint(Path(section.checkpoint)).programs
     runs = config.output.parent
     is_inside = runs != config.evaluator.parent and runs.is_relative_to(config.evaluator.parent)
     spec = evaluation_spec(
@@ -190,7 +190,7 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
         output=runs if is_inside else config.output,
     )
     warnings = [warning for first in firsts for warning in first.warnings]
-    if own.sandbox.backend == "none":
+    if section.sandbox.backend == "none":
         warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
     first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
     evaluator = digest([config.evaluator.read_bytes()])
@@ -373,9 +373,9 @@ def run_evolve(
     of the outcome holds `best/`, the checkpoints, the report and its page.
     """
     file = Path(config) if isinstance(config, str | Path) else None
-    given = file if file is not None or not isinstance(config, Mapping) else config
+    source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
-    loaded = read_config(given, environment=os.environ, flags=Flags(values=values), find=find)
+    loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
     problem = Problem(
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
@@ -385,16 +385,16 @@ def run_evolve(
     return start(resolve_problem(problem, find=find), loaded, Display())
 
 
-def _as_path(given: object, what: str) -> Path:
+def _as_path(value: object, what: str) -> Path:
     """OpenEvolve also takes code and functions here."""
-    is_path = isinstance(given, Path) or (isinstance(given, str) and "\n" not in given)
+    is_path = isinstance(value, Path) or (isinstance(value, str) and "\n" not in value)
     if not is_path:
-        kind = "code" if isinstance(given, str) else type(given).__name__
+        kind = "code" if isinstance(value, str) else type(value).__name__
         raise ConfigError(
             f"The {what} is given as {kind}: write it to a file and give the path. The sandbox "
             "runs files only."
         )
-    return Path(str(given))
+    return Path(str(value))
 
 
 def run_evolution(
@@ -412,11 +412,11 @@ def run_evolution(
     unknown = options.keys() - {"output_dir", "cleanup", "target_score", "checkpoint_path"}
     if unknown:
         raise ConfigError(f"run_evolution has no option {min(unknown)!r}.")
-    own = {
+    section = {
         "target_score": options.get("target_score"),
         "checkpoint": options.get("checkpoint_path"),
     }
-    values: dict[str, Any] = {"rookery": {k: v for k, v in own.items() if v is not None}}
+    values: dict[str, Any] = {"rookery": {k: v for k, v in section.items() if v is not None}}
     if iterations is not None:
         values["max_iterations"] = iterations
     output = options.get("output_dir")

@@ -53,14 +53,14 @@ def evolve_prompt(
 
     `values` are keys of the config: `max_iterations=50, rookery={"tasks": {"minibatch": 8}}`.
     """
-    own = {"engine": {"model": str(model)}, "tasks": {"taskset": str(taskset)}}
+    section = {"engine": {"model": str(model)}, "tasks": {"taskset": str(taskset)}}
     file = Path(config) if isinstance(config, str | Path) else None
-    given = file if file is not None or not isinstance(config, Mapping) else config
-    values = merge({"rookery": own}, values)
+    source = file if file is not None or not isinstance(config, Mapping) else config
+    values = merge({"rookery": section}, values)
     if values["rookery"]["engine"].get("type") == "service":
         values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
-    loaded = read_config(given, environment=os.environ, flags=Flags(values=values), find=find)
+    loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
     problem = Problem(
         program=Path(prompt),
         evaluator=None,
@@ -72,20 +72,21 @@ def evolve_prompt(
 
 def read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     """Read the prompts and the taskset, and refuse what cannot be asked."""
-    own = settings.rookery
-    assert own.tasks is not None
+    section = settings.rookery
+    assert section.tasks is not None
     if config.evaluator is not None:
         raise ConfigError(
             f"An evaluator is named, {config.evaluator}, and rookery.tasks scores prompts: leave "
             "one of them out."
         )
-    if settings.evaluator.use_llm_feedback or own.checkpoint is not None:
-        key = "rookery.checkpoint" if own.checkpoint else "evaluator.use_llm_feedback"
+    if settings.evaluator.use_llm_feedback or section.checkpoint is not None:
+        key = "rookery.checkpoint" if section.checkpoint else "evaluator.use_llm_feedback"
         raise ConfigError(f"{key} is for programs, and rookery.tasks is set: leave {key} out.")
     firsts = [
-        _read_prompt(path, settings) for path in (config.program, *map(Path, own.first_programs))
+        _read_prompt(path, settings)
+        for path in (config.program, *map(Path, section.first_programs))
     ]
-    taskset = load_taskset_file(own.tasks.taskset, with_fields=True)
+    taskset = load_taskset_file(section.tasks.taskset, with_fields=True)
     for split in SPLITS:
         taskset.split(split)
     form, warnings = find_form(firsts[0].code, taskset)
@@ -96,7 +97,7 @@ def read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Input
         {config.program.name: digest(first.code for first in firsts)},
         {taskset.name: digest([*taskset.tasks, sorted(taskset.fields.items())])},
         digest_scorers([taskset]),
-        digest_engine(own),
+        digest_engine(section),
     )
     return Inputs(
         programs=firsts,

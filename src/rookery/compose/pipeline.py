@@ -67,9 +67,9 @@ class PipelineConfig(StepsConfig):
         return report
 
     def from_folder(self, folder: Path) -> Self:
-        own = super().from_folder(folder)
-        report = None if own.report is None else own.report.from_folder(own.folder)
-        return own.model_copy(update={"report": report})
+        pipeline = super().from_folder(folder)
+        report = None if pipeline.report is None else pipeline.report.from_folder(pipeline.folder)
+        return pipeline.model_copy(update={"report": report})
 
 
 def run_pipeline(

@@ -557,12 +557,12 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
 
 def find_kind(name: str) -> RunKind[Any, Any]:
     """The kind, or that of a loop that needs no assembly of its own."""
-    found: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
-    if isinstance(found, RunKind):
-        return found
+    entry: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
+    if isinstance(entry, RunKind):
+        return entry
     from rookery.compose.loop import kind_of  # which needs this file
 
-    return kind_of(name, found)
+    return kind_of(name, entry)
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

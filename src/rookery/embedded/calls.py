@@ -136,16 +136,16 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
         (_are_penalties(params.penalties), "penalties", params.penalties, PENALTIES),
         (_are_texts(params.stop), "stop", params.stop, "a tuple of non-empty strings"),
     )
-    for is_fine, name, given, allowed in rules:
+    for is_fine, name, value, allowed in rules:
         if not is_fine:
-            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
+            raise EngineError(f"{name} is {value!r}; it must be {allowed}.")
 
 
-def _are_penalties(own: Penalties | None) -> bool:
-    if own is None:
+def _are_penalties(penalties: Penalties | None) -> bool:
+    if penalties is None:
         return True
-    is_fine = 0 < own.repetition < math.inf
-    return is_fine and abs(own.presence) <= 2 and abs(own.frequency) <= 2
+    is_fine = 0 < penalties.repetition < math.inf
+    return is_fine and abs(penalties.presence) <= 2 and abs(penalties.frequency) <= 2
 
 
 def _are_texts(stop: tuple[str, ...]) -> bool:

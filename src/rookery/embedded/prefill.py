@@ -133,7 +133,7 @@ class _Paths:
         counts = [len(node.tokens) for node in nodes], [len(path) for path in paths]
         self._keys = torch.cat(paths).to(device)
         self._longest = (max(counts[0]), max(counts[1]))
-        ends = torch.tensor([[0, *accumulate(own)] for own in counts], dtype=torch.int32)
+        ends = torch.tensor([[0, *accumulate(lengths)] for lengths in counts], dtype=torch.int32)
         queries, keys = ends.to(device)
         self._ends = (queries, keys)
 

@@ -116,8 +116,8 @@ def moved(
     used = [(seed, amount) for seed, amount in zip(seeds, amounts, strict=True) if amount]
     for _, drawn, weights in draws(noise, [s for s, _ in used], [a for _, a in used], device):
         for total, sums in zip(totals, noise.sums(drawn, weights), strict=True):
-            for own, summed in zip(total, sums, strict=True):
-                own.add_(summed)
+            for accumulated, summed in zip(total, sums, strict=True):
+                accumulated.add_(summed)
     return {
         layer: LoraFactors(a=a.cpu(), b=b.cpu(), scale=lora.scale)
         for (layer, lora), (a, b) in zip(factors.items(), totals, strict=True)

@@ -282,8 +282,8 @@ def _parts(folder: Path) -> list[str]:
 
 def find_names(document: Any) -> list[tuple[str, str, str]]:
     """(key, reference, name of the run) of every reference in a document."""
-    found = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
-    return [(key, ref[0], ref["name"]) for key, ref in found if ref is not None]
+    matches = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
+    return [(key, ref[0], ref["name"]) for key, ref in matches if ref is not None]
 
 
 def find_sources(config: Mapping[str, Any]) -> list[Source]:

@@ -69,8 +69,8 @@ class Fitness:
     """How far constraints are missed, summed; 0 is feasible."""
 
     def __post_init__(self) -> None:
-        given = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
-        if not all(math.isfinite(value) for value in given):
+        numbers = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
+        if not all(math.isfinite(value) for value in numbers):
             raise ValueError(
                 f"Got {self}: a fitness is made of finite numbers. "
                 "A measurement that could not be made is Fitness(score=None)."

@@ -105,7 +105,7 @@ class Surrogate:
         most = MOST_PARTS * FEW_POINTS**2 // max(FEW_POINTS, len(points)) ** 2 or 1
         some = parts[:: -(-len(parts) // most) or 1]
         fits = {options: self._fit(some, *options) for options in product(CURVATURES, NOISES)}
-        self._best = self._fit(parts, *max(fits, key=lambda own: fits[own].log_likelihood))
+        self._best = self._fit(parts, *max(fits, key=lambda options: fits[options].log_likelihood))
 
     @property
     def points(self) -> Array:
@@ -121,9 +121,9 @@ class Surrogate:
         fit = self._best
         cross = self._kernel(points, self._points, fit.curvature)
         linear = np.square(points).sum(axis=1) / self.num_blocks
-        own = BASE + linear + fit.curvature * linear**2
+        variance = BASE + linear + fit.curvature * linear**2
         known = np.einsum("pn,np->p", cross, np.linalg.solve(fit.gram, cross.T))
-        deviation: Array = np.sqrt(fit.scale * np.maximum(own - known, 0.0))
+        deviation: Array = np.sqrt(fit.scale * np.maximum(variance - known, 0.0))
         return deviation
 
     def draw(self, points: Array, *, rng: np.random.Generator) -> Iterator[Array]:
@@ -131,9 +131,9 @@ class Surrogate:
         as those of a task that all points were asked."""
         fit, mean = self._best, self.mean(points)
         cross = self._kernel(points, self._points, fit.curvature)
-        own = self._kernel(points, points, fit.curvature)
-        spread = own - cross @ np.linalg.solve(fit.gram, cross.T)
-        jitter = 1e-6 * float(np.trace(own)) / len(own)
+        prior = self._kernel(points, points, fit.curvature)
+        spread = prior - cross @ np.linalg.solve(fit.gram, cross.T)
+        jitter = 1e-6 * float(np.trace(prior)) / len(prior)
         lower = np.linalg.cholesky(fit.scale * (spread + jitter * np.eye(len(spread))))
         while True:
             yield mean + lower @ rng.standard_normal(mean.shape)
@@ -149,12 +149,12 @@ class Surrogate:
         weights = np.zeros((num, self._num_tasks))
         squares, count, logs = 0.0, 0, 0.0
         for part in parts:
-            own = gram[np.ix_(part.points, part.points)]
-            solved = np.linalg.solve(own, part.odds)
+            block = gram[np.ix_(part.points, part.points)]
+            solved = np.linalg.solve(block, part.odds)
             weights[np.ix_(part.points, part.tasks)] = solved
             squares += float((part.odds * solved).sum())
             count += solved.size
-            logs += len(part.tasks) * float(np.log(np.diag(np.linalg.cholesky(own))).sum())
+            logs += len(part.tasks) * float(np.log(np.diag(np.linalg.cholesky(block))).sum())
         scale = max(squares, 1e-12) / max(count, 1)
         likelihood = -0.5 * count * float(np.log(scale)) - logs
         return _Fit(curvature, gram, scale, weights, likelihood)

@@ -335,8 +335,10 @@ def _shapes(model: "transformers.PreTrainedModel") -> dict[str, tuple[int, ...]]
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _set_weights(model: "transformers.PreTrainedModel", given: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in given.items():
+def _set_weights(
+    model: "transformers.PreTrainedModel", weights: Mapping[str, torch.Tensor]
+) -> None:
+    for name, tensor in weights.items():
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))

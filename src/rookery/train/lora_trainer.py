@@ -316,7 +316,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         stacks = Stacks(
             [trainee for trainee, _ in members],
             model,
-            num_rows=[len(pass_rows) for pass_rows in rows.own],
+            num_rows=[len(pass_rows) for pass_rows in rows.unpadded],
         )
         cut, lengths = self._cut(members[0][0]), rows.lengths
         hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))
@@ -325,7 +325,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             lengths.append(padding)
         slots = stacks.rows(rows.spans, len(hidden), block=rows.block)
         hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots)
-        parts = list(zip(passes, rows.own, strict=True))
+        parts = list(zip(passes, rows.unpadded, strict=True))
         head_rows = partial(stacks.rows, layer="lm_head")
         return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)
 

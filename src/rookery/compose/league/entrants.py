@@ -117,10 +117,10 @@ class LeagueConfig(Config):
     @field_validator("settings")
     @classmethod
     def _are_own(cls, settings: dict[EntrantName, Any]) -> dict[EntrantName, Any]:
-        for name, own in settings.items():
+        for name, entrant_settings in settings.items():
             shared = SHARED_BY_PROMPTS if name == "prompt" else SHARED
             for key in (*shared, *SEEDS):
-                if _has(own, key):
+                if _has(entrant_settings, key):
                     raise ValueError(
                         f"settings.{name}.{key} is the league's: all entrants have the same model, "
                         "tasks and budget, and the seeds of the league; leave it out"
@@ -278,8 +278,8 @@ class League:
 
     # Each entrant as steps.
 
-    def _step(self, loop: Any, values: dict[str, Any], *own: Mapping[str, Any]) -> StepConfig:
-        for settings in own:
+    def _step(self, loop: Any, values: dict[str, Any], *sections: Mapping[str, Any]) -> StepConfig:
+        for settings in sections:
             values = merge(values, settings)
         return StepConfig(loop=loop, values=values)
 
@@ -344,8 +344,8 @@ class League:
 
     def _search(self, seed: int, parts: int, name: EntrantName, **values: Any) -> StepConfig:
         shared = {**self._asked, "tasksets": self._tasksets, "finals": {"random_search": False}}
-        own = {"seed": seed, "budget": self._share(parts)}
-        return self._step("genome", {**shared, **values, **own}, self._settings(name))
+        spending = {"seed": seed, "budget": self._share(parts)}
+        return self._step("genome", {**shared, **values, **spending}, self._settings(name))
 
     def _es(self, index: int) -> dict[str, StepConfig]:
         init = {"type": "zero", "count": 1}
@@ -354,25 +354,25 @@ class League:
         return {f"es-{index}": step}
 
     def _genome(self, index: int) -> dict[str, StepConfig]:
-        seed, given = self._seed(index), self.config.founders
+        seed, founders = self._seed(index), self.config.founders
         steps: dict[str, StepConfig] = {}
-        if not given:
+        if not founders:
             num = self.config.num_founders
             for number in range(num):
-                own, budget = seed * num + number, self._share(2 * num)
+                founder_seed, budget = seed * num + number, self._share(2 * num)
                 name = f"genome-{index}-founder-{number}"
                 steps[name] = (
-                    self._train(own, budget, taskset=self._hidden, split="search")
+                    self._train(founder_seed, budget, taskset=self._hidden, split="search")
                     if self.founders_by == "sft"
-                    else self._reinforce(own, budget)
+                    else self._reinforce(founder_seed, budget)
                 )
-        paths = list(map(str, given)) or [f"run:{name}/trained" for name in steps]
+        paths = list(map(str, founders)) or [f"run:{name}/trained" for name in steps]
         init = {"type": "file", "path": paths}
-        parts = 1 if given else 2
+        parts = 1 if founders else 2
         return {**steps, f"genome-{index}": self._search(seed, parts, "genome", init=init)}
 
     def _prompt(self, place: Path, index: int) -> dict[str, StepConfig]:
-        own = {
+        section = {
             **self._asked,
             "tasks": {"taskset": self._hidden},
             "budget": self._share(),
@@ -382,7 +382,7 @@ class League:
             "max_iterations": MANY,
             "random_seed": self._seed(index),
             "llm": {"temperature": 1.0, "max_tokens": 1024},
-            "rookery": own,
+            "rookery": section,
         }
         program = str(self.config.prompt or place / PROMPT)
         values = {"program": program, "settings": merge(settings, self._settings("prompt"))}

@@ -89,12 +89,12 @@ def find_results(
     results = []
     for entrant in league.entrants(place):
         errors = [failed[step] for step in entrant.steps if step in failed]
-        found = None if errors else _find_result(entrant, place)
-        if found is None:
+        result = None if errors else _find_result(entrant, place)
+        if result is None:
             reason = (errors or [NO_ADAPTER])[0]
             left_out.append(LeftOut(name=entrant.id, reason=reason, is_failure=True))
         else:
-            results.append(found)
+            results.append(result)
     return results, left_out
 
 
@@ -123,8 +123,8 @@ def _find_result(entrant: Entrant, place: Path) -> Result | None:
         prompt=prompt,
         runs=tuple(path.name for path in paths),
         spent=SpentRecord(
-            drawn_tokens=sum(own.drawn_tokens for own in spent),
-            trained_tokens=sum(own.trained_tokens for own in spent),
+            drawn_tokens=sum(step.drawn_tokens for step in spent),
+            trained_tokens=sum(step.trained_tokens for step in spent),
         ),
         seconds=sum(float(report.get("seconds") or 0.0) for report in reports),
         stop_reason=str(reports[-1].get("stop_reason") or ""),
@@ -349,10 +349,10 @@ class ReportParts:
 
     @property
     def _entrants(self) -> dict[str, list[Result]]:
-        found: dict[str, list[Result]] = {}
+        results: dict[str, list[Result]] = {}
         for result in self.results:
-            found.setdefault(result.entrant.name, []).append(result)
-        return found
+            results.setdefault(result.entrant.name, []).append(result)
+        return results
 
     @property
     def _rewards(self) -> dict[str, Mapping[str, float]]:
@@ -360,7 +360,7 @@ class ReportParts:
         return {
             BASE: self.measured[BASE].rewards,
             **{
-                name: mean_rewards([self.measured[own.entrant.id].rewards for own in seeds])
+                name: mean_rewards([self.measured[result.entrant.id].rewards for result in seeds])
                 for name, seeds in self._entrants.items()
             },
         }
@@ -393,7 +393,7 @@ class ReportParts:
                 settings=describe_settings(self.league, row.name),
                 gain=_find_difference(differences, row.name, BASE),
                 lead=_find_difference(differences, row.name, best),
-                runs=tuple(self._run(own) for own in entrants.get(row.name, ())),
+                runs=tuple(self._run(result) for result in entrants.get(row.name, ())),
             )
             for row in means
         )
@@ -432,10 +432,10 @@ class ReportParts:
 def _find_difference(
     differences: Mapping[tuple[str, str], Estimate], ours: str, theirs: str
 ) -> Estimate | None:
-    found = differences.get((ours, theirs))
+    difference = differences.get((ours, theirs))
     turned = differences.get((theirs, ours))
-    if found is not None or turned is None:
-        return found
+    if difference is not None or turned is None:
+        return difference
     negative = {
         key: None if value is None else -value
         for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
@@ -468,7 +468,7 @@ def describe_settings(league: League, name: str) -> str:
     if not league.config.founders:
         trained["genome"] = [league.founders_by]
     texts = []
-    settings = {str(key): own for key, own in league.config.settings.items()}
+    settings = {str(key): values for key, values in league.config.settings.items()}
     for part in (name, *trained.get(name, ())):
         values = _flat(settings.get(part, {}))
         if values:

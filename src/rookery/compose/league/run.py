@@ -136,9 +136,13 @@ def _plan(
     results, left_out = find_results(league, open_run.folder, failed)
 
     def digests() -> dict[str, str]:
-        found = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
+        entrants = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
         tasks = {league.taskset.name: digest(league.taskset.split("report"))}
-        return {**tasks, "entrants": digest(found), **digest_models({"the model": league.folder})}
+        return {
+            **tasks,
+            "entrants": digest(entrants),
+            **digest_models({"the model": league.folder}),
+        }
 
     return RunPlan(
         digests=digests,

@@ -263,9 +263,9 @@ def extract_rewrite(answer: str, *, language: str) -> str:
 
     A fence that is opened and never closed is an AnswerError: the answer was cut off.
     """
-    own = re.search(rf"```{re.escape(language)}\n(.*?)```", answer, re.DOTALL)
-    if own:
-        code = own[1].strip()
+    match = re.search(rf"```{re.escape(language)}\n(.*?)```", answer, re.DOTALL)
+    if match:
+        code = match[1].strip()
     elif other := _FENCE.search(answer):
         code = _without_tag(other[1]).strip()
     elif "```" in answer:

@@ -246,7 +246,7 @@ def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> E
     )
     database = config.database.model_copy(update={"num_islands": 1, "strategy": "openevolve"})
     tune = config.rookery.tune if name.endswith(WITH_TUNE) else None
-    own = config.rookery.model_copy(update={"budget": budget, "tune": tune, "learn": None})
+    section = config.rookery.model_copy(update={"budget": budget, "tune": tune, "learn": None})
     return config.model_copy(
-        update={"database": database, "rookery": own, "early_stopping_patience": None}
+        update={"database": database, "rookery": section, "early_stopping_patience": None}
     )

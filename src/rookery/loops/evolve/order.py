@@ -204,8 +204,8 @@ class Progress:
     num_recorded: int
     """Decisions of earlier sessions that are still to be told: they are, whatever is left."""
     elapsed_s: float
-    found: str
-    """Why what was found ends the search: a target, or patience; empty while it does not."""
+    goal_reason: str
+    """Why the programs end the search: a target, or patience; empty while they do not."""
     budget: BudgetConfig
     spending: Spending
 
@@ -214,8 +214,8 @@ def stop_reason(progress: Progress) -> str:
     """Why no further attempt begins; empty while one may, and when there are none to begin."""
     if progress.num_decided + progress.num_open >= progress.num_attempts:
         return ""
-    if progress.found or progress.num_recorded:
-        return progress.found
+    if progress.goal_reason or progress.num_recorded:
+        return progress.goal_reason
     hours = find_hours_over(progress.budget, elapsed_s=progress.elapsed_s)
     if hours or progress.num_open:
         return hours

@@ -182,10 +182,10 @@ def _endpoint(
 ) -> Endpoint:
     """`like` is a model whose settings it has."""
     named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
-    own = named.get(like or name) or config.llm.complete(ModelConfig())
+    settings = named.get(like or name) or config.llm.complete(ModelConfig())
     return Endpoint(
         model,
-        own.model_copy(update={"name": name}),
+        settings.model_copy(update={"name": name}),
         down_s=config.rookery.model_down_s,
         on_waiting=providers.observer.on_phase,
     )
@@ -230,22 +230,23 @@ def _open_novelty(
     store: ProgramStore,
     seed: int,
 ) -> Novelty | None:
-    own = config.database
-    if not own.is_compared:
+    database = config.database
+    if not database.is_compared:
         return None
     if providers.engine.embedder is None:
         raise ConfigError(
-            f"The config names the embedding model {own.embedding_model!r}, and it was not opened."
+            f"The config names the embedding model {database.embedding_model!r}, and it was not "
+            "opened."
         )
-    if own.novelty_llm is False:
+    if database.novelty_llm is False:
         return Novelty(providers.engine.embedder, store=store, judge=None)
     arms = list_arms(config, providers.engine.models)
-    if own.novelty_llm is not None:
-        arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == own.novelty_llm)
+    if database.novelty_llm is not None:
+        arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == database.novelty_llm)
         if not arms:
             raise ConfigError(
-                f"database.novelty_llm is {own.novelty_llm!r}, which is no model of llm: name one "
-                "of them, or write false to reject similar programs without a judge."
+                f"database.novelty_llm is {database.novelty_llm!r}, which is no model of llm: name "
+                "one of them, or write false to reject similar programs without a judge."
             )
     judge = NoveltyJudge(arms, endpoints=endpoints, seed=seed)
     return Novelty(providers.engine.embedder, store=store, judge=judge)

@@ -266,22 +266,22 @@ def evaluation_spec(
 
 
 def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
-    own = config.rookery.sandbox
-    memory_mb = config.evaluator.memory_limit_mb or own.memory_mb
-    backend = {"auto": None, "none": "unsafe"}.get(own.backend, own.backend)
+    sandbox = config.rookery.sandbox
+    memory_mb = config.evaluator.memory_limit_mb or sandbox.memory_mb
+    backend = {"auto": None, "none": "unsafe"}.get(sandbox.backend, sandbox.backend)
     return SandboxConfig.model_validate(
         {
             "backend": backend,
             "memory_bytes": memory_mb * _MB,
-            "max_processes": own.processes,
-            "cpu_s": own.cpu_s,
-            "scratch_bytes": own.scratch_mb * _MB,
-            "output_bytes": own.output_mb * _MB,
-            "startup_s": own.startup_s,
-            "network": own.network,
-            "devices": own.devices,
-            "variables": own.variables,
-            "readable": own.read_paths,
+            "max_processes": sandbox.processes,
+            "cpu_s": sandbox.cpu_s,
+            "scratch_bytes": sandbox.scratch_mb * _MB,
+            "output_bytes": sandbox.output_mb * _MB,
+            "startup_s": sandbox.startup_s,
+            "network": sandbox.network,
+            "devices": sandbox.devices,
+            "variables": sandbox.variables,
+            "readable": sandbox.read_paths,
         }
     )
 

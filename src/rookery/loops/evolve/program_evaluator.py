@@ -242,9 +242,9 @@ class ProgramEvaluator:
         self._store = store
         self._judges = judges
         self._features = config.database.feature_dimensions
-        own = config.evaluator
-        self._limit_s = own.timeout * NUM_STAGES + GRACE_S
-        self._num_tries = 1 if own.cascade_evaluation else 1 + own.max_retries
+        evaluator = config.evaluator
+        self._limit_s = evaluator.timeout * NUM_STAGES + GRACE_S
+        self._num_tries = 1 if evaluator.cascade_evaluation else 1 + evaluator.max_retries
 
     async def evaluate(
         self,
@@ -276,9 +276,9 @@ class ProgramEvaluator:
         if settings is None or not constants:
             message = "The program has no numbers to tune."
             return Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
-        best_found = self._score_metrics(child.program.parent_metrics)
+        tuned_score = self._score_metrics(child.program.parent_metrics)
         seed = stream_seed(self._seed, "tune", lease.attempt)
-        search = NumberSearch(constants, seed=seed, score=best_found)
+        search = NumberSearch(constants, seed=seed, score=tuned_score)
         code, num, best, seconds = child.program.code, 0, None, 0.0
         end = time.monotonic() + settings.seconds
         while num < settings.evaluations or time.monotonic() < end:
@@ -289,13 +289,13 @@ class ProgramEvaluator:
                 tried = write_constants(code, constants, values)
                 outcome = await self._run(tried, lease, is_noted=not num)
                 num += 1
-                found = None
+                score = None
                 if not isinstance(outcome, _Failed):
-                    found = self._score(outcome)
+                    score = self._score(outcome)
                     seconds += outcome.seconds
-                scores.append(found)
-                if found is not None and (best_found is None or found > best_found):
-                    best, best_found = (tried, outcome), found
+                scores.append(score)
+                if score is not None and (tuned_score is None or score > tuned_score):
+                    best, tuned_score = (tried, outcome), score
             search.tell(scores)
         if best is None or isinstance(best[1], _Failed):
             message = f"None of {num} programs with other numbers is better."
@@ -328,16 +328,16 @@ class ProgramEvaluator:
         num_lost: int,
     ) -> Evaluated:
         """Store the program with all that is known of it; waits for the disk."""
-        own = self._config.evaluator
+        evaluator = self._config.evaluator
         metrics = _mean_metrics(outcomes)
-        artifacts = dict(outcomes[0].artifacts) if own.enable_artifacts else {}
+        artifacts = dict(outcomes[0].artifacts) if evaluator.enable_artifacts else {}
         if self._judges is not None and judgement is not None:
             metrics, artifacts = self._judges.merge(metrics, artifacts, judgement)
         program = replace(
             child.program,
             timestamp=time.time(),
             metrics=metrics,
-            artifacts=keep_artifacts(artifacts, max_bytes=own.max_artifact_storage),
+            artifacts=keep_artifacts(artifacts, max_bytes=evaluator.max_artifact_storage),
         )
         scores = [self._score(outcome) for outcome in outcomes] if len(outcomes) > 1 else []
         usage = judgement.usage if judgement is not None else NOTHING
@@ -443,8 +443,8 @@ def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
     metrics = dict(first.metrics)
     numbers = [numeric_metrics(outcome.metrics) for outcome in outcomes]
     for name in numbers[0] if others else ():
-        if all(name in found for found in numbers):
-            metrics[name] = sum(found[name] for found in numbers) / len(numbers)
+        if all(name in values for values in numbers):
+            metrics[name] = sum(values[name] for values in numbers) / len(numbers)
     return metrics
 
 

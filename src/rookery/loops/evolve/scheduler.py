@@ -215,7 +215,7 @@ class AttemptScheduler:
                 num_open=len(self._open),
                 num_recorded=self._num_recorded,
                 elapsed_s=self.elapsed_s,
-                found=self._state.stop_reason,
+                goal_reason=self._state.stop_reason,
                 budget=self._parts.config.rookery.budget,
                 spending=self._state.spending,
             )

@@ -263,8 +263,10 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
     known = {adapter.name: adapter for adapter in founders}
     for name, version in lineage["founders"].items():
         if name not in known or known[name].version != version:
-            given = known[name].version if name in known else "not given"
-            raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+            version_now = known[name].version if name in known else "not given"
+            raise AdapterError(
+                f"Founder {name!r} is {version_now}; this lineage began with {version}."
+            )
     changes = {} if "format" in lineage else {"sigma": None}
     named = {name for plan in lineage["candidates"] for name in _methods_of(plan)}
     try:

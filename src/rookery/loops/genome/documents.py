@@ -322,8 +322,8 @@ def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
 
 def _warn_of_random_search(parts: RunParts, summary: RunSummary) -> list[str]:
     searched = set(summary.searched)
-    drawn = [own for name, own in parts.search.measured.items() if name not in searched]
-    errors = [own.error for own in drawn if own.error]
+    drawn = [candidate for name, candidate in parts.search.measured.items() if name not in searched]
+    errors = [candidate.error for candidate in drawn if candidate.error]
     if not errors:
         return []
     outcome = "there is no random search to compare with" if len(errors) == len(drawn) else "lost"

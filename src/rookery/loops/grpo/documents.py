@@ -157,12 +157,12 @@ def _gap_payload(
 ) -> dict[str, Any]:
     """The examples of a step in pieces of a token each, with the gap of each in nats."""
     group, rows = batch.groups[0], iter(gaps)
-    own = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
+    pieces = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
     return {
         "task": group.task,
         "is_fresh": batch.model_step == batch.step,
         "answers": [
-            [piece for both in zip(shown.sequences, own[id(shown)], strict=True)
+            [piece for both in zip(shown.sequences, pieces[id(shown)], strict=True)
              for piece in _pieces(*both, decode)][:SHOWN_TOKENS]
             for shown in _best_and_worst(group)
         ],

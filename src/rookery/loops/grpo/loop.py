@@ -226,7 +226,7 @@ class _Spending:
         """For a step as dear as the dearest, and for measuring the checkpoint behind it, and the
         one before it that is still to be measured."""
         measured = self._parts.selection.answer_tokens
-        select = [tokens for own, tokens in measured.items() if own <= step]
+        select = [tokens for measured_step, tokens in measured.items() if measured_step <= step]
         is_waiting = self._parts.config.is_checkpoint(step) and step not in measured
         needed = max(self._steps, default=0) + (1 + is_waiting) * max(select, default=0)
         spent = sum(self._steps) + sum(select)

@@ -95,23 +95,23 @@ class Baselines:
     async def start(self) -> Labels | None:
         """Bootstrap's labels to begin a search with; None where it cannot begin with them."""
         labels = await self.bootstrap()
-        [found] = await self._problem.assess([labels])
-        return None if found is None or found.num_violated else labels
+        [assessment] = await self._problem.assess([labels])
+        return None if assessment is None or assessment.num_violated else labels
 
     async def better_than(self, results: Sequence[ChainResult]) -> list[ChainResult]:
         """The best consistent labels that need no search, if they are better than all of these."""
         better: list[ChainResult] = []
         for name, labels in (await self.unsearched()).items():
-            [found] = await self._problem.assess([labels])
-            if found is None or found.num_violated:
+            [assessment] = await self._problem.assess([labels])
+            if assessment is None or assessment.num_violated:
                 continue
             result = ChainResult(
                 labels=labels,
-                assessment=found,
+                assessment=assessment,
                 start=labels,
                 num_iterations=0,
                 num_accepted=0,
-                is_settled=UNLABELLED not in labels and not found.frustrated,
+                is_settled=UNLABELLED not in labels and not assessment.frustrated,
                 labelled_at=(UNLABELLED,) * self._problem.num_items,
                 steps=(),
                 origin=name,

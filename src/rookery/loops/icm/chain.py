@@ -202,9 +202,9 @@ class Chain:
 
     async def _begin(self, start: Labels | None) -> tuple[Labels, Assessment]:
         for labels in self._draw_starts() if start is None else [start]:
-            [found] = await self._problem.assess([labels])
-            if found is not None:
-                return labels, found
+            [assessment] = await self._problem.assess([labels])
+            if assessment is not None:
+                return labels, assessment
         raise EngineError(
             "The engine answers, but not for the labels that a search begins with. Its score "
             "events say why: rookery runs export."
@@ -236,8 +236,8 @@ class Chain:
         [read] = await self._problem.scorer.score([(state.labels, item)])
         self._asked.add(item)
         options = () if read is None else self._options(state.labels, item, read, now)
-        found = zip(options, await self._problem.assess(options), strict=True)
-        tried = {labels: assessment for labels, assessment in found if assessment is not None}
+        assessed = zip(options, await self._problem.assess(options), strict=True)
+        tried = {labels: assessment for labels, assessment in assessed if assessment is not None}
         if not tried:
             return skip(state), None, {}
         utilities = [(labels, assessment.utility) for labels, assessment in tried.items()]

@@ -344,11 +344,11 @@ async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Label
 
 
 def _read(score: Score, request: ScoreRequest) -> LabelLogprobs | Failure:
-    found = score.label_logprobs
-    if len(found) == len(request.labels) and all(map(math.isfinite, found)):
-        return found
+    logprobs = score.label_logprobs
+    if len(logprobs) == len(request.labels) and all(map(math.isfinite, logprobs)):
+        return logprobs
     return EngineError(
-        f"{request.model.served_name} gave the label log-probabilities {list(found)} for "
+        f"{request.model.served_name} gave the label log-probabilities {list(logprobs)} for "
         f"{len(request.labels)} labels: all must be there and finite. A server needs "
         "log-probabilities of given tokens."
     )

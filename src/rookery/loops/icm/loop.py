@@ -378,10 +378,10 @@ def _baselines(config: IcmConfig, batch: Batch, problem: Problem) -> Baselines:
 
 def _has_room(config: IcmConfig, batch: Batch, chain: int, run: Run, reads: int | None) -> HasRoom:
     """Chains run side by side: each has a budget of its own, which none of the others touches."""
-    own = config.budget.model_copy(update={"max_answer_tokens": reads})
+    budget_config = config.budget.model_copy(update={"max_answer_tokens": reads})
     where = f"{batch.index}/{chain}"
-    budget = Budget(own, run, key=where)
-    num_done = _count_decided(run, where) if own.max_hours is not None else 0
+    budget = Budget(budget_config, run, key=where)
+    num_done = _count_decided(run, where) if budget_config.max_hours is not None else 0
     return lambda iteration, num_asked: budget.has_room(
         iteration, tokens=num_asked, num_done=num_done
     )
@@ -389,8 +389,8 @@ def _has_room(config: IcmConfig, batch: Batch, chain: int, run: Run, reads: int 
 
 def _count_decided(run: Run, where: str) -> int:
     """Iterations of a chain up to its last decision."""
-    found = (event.key.rpartition("/") for event in run.events("decision"))
-    return max((int(number) + 1 for chain, _, number in found if chain == where), default=0)
+    places = (event.key.rpartition("/") for event in run.events("decision"))
+    return max((int(number) + 1 for chain, _, number in places if chain == where), default=0)
 
 
 async def _search_inverted(

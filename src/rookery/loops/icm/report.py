@@ -88,12 +88,12 @@ async def label_all_ways(
     if config.inverted:
         rows[INVERTED] = Labelling(INVERTED, note="searched from the opposite")
     for batch, known in zip(batches, truth, strict=True):
-        found = await _label_batch(batch, config, known)
+        labelled = await _label_batch(batch, config, known)
         for name, row in rows.items():
-            own = found.get(name, (UNLABELLED,) * len(batch.items))
-            row.labels.append(own)
-            row.num_violated += batch.problem.constraints.num_violated(own)
-            row.utilities.append(await _utility(batch.problem, own))
+            labels = labelled.get(name, (UNLABELLED,) * len(batch.items))
+            row.labels.append(labels)
+            row.num_violated += batch.problem.constraints.num_violated(labels)
+            row.utilities.append(await _utility(batch.problem, labels))
     return list(rows.values())
 
 
@@ -205,7 +205,8 @@ async def make_report(
         balance=_balance([batch.best.labels for batch in batches], labels),
         gold=golden,
         transfers=tuple(
-            _with_agreement(TransferRecord(batch=batch), own) for batch, own in transfers.items()
+            _with_agreement(TransferRecord(batch=batch), judged)
+            for batch, judged in transfers.items()
         ),
         num_unanswered=len(failed),
         rows=tuple(_row(row, ours, whole, labels, questions) for row in rows),
@@ -255,9 +256,9 @@ def _majority(batch: Batch) -> MajorityLabel:
     num_labelled = len(labelled_items(labels))
 
     def share(label: int) -> float:
-        given = constraints.fewest(labels, label)
-        free = num_labelled - given
-        return (labels.count(label) - given) / free if num_labelled > 1 and free else 0.0
+        fewest = constraints.fewest(labels, label)
+        free = num_labelled - fewest
+        return (labels.count(label) - fewest) / free if num_labelled > 1 and free else 0.0
 
     label = max(range(batch.problem.num_labels), key=share)
     return MajorityLabel(
@@ -289,8 +290,8 @@ def _support_record(support: Support | None) -> SupportRecord | None:
 
 async def _support(batches: Sequence[Batch]) -> Support | None:
     """Of all batches; None where it could not be measured in one of them."""
-    found = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
-    known = [own for own in found if own is not None]
+    measured = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
+    known = [support for support in measured if support is not None]
     return join_supports(known) if len(known) == len(batches) else None
 
 
@@ -436,7 +437,7 @@ def _gold_of(batch: Batch, gold: Mapping[str, int]) -> dict[int, int]:
 
 def _joined(labels: Sequence[Labels]) -> dict[int, int]:
     """Place among all items -> label, of those that have one."""
-    flat = [label for own in labels for label in own]
+    flat = [label for batch_labels in labels for label in batch_labels]
     return {place: label for place, label in enumerate(flat) if label != UNLABELLED}
 
 
@@ -452,7 +453,7 @@ def _questions(batches: Sequence[Batch]) -> list[str]:
 
 
 def _balance(labels: Sequence[Labels], names: Sequence[str]) -> dict[str, int]:
-    held = Counter(label for own in labels for label in own)
+    held = Counter(label for batch_labels in labels for label in batch_labels)
     return {name: held[index] for index, name in enumerate(names)}
 
 

@@ -110,7 +110,7 @@ PROGRESS = Progress(
     num_open=0,
     num_recorded=0,
     elapsed_s=3600.0,
-    found="",
+    goal_reason="",
     budget=BudgetConfig(),
     spending=Spending(prompt_tokens=900, dearest_prompt_tokens=300),
 )
@@ -120,8 +120,8 @@ PROGRESS = Progress(
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"found": "The target."}, "The target."),
-        ({"found": "The target.", "num_open": 6}, ""),
+        ({"goal_reason": "The target."}, "The target."),
+        ({"goal_reason": "The target.", "num_open": 6}, ""),
         ({"budget": BudgetConfig(max_hours=1.0)}, "The budget of 1 hours is over."),
         ({"budget": BudgetConfig(max_hours=1.0), "num_recorded": 1}, ""),
         ({"budget": BudgetConfig(max_hours=1.0), "num_open": 2}, "The budget of 1 hours is over."),
