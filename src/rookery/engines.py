@@ -19,7 +19,7 @@ from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
-from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.fleet.http.external import ExternalConfig, ExternalSampler, TextCodec, open_external
 from rookery.paths import expanded
 from rookery.remote import ServiceClientConfig, ServiceEngine, open_client
 
@@ -91,7 +91,7 @@ def open_servers(
 
 @asynccontextmanager
 async def open_sampler(
-    config: AnySamplerConfig, *, codec: Codec, on_launch: OnLaunch | None = None
+    config: AnySamplerConfig, *, codec: TextCodec, on_launch: OnLaunch | None = None
 ) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine | ExternalSampler]:
     """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
     if isinstance(config, ExternalConfig):

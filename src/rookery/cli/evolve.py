@@ -122,11 +122,11 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import Problem, resolve_problem, resume, start
+    from rookery.compose.evolve import EvolveProblem, resolve_problem, resume, start
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
-    problem = Problem(
+    problem = EvolveProblem(
         program=program, evaluator=evaluator, output=length.output, config_file=models.config
     )
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
@@ -169,7 +169,7 @@ def prompt(
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
-    from rookery.compose.evolve import Problem, resolve_problem, resume, start
+    from rookery.compose.evolve import EvolveProblem, resolve_problem, resume, start
 
     log_warnings()
     words = list(_task_words(taskset, model, fleet))
@@ -178,7 +178,7 @@ def prompt(
         raise ConfigError(
             "No tasks are named: give --taskset FILE, or rookery.tasks in the config."
         )
-    problem = Problem(
+    problem = EvolveProblem(
         program=prompt, evaluator=None, output=length.output, config_file=models.config
     )
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
@@ -219,14 +219,14 @@ def check(
     evaluator
         As for `evolve run`.
     """
-    from rookery.compose.evolve import Problem, resolve_problem
+    from rookery.compose.evolve import EvolveProblem, resolve_problem
     from rookery.compose.evolve_check import check_evolve
     from rookery.runs.run_folder import in_folder
 
     log_warnings()
     loaded = _load(overrides, models, _RUN, place)
     display.note(loaded.warnings)
-    problem = Problem(program=program, evaluator=evaluator, config_file=models.config)
+    problem = EvolveProblem(program=program, evaluator=evaluator, config_file=models.config)
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
     for line in check_evolve(problem, loaded, display):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -28,9 +28,9 @@ from rookery.compat.openevolve import (
 )
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     digest,
     join_digests,
     on_same_inputs,
@@ -65,10 +65,10 @@ from rookery.ui.display import Bar, Display
 
 __all__ = [
     "EVOLVE",
+    "EvolveProblem",
     "EvolveRunConfig",
     "Inputs",
     "IterationLines",
-    "Problem",
     "describe",
     "open_executor",
     "read_inputs",
@@ -107,7 +107,7 @@ class EvolveRunConfig(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class EvolveProblem:
     """What to evolve, and where to."""
 
     program: Path
@@ -124,7 +124,7 @@ class Problem:
         return (self.output or self.program.absolute().parent / name).absolute()
 
 
-def resolve_problem(problem: Problem, *, find: Find) -> Problem:
+def resolve_problem(problem: EvolveProblem, *, find: Find) -> EvolveProblem:
     """With the paths of `run:NAME/PART`: a program may be what another run found."""
     program = resolve_text(str(problem.program), find=find, key="program")
     evaluator = problem.evaluator
@@ -133,7 +133,7 @@ def resolve_problem(problem: Problem, *, find: Find) -> Problem:
     return replace(problem, program=Path(program), evaluator=evaluator)
 
 
-def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
+def run_config(problem: EvolveProblem, loaded: LoadedConfig) -> EvolveRunConfig:
     """What the run is made from, with absolute paths."""
     file = problem.config_file
     return EvolveRunConfig(
@@ -376,7 +376,7 @@ def run_evolve(
     source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    problem = Problem(
+    problem = EvolveProblem(
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
@@ -423,18 +423,18 @@ def run_evolution(
     return run_evolve(initial_program, evaluator, config, output=output, **values)
 
 
-def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
+def start(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
     """A new run in a folder that is new or empty."""
     folder = problem.folder
     _require_new(folder)
     config = run_config(problem, loaded)
     display.note(config.warnings)
-    open_run = OpenRun(lambda: _create(folder, config))
+    open_run = RunOpener(lambda: _create(folder, config))
     return _finish(config, loaded.config, open_run, display)
 
 
 def resume(
-    problem: Problem, loaded: LoadedConfig, display: Display, *, iterations: int | None
+    problem: EvolveProblem, loaded: LoadedConfig, display: Display, *, iterations: int | None
 ) -> Outcome[EvolveReport]:
     """The run in the folder, on to its end; `iterations` more if it is finished already.
 
@@ -474,7 +474,7 @@ def resume(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, OpenRun(reopen, folder=problem.folder), display)
+    return _finish(config, settings, RunOpener(reopen, folder=problem.folder), display)
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
@@ -487,7 +487,9 @@ def _extended_from(view: RunView, iterations: int | None) -> int:
     return int(view.config.get("extended_from", 0))
 
 
-def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Outcome[EvolveReport]:
+def _resume(
+    config: EvolveRunConfig, open_run: RunOpener, display: Display
+) -> Outcome[EvolveReport]:
     """On to the end; keys of models are read from its config file and the environment."""
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
@@ -503,14 +505,14 @@ EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume)
 
 
 def _finish(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     open_run = tracked(open_run, settings.rookery.track)
     return run_async(_evolve(config, settings, open_run, display))
 
 
 async def _evolve(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
     inputs = await asyncio.to_thread(read_inputs, config, settings)

@@ -16,9 +16,9 @@ from rookery.compat.openevolve import Flags, read_config
 from rookery.compose.engine_models import digest_engine
 from rookery.compose.evolve import (
     RUNS,
+    EvolveProblem,
     EvolveRunConfig,
     Inputs,
-    Problem,
     resolve_problem,
     start,
 )
@@ -61,7 +61,7 @@ def evolve_prompt(
         values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    problem = Problem(
+    problem = EvolveProblem(
         program=Path(prompt),
         evaluator=None,
         output=None if output is None else Path(output),

@@ -79,9 +79,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigSource",
-    "OpenRun",
     "Outcome",
     "RunKind",
+    "RunOpener",
     "RunPlan",
     "digest",
     "digest_adapters",
@@ -132,7 +132,7 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRun:
+class RunOpener:
     """Makes a run or goes on with one, when everything that can be refused has been read."""
 
     open: Callable[[], AbstractContextManager[Run]]
@@ -171,7 +171,7 @@ class RunKind(Generic[Settings, Report]):
 
     name: str
     config: type[Settings]
-    finish: Callable[[Settings, OpenRun, Display], Outcome[Report]]
+    finish: Callable[[Settings, RunOpener, Display], Outcome[Report]]
     scored: tuple[str, ...] | None = None
     """Kinds of events, beside rollouts, that follow from rewards; None: it has no scorer."""
 
@@ -191,13 +191,13 @@ class RunKind(Generic[Settings, Report]):
 
 
 def finisher(
-    plan: Callable[[Settings, OpenRun, Display], RunPlan[Report]],
+    plan: Callable[[Settings, RunOpener, Display], RunPlan[Report]],
     *,
     track: Callable[[Settings], Sequence[TrackerName]] = lambda _: (),
-) -> Callable[[Settings, OpenRun, Display], Outcome[Report]]:
+) -> Callable[[Settings, RunOpener, Display], Outcome[Report]]:
     """What takes a run of a kind to its end, from its beginning or from where it was."""
 
-    def finish(config: Settings, open_run: OpenRun, display: Display) -> Outcome[Report]:
+    def finish(config: Settings, open_run: RunOpener, display: Display) -> Outcome[Report]:
         open_run = tracked(open_run, track(config))
         quiet_libraries()
         planned = plan(config, open_run, display)
@@ -207,11 +207,11 @@ def finisher(
 
 
 async def _carry_out(
-    planned: RunPlan[Report], open_run: OpenRun, display: Display
+    planned: RunPlan[Report], open_run: RunOpener, display: Display
 ) -> Outcome[Report]:
     """What can be refused is refused before the run is made."""
 
-    def check() -> OpenRun:
+    def check() -> RunOpener:
         return on_same_inputs(open_run, planned.digests(), planned.scorers)
 
     async with AsyncExitStack() as stack:
@@ -272,7 +272,7 @@ def _is_other(section: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     return "type" in value and value["type"] != section.get("type", "embedded")
 
 
-def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
+def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> RunOpener:
     """The run that is made later, so that a model or an adapter that cannot be used leaves none.
 
     A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
@@ -289,10 +289,10 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     place = root / (name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name), place=place)
+    return RunOpener(lambda: Run.create(root, kind=kind, config=document, name=name), place=place)
 
 
-def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
+def tracked(open_run: RunOpener, names: Sequence[TrackerName]) -> RunOpener:
     """The run with trackers that follow its metrics; one that is not installed is refused now."""
     require_trackers(names)
 
@@ -440,12 +440,12 @@ def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
 
 
 def on_same_inputs(
-    open_run: OpenRun,
+    open_run: RunOpener,
     digests: Mapping[str, str],
     scorers: Mapping[str, str] | None = None,
     *,
     file: str = INPUTS,
-) -> OpenRun:
+) -> RunOpener:
     """The run with the digests of its data and its scorers, by name. One that was started on others
     is refused now, and stays as it is; with other scorers it may go on when all is scored again.
 
@@ -551,7 +551,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
         if is_first_process():
             run.require_free()
     rescored = kind.scored if rescore else None
-    open_run = OpenRun(lambda: Run.open(place), folder=place, rescored=rescored)
+    open_run = RunOpener(lambda: Run.open(place), folder=place, rescored=rescored)
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 

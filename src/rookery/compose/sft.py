@@ -11,9 +11,9 @@ from typing import Any, Literal
 from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_models,
@@ -158,7 +158,7 @@ def _require_place(out: Path) -> None:
         )
 
 
-def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[SftReport]:
+def _plan(config: SftRunConfig, open_run: RunOpener, display: Display) -> RunPlan[SftReport]:
     del open_run
     if config.out is not None:
         _require_place(config.out)

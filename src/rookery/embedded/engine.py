@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded.batcher import Batcher
-from rookery.embedded.calls import Calls, Limits, sample_job, score_job
+from rookery.embedded.calls import Calls, RequestLimits, sample_job, score_job
 from rookery.embedded.prefix import NO_MEMORY, is_short_memory, memory_bytes
 from rookery.errors import EngineDownError, EngineError, RookeryError, boundary
 from rookery.slots import SlottedModel
@@ -172,7 +172,7 @@ class EmbeddedEngine:
         self._model = model
         self._thread = thread
         token_bytes = model.shape.token_bytes(model.dtype)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             shape=model.shape,
             memory_bytes=memory_bytes(model.device),
             token_bytes=token_bytes,

@@ -40,7 +40,7 @@ from rookery.fleet.http.wire import (
     read_reading,
     sample_fields,
 )
-from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.perturbed import PerturbedFactors, StepPopulation
 from rookery.fleet.residency import ServedAdapters, clear_left, require_adapter
 from rookery.fleet.routing.load import PromptRequest, Spread, make_batches
 from rookery.fleet.routing.paused import CallExclusion
@@ -116,7 +116,7 @@ class Fleet:
         )
         self._staging = staging
         self._exclusion = CallExclusion()
-        self._population: tuple[Population, Population] | None = None
+        self._population: tuple[StepPopulation, StepPopulation] | None = None
         """The last one that an adapter was a member of, and as servers get it."""
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)

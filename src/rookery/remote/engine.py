@@ -41,9 +41,9 @@ from rookery.types import (
 )
 
 __all__ = [
-    "Answer",
     "Connection",
     "EngineFacts",
+    "HttpReply",
     "Samplers",
     "ServiceClientConfig",
     "ServiceEngine",
@@ -95,7 +95,7 @@ class _Away(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpReply:
     """A status below 400, or 408, and what came with it."""
 
     status: int
@@ -128,14 +128,14 @@ class Connection:
         """The answer to a JSON request."""
         return (await self.request("POST", path, json.dumps(body).encode())).document()
 
-    async def submit(self, path: str, body: Mapping[str, Any], *, accept: str = "") -> Answer:
+    async def submit(self, path: str, body: Mapping[str, Any], *, accept: str = "") -> HttpReply:
         """The result of a request that takes its turn."""
         reply = await self.post(path, body)
         return await self._result(str(reply["request_id"]), accept=accept)
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, *, accept: str = ""
-    ) -> Answer:
+    ) -> HttpReply:
         """One request, sent again while the service is away."""
         if self._http.closed:
             raise ServiceDownError("The client of the service is closed: open it with open_client.")
@@ -164,14 +164,14 @@ class Connection:
             if refusal.status != 404:
                 raise
 
-    async def _result(self, request_id: str, *, accept: str) -> Answer:
+    async def _result(self, request_id: str, *, accept: str) -> HttpReply:
         body = json.dumps({"request_id": request_id}).encode()
         while True:
             answer = await self.request("POST", "retrieve_future", body, accept=accept)
             if answer.status != 408:
                 return answer
 
-    async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> Answer:
+    async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> HttpReply:
         headers = {"content-type": "application/json", "accept": accept or "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=POLL_S, sock_read=POLL_S)
         try:
@@ -183,7 +183,7 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _Away(" ".join(str(error).split()) or type(error).__name__) from error
         if status < 400 or (status == 408 and url.endswith("/retrieve_future")):
-            return Answer(status, content, kind)
+            return HttpReply(status, content, kind)
         sentence = _sentence(content)
         if status in _NOBODY:
             raise ServiceDownError(f"The service at {self._config.url} says: {sentence}")
@@ -506,7 +506,7 @@ def _refused(kind: type[RookeryError]) -> Iterator[None]:
         raise kind(str(refusal)) from refusal
 
 
-def _failure(answer: Answer) -> EngineError:
+def _failure(answer: HttpReply) -> EngineError:
     return EngineError(str(answer.document().get("error", "The service answered no sample.")))
 
 

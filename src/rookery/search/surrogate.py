@@ -1,7 +1,7 @@
 """A model of every task's answer as a function of merge coefficients, and what it would try next.
 
     surrogate = Surrogate(points, certainties, num_blocks=4)    # [n, d], [n, tasks], NaN: not asked
-    points = propose(surrogate, starts=best, box=Box(0.0, 1.5), worth=worth, count=10, rng=rng)
+    points = propose(surrogate, starts=best, box=Bounds(0.0, 1.5), worth=worth, count=10, rng=rng)
 
 The log-odds of a task's right answer change almost linearly with the coefficients x of a sum of
 adapters. What the answers of all tasks are worth does not: it has its best somewhere between, and
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rookery.search.population import random_weights
 
-__all__ = ["Box", "Surrogate", "Worth", "propose"]
+__all__ = ["Bounds", "Surrogate", "Worth", "propose"]
 
 Array = NDArray[np.float64]
 Worth = Callable[[Array], Array]
@@ -57,7 +57,7 @@ NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Bounds:
     """The limits of every coefficient."""
 
     low: float
@@ -175,7 +175,7 @@ def propose(
     surrogate: Surrogate,
     *,
     starts: Array,
-    box: Box,
+    box: Bounds,
     worth: Worth,
     count: int,
     rng: np.random.Generator,
@@ -223,7 +223,9 @@ def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
     return total
 
 
-def _around(centres: Array, box: Box, num_blocks: int, rng: np.random.Generator) -> Array:
+def _around(
+    centres: Array, box: Bounds, num_blocks: int, rng: np.random.Generator
+) -> Array:
     """Points near these, half of them moved in all blocks alike; of many founders each one moves
     less, so that the whole step is as long."""
     size = centres.shape[1]

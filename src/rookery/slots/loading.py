@@ -18,7 +18,7 @@ from rookery.slots.attention import (
     CausalAttend,
     Heads,
     HeadsSeen,
-    Probe,
+    PositionProbe,
     agree,
     gap,
     register,
@@ -193,7 +193,7 @@ def _slotted(
     context_tokens = PositionEncoding(model.get_decoder()).fixed_tokens(
         text.max_position_embeddings
     )
-    probe = Probe(text.vocab_size, context_tokens, device=model.device)
+    probe = PositionProbe(text.vocab_size, context_tokens, device=model.device)
     with torch.inference_mode(), _reading_by_layers(model):
         expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     _check_finite(model, expected, folder)
@@ -248,7 +248,7 @@ def _check_finite(
 
 
 def _check_probe(
-    model: SlottedModel, probe: Probe, expected: torch.Tensor, folder: Path
+    model: SlottedModel, probe: PositionProbe, expected: torch.Tensor, folder: Path
 ) -> list[Heads]:
     attend = HeadsSeen(CausalAttend(probe.lengths, device=model.device))
     with torch.inference_mode():

@@ -31,7 +31,7 @@ from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.packing import PackedPass
-from rookery.train.processes import ALONE, Call, Processes
+from rookery.train.processes import ALONE, Processes, RankCall
 from rookery.train.running_request import MixedRows, RunningRequest, Turn, mixed_turns
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import Stacks, Trunk, padding_rows, pads_alone
@@ -197,7 +197,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         del self.trainees[trainee]
         self._worker.submit(self.cache.forget, removed)
 
-    def do_part(self, call: Call) -> None:
+    def do_part(self, call: RankCall) -> None:
         match call.method, call.argument:
             case "add", Adapter() as start:
                 self.add(call.trainee, start)

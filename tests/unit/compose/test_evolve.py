@@ -299,7 +299,7 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
         run.extend(old, may_change=["*"])
     loaded = read_config(document(model), environment={})
     assert loaded.config.database.strategy == "adaptive"
-    files = evolve.Problem(program=problem / "program.py", evaluator=problem / "evaluator.py")
+    files = evolve.EvolveProblem(program=problem / "program.py", evaluator=problem / "evaluator.py")
     longer = evolve.resume(files, loaded, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
 

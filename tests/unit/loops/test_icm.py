@@ -19,7 +19,7 @@ from rookery.loops.icm.baselines import INVERTED, Baselines
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.reports import IcmReport, parse_icm_report
 from rookery.runs import Run
 from rookery.search.labelling import TreeOrder
@@ -63,7 +63,7 @@ def problem(tmp_path: Path) -> MakeProblem:
         items = read_items(config.data)
         opened = open_problem(config, items, labeller=oracle.labeller, store=ScoreStore())
         if scorer == "plain":
-            prompts = Prompts(items, encoder=oracle.labeller.encoder, data=config.data)
+            prompts = BatchPrompts(items, encoder=oracle.labeller.encoder, data=config.data)
             order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
             plain = PlainLabelScorer(oracle.sampler, prompts=prompts, order=order, model=BASE)
             opened = replace(opened, scorer=plain)

@@ -11,7 +11,7 @@ import pytest
 from rookery.errors import ConfigError, RunError
 from rookery.runs import NewEvent, Run
 from rookery.runs.run_folder import (
-    Source,
+    TakenPart,
     find_changes,
     find_sources,
     in_folder,
@@ -362,4 +362,4 @@ def test_other_texts_stay(runs_dir: Path, text: str) -> None:
 def test_a_run_knows_which_runs_it_was_made_from(runs_dir: Path) -> None:
     config = resolve({"init": {"path": "run:tutor/winner"}, "seed": 1, "data": ["/etc"]}, runs_dir)
     config["prompt"] = f"/no_think {'Answer in words. ' * 20}Use and/or."
-    assert find_sources(config) == [Source("init.path", runs_dir / "tutor", "winner")]
+    assert find_sources(config) == [TakenPart("init.path", runs_dir / "tutor", "winner")]

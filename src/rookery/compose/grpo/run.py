@@ -34,9 +34,9 @@ from rookery.compose.grpo.progress import Measurements, SweepBar, TrainBar
 from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_models,
@@ -60,7 +60,7 @@ from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, train_policy
 from rookery.loops.grpo.checkpoints import START, read_start
 from rookery.loops.grpo.group_source import BatchDrawer
-from rookery.loops.grpo.loop import Source
+from rookery.loops.grpo.loop import BatchSource
 from rookery.loops.grpo.policy_trainer import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.loops.grpo.sweep import (
@@ -104,7 +104,7 @@ def run_grpo(
     return GRPO.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
+def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
     if config.staleness is None and config.atropos is None and has_one_gpu(config):
         config = config.model_copy(update={"staleness": 1})
@@ -116,7 +116,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     return finisher(_plan, track=lambda config: config.track)(config, open_run, display)
 
 
-def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[GrpoReport]:
+def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[GrpoReport]:
     if config.atropos is not None:
         from rookery.compose.grpo.atropos import gateway_key  # needs the extra `serve`
 
@@ -137,7 +137,7 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
     )
 
 
-def _check_sweep(config: GrpoConfig, open_run: OpenRun) -> None:
+def _check_sweep(config: GrpoConfig, open_run: RunOpener) -> None:
     swept(config)  # refuses values that do not fit
     if num_processes() > 1:
         raise ConfigError(
@@ -169,7 +169,7 @@ async def _open_loop(
     config: GrpoConfig,
     files: GrpoFiles,
     plan: MemoryPlan | None,
-    open_run: OpenRun,
+    open_run: RunOpener,
     display: Display,
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     display.note(note for taskset in files.tasksets for note in taskset.notes)
@@ -207,7 +207,7 @@ async def _open_loop(
 
 @asynccontextmanager
 async def _open_on_service(
-    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
+    config: GrpoConfig, files: GrpoFiles, open_run: RunOpener, display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     """A service elsewhere has the model, draws the answers and trains the adapter."""
     assert config.engine.type == "service"
@@ -241,7 +241,7 @@ async def _train(
     *,
     engine: Engine,
     weights: PolicyWeights,
-    drawer: GroupDrawer | Source,
+    drawer: GroupDrawer | BatchSource,
 ) -> GrpoReport:
     inputs = GrpoInputs(
         config=config,
@@ -501,7 +501,7 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 @asynccontextmanager
 async def _open_drawer(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | Source]:
+) -> AsyncIterator[GroupDrawer | BatchSource]:
     """Who answers tasks, or where groups of environments come from."""
     if config.atropos is None:
         yield _drawer(config, files, opened.engine)

@@ -49,7 +49,7 @@ from rookery.reports import (
     describe_task,
     parse_evolve_report,
 )
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget
 from rookery.seeding import stream_seed
@@ -58,7 +58,7 @@ from rookery.types import Adapter, Evaluation, Group, Task
 from rookery.ui.display import Bar, Display
 from rookery.weights import read_adapter
 
-__all__ = ["Result", "engine_with_rank", "find_results", "open_measurement"]
+__all__ = ["EntrantResult", "engine_with_rank", "find_results", "open_measurement"]
 
 ROUND = "league/round"
 """One answer to every report task, of best_of_n."""
@@ -68,7 +68,7 @@ NO_ADAPTER = "It trained all weights of the model, which are not measured beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class EntrantResult:
     """What an entrant left with one seed: an adapter, a prompt, or nothing but its answers."""
 
     entrant: Entrant
@@ -82,7 +82,7 @@ class Result:
 
 def find_results(
     league: League, place: Path, failed: Mapping[str, str]
-) -> tuple[list[Result], list[LeftOut]]:
+) -> tuple[list[EntrantResult], list[LeftOut]]:
     """What the entrants left beside the run in `place`, and who left nothing; `failed` are steps
     with the reason."""
     left_out = [LeftOut(name=name, reason=reason) for name, reason in league.reasons.items()]
@@ -98,9 +98,9 @@ def find_results(
     return results, left_out
 
 
-def _find_result(entrant: Entrant, place: Path) -> Result | None:
+def _find_result(entrant: Entrant, place: Path) -> EntrantResult | None:
     if not entrant.steps:
-        return Result(entrant=entrant)
+        return EntrantResult(entrant=entrant)
     paths = [place_of(place, step) for step in entrant.steps]
     reports: list[dict[str, Any]] = []
     for path in paths:
@@ -117,7 +117,7 @@ def _find_result(entrant: Entrant, place: Path) -> Result | None:
             return None
         adapter = replace(read_adapter(folder), name=entrant.id)
     spent = [SpentRecord.model_validate(report.get("spent") or {}) for report in reports]
-    return Result(
+    return EntrantResult(
         entrant=entrant,
         adapter=adapter,
         prompt=prompt,
@@ -136,7 +136,7 @@ def _find_result(entrant: Entrant, place: Path) -> Result | None:
 
 @asynccontextmanager
 async def open_measurement(
-    league: League, results: Sequence[Result], left_out: Sequence[LeftOut], display: Display
+    league: League, results: Sequence[EntrantResult], left_out: Sequence[LeftOut], display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[LeagueReport]]]:
     """Opens the engine; gives what measures the results and writes the report."""
     display.note(league.taskset.notes)
@@ -173,7 +173,7 @@ class Measurement:
         self._league, self._engine, self._run = league, engine, run
         self.tasks = league.taskset.split("report")
 
-        def advance(progress: Progress) -> None:
+        def advance(progress: BlockProgress) -> None:
             bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
         self._evaluator = TasksetEvaluator(
@@ -191,7 +191,7 @@ class Measurement:
         """Of prompts and answers; those of best_of_n are counted with it."""
         return self._evaluator.num_tokens
 
-    async def measure(self, results: Sequence[Result]) -> dict[str, Evaluation]:
+    async def measure(self, results: Sequence[EntrantResult]) -> dict[str, Evaluation]:
         """By the id of each result; the untouched model comes first."""
         [base] = await self._evaluator.evaluate([self._engine.base], self.tasks)
         measured = {BASE: base}
@@ -199,7 +199,7 @@ class Measurement:
             measured[result.entrant.id] = await self._measure(result)
         return measured
 
-    async def _measure(self, result: Result) -> Evaluation:
+    async def _measure(self, result: EntrantResult) -> Evaluation:
         if result.adapter is not None:
             ref = await self._engine.load(result.adapter)
             try:
@@ -304,7 +304,7 @@ class ReportParts:
     """What a report is made of, when all is measured."""
 
     league: League
-    results: Sequence[Result]
+    results: Sequence[EntrantResult]
     left_out: Sequence[LeftOut]
     measured: Mapping[str, Evaluation]
     """By id; the untouched model first."""
@@ -348,8 +348,8 @@ class ReportParts:
         )
 
     @property
-    def _entrants(self) -> dict[str, list[Result]]:
-        results: dict[str, list[Result]] = {}
+    def _entrants(self) -> dict[str, list[EntrantResult]]:
+        results: dict[str, list[EntrantResult]] = {}
         for result in self.results:
             results.setdefault(result.entrant.name, []).append(result)
         return results
@@ -403,7 +403,7 @@ class ReportParts:
         )
         return rows, pairs
 
-    def _run(self, result: Result) -> LeagueRun:
+    def _run(self, result: EntrantResult) -> LeagueRun:
         id, spent, seconds, reason = (
             result.entrant.id, result.spent, result.seconds, result.stop_reason,
         )  # fmt: skip

@@ -19,9 +19,9 @@ from rookery.compose.league.entrants import League, LeagueConfig
 from rookery.compose.league.measure import engine_with_rank, find_results, open_measurement
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_models,
@@ -71,7 +71,7 @@ def run_league(
     return LEAGUE.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def _finish(config: LeagueConfig, open_run: OpenRun, display: Display) -> Outcome[LeagueReport]:
+def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outcome[LeagueReport]:
     quiet_libraries()
     league = League.read(config)
     display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
@@ -126,7 +126,7 @@ def _try(work: Callable[[], None]) -> str:
 
 
 def _plan(
-    league: League, config: LeagueConfig, open_run: OpenRun, display: Display
+    league: League, config: LeagueConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[LeagueReport]:
     """What is left when all steps have ended."""
     del config

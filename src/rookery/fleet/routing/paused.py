@@ -323,8 +323,8 @@ def require_left(client: Client, mark: WeightsMark) -> None:
         raise FleetError(
             f"{client.url} has the weights {mark.version} of a training by process {mark.pid} of "
             f"{'this' if WeightsMark.made_here('').machine == mark.machine else 'another'} "
-            "machine, not its first weights: wait for the end of the training. If it was killed, write "
-            f"`rookery fleet restore {client.url}`, or restart the server."
+            "machine, not its first weights: wait for the end of the training. If it was killed, "
+            f"write `rookery fleet restore {client.url}`, or restart the server."
         )
 
 

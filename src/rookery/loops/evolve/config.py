@@ -7,9 +7,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.loops.evolve.answers import DIFF_PATTERN, AnswerRules, SummaryLimits
 from rookery.loops.evolve.config_sections import (
-    BudgetConfig,
     DatabaseConfig,
-    EvaluatorConfig,
+    EvaluatorSection,
+    EvolveBudgetConfig,
     LearnConfig,
     LlmConfig,
     ModelConfig,
@@ -22,9 +22,9 @@ from rookery.loops.evolve.config_sections import (
 )
 
 __all__ = [
-    "BudgetConfig",
     "DatabaseConfig",
-    "EvaluatorConfig",
+    "EvaluatorSection",
+    "EvolveBudgetConfig",
     "EvolveConfig",
     "LearnConfig",
     "LlmConfig",
@@ -57,7 +57,7 @@ class EvolveConfig(Section):
     llm: LlmConfig = LlmConfig()
     prompt: PromptConfig = PromptConfig()
     database: DatabaseConfig = DatabaseConfig()
-    evaluator: EvaluatorConfig = EvaluatorConfig()
+    evaluator: EvaluatorSection = EvaluatorSection()
     evolution_trace: TraceConfig = TraceConfig()
     diff_based_evolution: bool = True
     """Answers are SEARCH/REPLACE blocks; false: whole programs."""

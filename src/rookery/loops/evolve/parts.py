@@ -34,8 +34,8 @@ __all__ = [
     "FIRST_PROGRAM",
     "Iteration",
     "Models",
-    "Parts",
     "Providers",
+    "SearchParts",
     "first_id",
     "leave_out_failed",
     "list_arms",
@@ -103,7 +103,7 @@ class Providers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class SearchParts:
     """What one search uses. Programs are found by id in `store`, which is its own."""
 
     config: EvolveConfig
@@ -128,7 +128,7 @@ def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Ar
     return tuple(Arm(name=name, weight=weights.get(name, 1.0)) for name in names)
 
 
-async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> Parts:
+async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> SearchParts:
     """Reads the templates; nobody is asked yet."""
     if config.rookery.tune is not None:
         await asyncio.to_thread(load_library)  # says what to install
@@ -152,7 +152,7 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             seed=seed,
             job_offset=providers.job_offset,
         )
-    return Parts(
+    return SearchParts(
         config=config,
         run=providers.run,
         store=store,
@@ -192,7 +192,7 @@ def _endpoint(
 
 
 async def open_learning(
-    parts: Parts, providers: Providers, state: SearchState, *, seed: int
+    parts: SearchParts, providers: Providers, state: SearchState, *, seed: int
 ) -> Learning | None:
     """The trainings of the evolution, if its config has `rookery.learn`."""
     config = parts.config
@@ -302,7 +302,7 @@ def _has_failed(program: ProgramRecord, features: Collection[str]) -> bool:
 
 
 async def prepare_first_programs(
-    programs: Sequence[FirstProgram | ProgramRecord], *, parts: Parts, state: SearchState
+    programs: Sequence[FirstProgram | ProgramRecord], *, parts: SearchParts, state: SearchState
 ) -> list[Evaluated]:
     """What was measured of each, by this session or an earlier one."""
     credits = asyncio.Semaphore(parts.config.workers)
@@ -316,7 +316,7 @@ def tell_first_programs(
     measured: Sequence[Evaluated],
     programs: Sequence[FirstProgram | ProgramRecord],
     *,
-    parts: Parts,
+    parts: SearchParts,
     state: SearchState,
 ) -> None:
     """In their order: each on its own island, or on the one that it was on before. Where they run
@@ -334,7 +334,7 @@ def tell_first_programs(
 async def _prepare(
     number: int,
     program: FirstProgram | ProgramRecord,
-    parts: Parts,
+    parts: SearchParts,
     state: SearchState,
     credits: asyncio.Semaphore,
 ) -> Evaluated:
@@ -362,7 +362,7 @@ async def _prepare(
 
 
 async def _score(
-    number: int, program: FirstProgram, comparison: Comparison, parts: Parts
+    number: int, program: FirstProgram, comparison: Comparison, parts: SearchParts
 ) -> Evaluated:
     record = ProgramRecord(
         id=first_id(number),
@@ -382,7 +382,9 @@ async def _note_nothing(_: Lease) -> None:
     """A first program that was not scored yet is scored again when the run resumes."""
 
 
-def _take(number: int, program: ProgramRecord, comparison: Comparison, parts: Parts) -> Evaluated:
+def _take(
+    number: int, program: ProgramRecord, comparison: Comparison, parts: SearchParts
+) -> Evaluated:
     """A program with the metrics that it was found with."""
     record = replace(program, id=first_id(number), parent_id=None, iteration=0, prompts={})
     child = comparison.note_on(make_child(replace(record, embedding=None)))

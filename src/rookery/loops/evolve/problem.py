@@ -32,8 +32,8 @@ from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.program import read_other_files, read_program, split_files
 from rookery.runs.disk import decode
 from rookery.sandbox import (
+    EvaluationOutcome,
     EvaluatorConfig,
-    Outcome,
     Sandbox,
     SandboxConfig,
     encode_outcome,
@@ -286,7 +286,7 @@ def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
     )
 
 
-def say_not_isolated(outcome: Outcome) -> str:
+def say_not_isolated(outcome: EvaluationOutcome) -> str:
     return (
         f"{outcome.unsupported} needs the program in the evaluator's process, and "
         "`rookery.sandbox.isolate` is `always`: write `auto`, and programs can forge their scores."

@@ -27,7 +27,7 @@ from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_chi
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.loops.evolve.tuning import Constant, NumberSearch, lift_constants, write_constants
 from rookery.ports import Executor
-from rookery.sandbox import Artifact, Metric, Outcome, decode_outcome
+from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
 from rookery.seeding import stream_seed
 from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
@@ -252,7 +252,7 @@ class ProgramEvaluator:
         *,
         lease: Lease,
         best_score: float | None,
-        first: Outcome | None = None,
+        first: EvaluationOutcome | None = None,
     ) -> Evaluated:
         """Score a program and store it; one above `best_score` is scored again, as often as
         `confirm` says, and has the means of all times. `first`: it was scored once already."""
@@ -323,7 +323,7 @@ class ProgramEvaluator:
     def _keep(
         self,
         child: Child,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[EvaluationOutcome],
         judgement: Judgement | None,
         num_lost: int,
     ) -> Evaluated:
@@ -358,8 +358,8 @@ class ProgramEvaluator:
         )
 
     async def _score_enough(
-        self, child: Child, lease: Lease, best_score: float | None, first: Outcome | None
-    ) -> "list[Outcome] | _Failed":
+        self, child: Child, lease: Lease, best_score: float | None, first: EvaluationOutcome | None
+    ) -> "list[EvaluationOutcome] | _Failed":
         code = child.program.code
         once = first or await self._run(code, lease)
         if isinstance(once, _Failed):
@@ -379,7 +379,7 @@ class ProgramEvaluator:
 
     async def _run(
         self, code: str, lease: Lease, *, repetition: int = 0, is_noted: bool = True
-    ) -> "Outcome | _Failed":
+    ) -> "EvaluationOutcome | _Failed":
         """One outcome that counts. Its random numbers are those of the attempt and repetition,
         whoever evaluates it. Of many in a row only the first need be noted, and what follows a
         lost worker is."""
@@ -423,21 +423,21 @@ class ProgramEvaluator:
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
-    def _score(self, outcome: Outcome) -> float | None:
+    def _score(self, outcome: EvaluationOutcome) -> float | None:
         return self._score_metrics(outcome.metrics)
 
     def _score_metrics(self, metrics: Metrics) -> float | None:
         return score_of(numeric_metrics(metrics), features=self._features)
 
 
-async def _decode(output: bytes) -> Outcome:
+async def _decode(output: bytes) -> EvaluationOutcome:
     """Artifacts may be long: then in a thread."""
     if len(output) <= SMALL_BYTES:
         return decode_outcome(output)
     return await run_in_thread(decode_outcome, output)
 
 
-def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+def _mean_metrics(outcomes: Sequence[EvaluationOutcome]) -> dict[str, Metric]:
     """Numbers that all outcomes have as means; all else as it was the first time."""
     first, *others = outcomes
     metrics = dict(first.metrics)
@@ -448,14 +448,14 @@ def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
     return metrics
 
 
-def _error_of(outcome: Outcome) -> str:
+def _error_of(outcome: EvaluationOutcome) -> str:
     """The last lines of the traceback, or of what was printed where there is none."""
     assert outcome.failure is not None
     text = outcome.failure.traceback or outcome.output_tail
     return "\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
 
 
-def _failure(outcome: Outcome) -> AttemptFailure:
+def _failure(outcome: EvaluationOutcome) -> AttemptFailure:
     failure = outcome.failure
     assert failure is not None
     place = f" ({outcome.stage})" if outcome.stage.startswith("stage") else ""

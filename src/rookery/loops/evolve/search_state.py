@@ -19,20 +19,20 @@ from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.program import unpack_vector
 from rookery.loops.evolve.stages import (
+    AttemptDecision,
     AttemptFailure,
-    Decision,
     Evaluated,
     Generated,
     Planned,
     Stages,
 )
 from rookery.loops.evolve.tuning import TUNE
-from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
+from rookery.search.programs.adaptive import AdaptiveDatabase, SearchBudget
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import (
-    DatabaseConfig,
     ParetoDatabase,
     ProgramDatabase,
+    ProgramDatabaseConfig,
     Stopping,
     StoppingConfig,
     advance,
@@ -70,7 +70,7 @@ def program_id(attempt: int) -> str:
     return f"p{attempt}"
 
 
-def search_config(config: EvolveConfig) -> DatabaseConfig:
+def search_config(config: EvolveConfig) -> ProgramDatabaseConfig:
     """The section `database` as the search reads it."""
     database, prompt = config.database, config.prompt
     is_judged = config.rookery.bandit or config.rookery.learn is not None
@@ -95,7 +95,7 @@ def search_config(config: EvolveConfig) -> DatabaseConfig:
     }
     if database.strategy == "adaptive":
         document |= _sized(config)
-    return parse_config(DatabaseConfig, document, origin="the section database")
+    return parse_config(ProgramDatabaseConfig, document, origin="the section database")
 
 
 def _sized(config: EvolveConfig) -> dict[str, Any]:
@@ -365,7 +365,7 @@ class SearchState:
         num_known = planned.num_embedded if self.lag else None
         return self.novelty.find(embedding=unpack_vector(embedding), num_known=num_known)
 
-    def decide(self, stages: Stages, *, elapsed_s: float) -> Decision:
+    def decide(self, stages: Stages, *, elapsed_s: float) -> AttemptDecision:
         """What becomes of an attempt that ended, given all that was told before."""
         failure, evaluated = stages.failure, stages.evaluated
         if failure is None:
@@ -378,9 +378,9 @@ class SearchState:
                 failure = _repetition(repeated)
             elif problem is not None:
                 failure = AttemptFailure(kind="no_score", message=problem)
-        return Decision(failure=failure, elapsed_s=elapsed_s)
+        return AttemptDecision(failure=failure, elapsed_s=elapsed_s)
 
-    def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
+    def tell(self, attempt: int, stages: Stages, decision: AttemptDecision) -> Member | None:
         """Take in how an attempt ended; its program, if it gave one."""
         member = self._tell(attempt, stages, decision)
         self._note_answer(stages, member)
@@ -389,7 +389,7 @@ class SearchState:
             self.num_unanswered = 0
         return member
 
-    def _tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
+    def _tell(self, attempt: int, stages: Stages, decision: AttemptDecision) -> Member | None:
         planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
         assert planned is not None and generated is not None
         self.staleness[self.num_decided - planned.num_decided] += 1
@@ -538,7 +538,7 @@ def _open_database(config: EvolveConfig, *, seed: int, arms: tuple[Arm, ...]) ->
     if config.database.strategy == "pareto":
         return ParetoDatabase(database, seed=seed, arms=arms)
     max_cost = config.rookery.budget.max_tokens
-    budget = Budget(num_attempts=config.max_iterations, max_cost=max_cost)
+    budget = SearchBudget(num_attempts=config.max_iterations, max_cost=max_cost)
     return AdaptiveDatabase(database, seed=seed, budget=budget, arms=arms)
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rookery.errors import AdapterError, boundary
-from rookery.fleet.perturbed import Population, moved
+from rookery.fleet.perturbed import StepPopulation, moved
 from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
@@ -99,12 +99,12 @@ class AdapterBuilder:
         """Makes the candidate when called, in any thread."""
         return partial(self.adapter, candidate)
 
-    def population(self, centre: str, *, rank: int) -> Population:
+    def population(self, centre: str, *, rank: int) -> StepPopulation:
         """What members around this ES step are made from; noise of this rank in each factor."""
         self.chained.add(centre)
         like = self.adapter(centre)
         exact = make_adapter(centre, base=like.base, factors=self._unrounded[centre])
-        return Population.around(exact, like=like, rank=rank)
+        return StepPopulation.around(exact, like=like, rank=rank)
 
     def version(self, candidate: str) -> str | None:
         """Its content hash; None for one that was never made."""

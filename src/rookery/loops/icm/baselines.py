@@ -13,7 +13,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.icm.chain import Chain, ChainResult, HasRoom, Problem, Step
+from rookery.loops.icm.chain import Chain, ChainMove, ChainResult, HasRoom, Problem
 from rookery.loops.icm.objective import LabelLogprobs, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
 from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_items, relabel
@@ -125,7 +125,7 @@ class Baselines:
         result: ChainResult,
         *,
         config: AnnealingConfig,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[ChainMove], None] | None = None,
         has_room: HasRoom | None = None,
     ) -> ChainResult | None:
         """The search from the opposite of its result; None where constraints forbid that start."""

@@ -24,7 +24,7 @@ from zlib import crc32
 from rookery.concurrency import AskOnce
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
 from rookery.loops.icm.objective import LabelLogprobs
-from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.prompts import BatchPrompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
 from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
@@ -185,7 +185,7 @@ class PlainLabelScorer:
     """Every context is sent when it is asked for, one after another, and forgotten."""
 
     def __init__(
-        self, sampler: Sampler, *, prompts: Prompts, order: Order, model: ModelRef
+        self, sampler: Sampler, *, prompts: BatchPrompts, order: Order, model: ModelRef
     ) -> None:
         self._sampler = sampler
         self._prompts = prompts
@@ -225,7 +225,7 @@ class SharedLabelScorer:
         self,
         sampler: Sampler,
         *,
-        prompts: Prompts,
+        prompts: BatchPrompts,
         order: Order,
         model: ModelRef,
         store: ScoreStore,
@@ -323,7 +323,9 @@ class SharedLabelScorer:
         )
 
 
-def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:
+def _request(
+    prompts: BatchPrompts, order: Order, model: ModelRef, context: Context
+) -> ScoreRequest:
     labels, target = context
     tokens = prompts.context(labels, target, order=order.of(target))
     return ScoreRequest(model=model, tokens=tokens, start=len(tokens), labels=prompts.label_tokens)

@@ -1,6 +1,6 @@
 """Items as tokens: a demonstration of each item with each label, and the query that asks for it.
 
-    prompts = Prompts(items, encoder=load_encoder(folder), data=config.data)
+    prompts = BatchPrompts(items, encoder=load_encoder(folder), data=config.data)
     prompts.context(labels, target=3, order=order.of(3))     # demonstrations, then the query
     prompts.label_tokens                                     # one token per label
 
@@ -27,7 +27,7 @@ from rookery.loops.icm.items import DataConfig, Item
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.types import TokenIds
 
-__all__ = ["Encoder", "Prompts", "load_encoder"]
+__all__ = ["BatchPrompts", "Encoder", "load_encoder"]
 
 SEPARATORS = ("\n\n", "\n", "\n\n###\n\n", "\n---\n", " ", ", ", " | ")
 """Tried in this order when the config's separator does not work, to name one that does."""
@@ -43,7 +43,7 @@ class Encoder:
     """What every prompt of the model begins with, such as its begin-of-text token."""
 
 
-class Prompts:
+class BatchPrompts:
     """The tokens of one batch of items."""
 
     def __init__(self, items: Sequence[Item], *, encoder: Encoder, data: DataConfig) -> None:

@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.loops.icm.chain import Batch
+from rookery.loops.icm.chain import ItemBatch
 from rookery.loops.icm.objective import log_odds
 from rookery.search.annealing import AnnealingConfig, start_labels
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
@@ -105,7 +105,7 @@ class Support:
         return self.random_gains[len(self.random_gains) // 2]
 
 
-async def measure_support(batch: Batch, *, questions: Sequence[str]) -> Support | None:
+async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Support | None:
     """Of the best labels of a batch; None when there are not two questions, or no item is answered.
 
     `questions` names the question of each item. The reads are asked for once and stored.
@@ -161,7 +161,7 @@ def join_supports(supports: Sequence[Support]) -> Support | None:
     )
 
 
-def _random_labels(batch: Batch, number: int) -> Labels:
+def _random_labels(batch: ItemBatch, number: int) -> Labels:
     problem = batch.problem
     return start_labels(
         problem.constraints,

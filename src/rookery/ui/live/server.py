@@ -328,7 +328,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         return _events(run.pulse, app)
 
 
-class SampleRequest(BaseModel):
+class SampleForm(BaseModel):
     """What the box of the service's page sends."""
 
     key: str = ""
@@ -366,7 +366,7 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
         return Json(await _until_over(app, asked))
 
     @app.post("/api/service/sample")
-    async def sample(body: SampleRequest) -> Response:
+    async def sample(body: SampleForm) -> Response:
         asked = (await asyncio.to_thread(link)).sample(**body.model_dump())
         return Json(await _until_over(app, asked))
 

@@ -26,9 +26,9 @@ from rookery.weights.merge.cross import Rows, blocks
 __all__ = [
     "Blend",
     "Drop",
-    "Engine",
     "Floats",
     "Integers",
+    "PassRunner",
     "Tensors",
     "Trim",
     "as_tensors",
@@ -81,7 +81,7 @@ class Blend(Generic[Row]):
     out: Row
 
 
-class Engine(Protocol[Row]):
+class PassRunner(Protocol[Row]):
     """Runs passes; all give the same bits."""
 
     def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Row:
@@ -100,7 +100,7 @@ class Engine(Protocol[Row]):
 
 
 class Tensors:
-    """An Engine of tensors."""
+    """A PassRunner of tensors."""
 
     def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
         limits = row.new_full((len(bounds),), torch.inf)
@@ -222,7 +222,7 @@ class _Blend(ctypes.Structure):
 
 
 class Compiled:
-    """An Engine. Calls take whole rows and leave other threads running."""
+    """A PassRunner. Calls take whole rows and leave other threads running."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._limits = library.limits
@@ -313,7 +313,7 @@ def load_engine() -> Compiled | None:
         return None
 
 
-def open_rows(rows: Rows, out: torch.Tensor) -> tuple[Engine[Any], Any, Any]:
+def open_rows(rows: Rows, out: torch.Tensor) -> tuple[PassRunner[Any], Any, Any]:
     """An engine, and the rows [P, M] and the result as it takes them."""
     compiled = load_engine() if rows.data.device.type == "cpu" else None
     if compiled is not None:

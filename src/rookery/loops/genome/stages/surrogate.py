@@ -24,7 +24,7 @@ from rookery.loops.genome.stages.context import (
 )
 from rookery.search.candidate import rank_key, score_factors
 from rookery.search.merit import merits_at
-from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
+from rookery.search.surrogate import NUM_STARTS, Bounds, Surrogate, Worth, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
 
@@ -104,7 +104,7 @@ def _propose(
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks, is_live=is_live),
         starts=points[:NUM_STARTS],
-        box=Box(config.low, config.high),
+        box=Bounds(config.low, config.high),
         worth=_worth(search, low, span, limits),
         count=config.population,
         rng=rng,
