@@ -30,8 +30,7 @@ from rookery.types import (
 if TYPE_CHECKING:
     from rookery import ui
     from rookery.compose.evaluation import evaluate
-    from rookery.compose.evolve import run_evolution, run_evolve
-    from rookery.compose.evolve_prompt import evolve_prompt
+    from rookery.compose.evolve import evolve_prompt, run_evolution, run_evolve
     from rookery.compose.genome import run_genome
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo.plan import plan_grpo
@@ -73,7 +72,7 @@ __all__ = [
 
 _LAZY = {
     "evaluate": "rookery.compose.evaluation",
-    "evolve_prompt": "rookery.compose.evolve_prompt",
+    "evolve_prompt": "rookery.compose.evolve",
     "open_engine": "rookery.engines",
     "plan_grpo": "rookery.compose.grpo.plan",
     "resume": "rookery.compose.running",

@@ -122,7 +122,8 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import EvolveProblem, resolve_problem, resume, start
+    from rookery.compose.evolve import resume, start
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
@@ -169,7 +170,8 @@ def prompt(
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
-    from rookery.compose.evolve import EvolveProblem, resolve_problem, resume, start
+    from rookery.compose.evolve import resume, start
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
 
     log_warnings()
     words = list(_task_words(taskset, model, fleet))
@@ -219,8 +221,8 @@ def check(
     evaluator
         As for `evolve run`.
     """
-    from rookery.compose.evolve import EvolveProblem, resolve_problem
     from rookery.compose.evolve_check import check_evolve
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
     from rookery.runs.run_folder import in_folder
 
     log_warnings()

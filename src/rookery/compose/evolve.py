@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,22 @@ from rookery.compat.openevolve import (
     Flags,
     LoadedConfig,
     list_checkpoints,
-    read_checkpoint,
     read_config,
     with_keys,
+)
+from rookery.compose.evolve_inputs import (
+    EvolveProblem,
+    EvolveRunConfig,
+    read_inputs,
+    resolve_problem,
+    run_config,
 )
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     Outcome,
     RunKind,
     RunOpener,
-    digest,
-    join_digests,
+    merge,
     on_same_inputs,
     resumable,
     run_async,
@@ -40,163 +45,41 @@ from rookery.compose.running import (
     write_page,
 )
 from rookery.concurrency import run_in_thread
-from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration
-from rookery.loops.evolve.problem import FirstProgram, evaluation_spec, read_first_program
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.prompt_tasks import PromptTasks
 from rookery.ports import Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import (
     EVENTS,
-    Find,
     check_changes,
     find_changes,
     in_folder,
-    resolve_text,
 )
 from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
 
 __all__ = [
     "EVOLVE",
-    "EvolveProblem",
-    "EvolveRunConfig",
-    "Inputs",
     "IterationLines",
     "describe",
+    "evolve_prompt",
     "open_executor",
-    "read_inputs",
     "read_status",
-    "resolve_problem",
     "resume",
-    "run_config",
     "run_evolution",
     "run_evolve",
     "start",
 ]
 
-# What an evolution starts from: its files, read and checked, and where its programs are scored.
+# Where programs are scored.
 
 
-OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
 TELL_EVERY_S = 15.0
 """Between two lines while workers start."""
-
-
-class EvolveRunConfig(Config):
-    """All that an evolve run is made from."""
-
-    program: Path
-    """A file or a folder; of prompts, the first one."""
-    evaluator: Path | None = None
-    """null: the program is a prompt, scored by `settings.rookery.tasks`."""
-    output: Path
-    config_file: Path | None = None
-    """Where the keys of models are read again: they are not written with the run."""
-    warnings: tuple[str, ...] = ()
-    """Of the config file."""
-    extended_from: int = 0
-    """Iterations of the run when it had last finished and more were asked for."""
-    settings: EvolveConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvolveProblem:
-    """What to evolve, and where to."""
-
-    program: Path
-    """A file or a folder."""
-    evaluator: Path | None
-    """None: the program is a prompt."""
-    output: Path | None = None
-    """None: `openevolve_output` beside the program, `prompt_output` beside a prompt."""
-    config_file: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        name = OUTPUT if self.evaluator is not None else PROMPT_OUTPUT
-        return (self.output or self.program.absolute().parent / name).absolute()
-
-
-def resolve_problem(problem: EvolveProblem, *, find: Find) -> EvolveProblem:
-    """With the paths of `run:NAME/PART`: a program may be what another run found."""
-    program = resolve_text(str(problem.program), find=find, key="program")
-    evaluator = problem.evaluator
-    if evaluator is not None:
-        evaluator = Path(resolve_text(str(evaluator), find=find, key="evaluator"))
-    return replace(problem, program=Path(program), evaluator=evaluator)
-
-
-def run_config(problem: EvolveProblem, loaded: LoadedConfig) -> EvolveRunConfig:
-    """What the run is made from, with absolute paths."""
-    file = problem.config_file
-    return EvolveRunConfig(
-        program=problem.program.absolute(),
-        evaluator=None if problem.evaluator is None else problem.evaluator.absolute(),
-        output=problem.folder,
-        config_file=None if file is None else file.absolute(),
-        warnings=loaded.warnings,
-        settings=loaded.config,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Everything that can be refused before a worker starts or a model is asked."""
-
-    programs: Sequence[FirstProgram | ProgramRecord]
-    spec: WorkerSpec | None
-    """Of the workers; None for prompts."""
-    tasks: PromptTasks | None = None
-    """Of prompts."""
-    warnings: tuple[str, ...]
-    digests: Mapping[str, str]
-    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
-
-
-def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
-    """Read the programs, the checkpoint and the evaluator's folder."""
-    section = settings.rookery
-    if section.tasks is not None:
-        from rookery.compose.evolve_prompt import read_prompt_inputs
-
-        return read_prompt_inputs(config, settings)
-    if config.evaluator is None:
-        raise ConfigError(
-            "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
-        )
-    paths = (config.program, *map(Path, section.first_programs))
-    firsts = [read_first_program(path, config=settings) for path in paths]
-    if not settings.llm.ensemble:
-        raise ConfigError(
-            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
-            "a model of your own."
-        )
-    programs: list[FirstProgram | ProgramRecord] = [*firsts]
-    if section.checkpoint is not None:
-        programs += read_checkpoint(Path(section.checkpoint)).programs
-    runs = config.output.parent
-    is_inside = runs != config.evaluator.parent and runs.is_relative_to(config.evaluator.parent)
-    spec = evaluation_spec(
-        settings,
-        evaluator=config.evaluator,
-        first=firsts[0],
-        output=runs if is_inside else config.output,
-    )
-    warnings = [warning for first in firsts for warning in first.warnings]
-    if section.sandbox.backend == "none":
-        warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
-    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
-    evaluator = digest([config.evaluator.read_bytes()])
-    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
-    warnings = [*config.warnings, *warnings]
-    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
 
 
 @asynccontextmanager
@@ -421,6 +304,38 @@ def run_evolution(
         values["max_iterations"] = iterations
     output = options.get("output_dir")
     return run_evolve(initial_program, evaluator, config, output=output, **values)
+
+
+def evolve_prompt(
+    prompt: str | Path,
+    taskset: str | Path,
+    model: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[EvolveReport]:
+    """Evolve the prompt of a file on a taskset, with the model that answers, and proposes too
+    unless `llm` names another.
+
+    `values` are keys of the config: `max_iterations=50, rookery={"tasks": {"minibatch": 8}}`.
+    """
+    section = {"engine": {"model": str(model)}, "tasks": {"taskset": str(taskset)}}
+    file = Path(config) if isinstance(config, str | Path) else None
+    source = file if file is not None or not isinstance(config, Mapping) else config
+    values = merge({"rookery": section}, values)
+    if values["rookery"]["engine"].get("type") == "service":
+        values["rookery"].setdefault("tokenizer", str(model))
+    find = in_folder(RUNS)
+    loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
+    problem = EvolveProblem(
+        program=Path(prompt),
+        evaluator=None,
+        output=None if output is None else Path(output),
+        config_file=file,
+    )
+    return start(resolve_problem(problem, find=find), loaded, Display(is_quiet=not progress))
 
 
 def start(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:

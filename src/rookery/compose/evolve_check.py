@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from rookery.compat.openevolve import LoadedConfig
-from rookery.compose.evolve import EvolveProblem, open_executor, read_inputs, run_config
+from rookery.compose.evolve import open_executor
+from rookery.compose.evolve_inputs import EvolveProblem, read_inputs, run_config
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import run_async
 from rookery.errors import SandboxError

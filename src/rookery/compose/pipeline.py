@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field, field_validator
 
 from rookery.compose.evaluation import BASE, EvaluationConfig, plan_evaluation, read_inputs
-from rookery.compose.evolve import EvolveRunConfig
+from rookery.compose.evolve_inputs import EvolveRunConfig
 from rookery.compose.running import ConfigSource, Outcome, RunKind, RunOpener, RunPlan, finisher
 from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import (

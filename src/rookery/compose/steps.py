@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
-from rookery.compose.evolve import EvolveProblem, EvolveRunConfig, run_config
+from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
 from rookery.compose.running import RunOpener, find_kind, is_run, merge, resumable, resume
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError

@@ -134,6 +134,11 @@ class EngineConfig(Config):
         check_int4(self.weights, device=self.device, dtype=self.dtype)
         return self
 
+    @property
+    def rounding(self) -> str | None:
+        """What its weights are rounded to; None: they have the type that it computes in."""
+        return None if self.weights == "auto" else self.weights
+
 
 def check_int4(weights: str, *, device: str, dtype: str) -> None:
     """ValueError for keys of a config that do not go together."""

@@ -307,10 +307,10 @@ def warn_of_batches(engine: Engine) -> list[str]:
 
 def warn_of_precision(engine: "AnySamplerConfig") -> list[str]:
     """Of weights that were rounded to fewer bits than numbers are computed in."""
-    if engine.type != "embedded" or engine.weights == "auto":
+    if engine.rounding is None:
         return []
     return [
-        f"The linear layers had {engine.weights} weights (`weights: {engine.weights}`), so that "
+        f"The linear layers had {engine.rounding} weights (`weights: {engine.rounding}`), so that "
         "answers differ from those in float32: measure what you keep as it will be served."
     ]
 

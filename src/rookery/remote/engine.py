@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -69,6 +69,7 @@ _NOBODY = frozenset({401, 403, 410})
 class ServiceClientConfig(Config):
     """A service (`rookery serve`), and the base model of it."""
 
+    rounding: ClassVar[None] = None
     type: Literal["service"] = "service"
     url: str = "http://127.0.0.1:8000"
     """Where it answers."""
@@ -279,6 +280,11 @@ class Samplers:
             if not sampler.num_holders and not sampler.num_requests:
                 await self._end(sampler)
 
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        """The adapters that requests can name, oldest first."""
+        return tuple(ref for ref in self._samplers if ref != self._base)
+
     def hold(self, ref: ModelRef) -> bool:
         """Use one that is there once more; False when it is not there."""
         sampler = self._samplers.get(ref)
@@ -393,6 +399,10 @@ class ServiceEngine:
     @property
     def context_tokens(self) -> int | None:
         return self._facts.context_tokens
+
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        return self._samplers.loaded
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         return await together(self._sample(request) for request in requests)

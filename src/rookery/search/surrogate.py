@@ -223,9 +223,7 @@ def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
     return total
 
 
-def _around(
-    centres: Array, box: Bounds, num_blocks: int, rng: np.random.Generator
-) -> Array:
+def _around(centres: Array, box: Bounds, num_blocks: int, rng: np.random.Generator) -> Array:
     """Points near these, half of them moved in all blocks alike; of many founders each one moves
     less, so that the whole step is as long."""
     size = centres.shape[1]

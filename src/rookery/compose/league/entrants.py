@@ -27,7 +27,13 @@ from rookery.compose.running import digest, digest_adapters, digest_models, join
 from rookery.compose.steps import StepConfig, StepsConfig
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice, engine_from_folder, find_model, local_model
+from rookery.engines import (
+    EngineChoice,
+    engine_from_folder,
+    find_model,
+    local_model,
+    opened_model,
+)
 from rookery.errors import TaskError
 from rookery.loops.evolve.program import read_program
 from rookery.runs import Run
@@ -142,9 +148,7 @@ class LeagueConfig(Config):
     @property
     def model(self) -> str:
         """What is trained in this process."""
-        own = self.engine if isinstance(self.engine, EngineConfig) else None
-        launch = None if self.engine.type != "fleet" else self.engine.launch
-        return self.tokenizer or (own or launch or EngineConfig()).model
+        return self.tokenizer or opened_model(self.engine) or EngineConfig().model
 
 
 def _has(document: Any, key: str) -> bool:
@@ -320,7 +324,7 @@ class League:
     def _train(self, seed: int, budget: Mapping[str, Any], **data: Any) -> StepConfig:
         engine = self.config.engine
         place: dict[str, Any] = {}
-        if isinstance(engine, EngineConfig):
+        if engine.type == "embedded":
             place = {"device": engine.device}
         elif engine.type == "service":
             place = {"engine": engine.model_dump(mode="json")}

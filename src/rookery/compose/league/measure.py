@@ -21,8 +21,7 @@ from rookery.compose.league.entrants import BEST_OF_N, Entrant, League
 from rookery.compose.running import open_shown_engine
 from rookery.compose.steps import ADAPTERS, place_of
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig
-from rookery.engines import AnyEngineConfig
+from rookery.engines import with_rank
 from rookery.loops.comparison import (
     compare,
     compare_pairs,
@@ -58,7 +57,7 @@ from rookery.types import Adapter, Evaluation, Group, Task
 from rookery.ui.display import Bar, Display
 from rookery.weights import read_adapter
 
-__all__ = ["EntrantResult", "engine_with_rank", "find_results", "open_measurement"]
+__all__ = ["EntrantResult", "find_results", "open_measurement"]
 
 ROUND = "league/round"
 """One answer to every report task, of best_of_n."""
@@ -141,7 +140,7 @@ async def open_measurement(
     """Opens the engine; gives what measures the results and writes the report."""
     display.note(league.taskset.notes)
     ranks = [result.adapter.rank for result in results if result.adapter is not None]
-    config = engine_with_rank(league.config.engine, max(ranks, default=0))
+    config = with_rank(league.config.engine, max(ranks, default=0))
     async with open_shown_engine(config, display) as engine:
 
         async def measure(run: Run) -> LeagueReport:
@@ -157,13 +156,6 @@ async def open_measurement(
             return report
 
         yield measure
-
-
-def engine_with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
-    """The engine that measures adapters; in this process it takes any."""
-    if not isinstance(engine, EngineConfig):
-        return engine
-    return engine.model_copy(update={"max_rank": max(engine.max_rank, rank)})
 
 
 class Measurement:

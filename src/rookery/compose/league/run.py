@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.league.entrants import League, LeagueConfig
-from rookery.compose.league.measure import engine_with_rank, find_results, open_measurement
+from rookery.compose.league.measure import find_results, open_measurement
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
@@ -32,7 +32,7 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
-from rookery.engines import require_adapters
+from rookery.engines import require_adapters, with_rank
 from rookery.errors import (
     AdapterError,
     ConfigError,
@@ -99,7 +99,7 @@ def _check(league: League) -> None:
         settings = read_step(steps, name)
         if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
             ranks = {f"The rank of {name}": settings.rank}
-            require_adapters(engine_with_rank(league.config.engine, settings.rank), ranks)
+            require_adapters(with_rank(league.config.engine, settings.rank), ranks)
 
 
 def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:
