@@ -30,12 +30,12 @@ from rookery.embedded import resolve_model
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import (
+    Context,
     LabelScorer,
-    PlainLabelScorer,
     ScoreStore,
     SharedLabelScorer,
 )
-from rookery.loops.icm.objective import ObjectiveConfig
+from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.search.annealing import AnnealingConfig, temperature
 from rookery.search.labelling import (
@@ -316,9 +316,25 @@ def _scorer(sampler: OracleSampler, *, way: str) -> LabelScorer:
     data = DataConfig(path=Path("items.jsonl"), prompt="#{{ n }}")
     prompts = BatchPrompts(items, encoder=Encoder(encode=encode), data=data)
     if way == "plain":
-        return PlainLabelScorer(sampler, prompts=prompts, order=IdOrder(size), model=BASE)
+        order, store = IdOrder(size), Forgetful()
+        return OneByOne(sampler, prompts=prompts, order=order, model=BASE, store=store)
     tree = TreeOrder(_groups(size))
     return SharedLabelScorer(sampler, prompts=prompts, order=tree, model=BASE, store=ScoreStore())
+
+
+class Forgetful(ScoreStore):
+    """Every context is asked for again."""
+
+    def __contains__(self, key: str) -> bool:
+        del key
+        return False
+
+
+class OneByOne(SharedLabelScorer):
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        return [
+            read for context in contexts for read in await super(OneByOne, self).score([context])
+        ]
 
 
 def main() -> None:

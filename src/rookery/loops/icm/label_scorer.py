@@ -3,9 +3,8 @@
     scorer = SharedLabelScorer(sampler, prompts=prompts, order=order, model=ref, store=store)
     reads = await scorer.score([(labels, 0), (labels, 1)])
 
-`PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
-a search takes the same decisions with either. A chain uses `scorer.of_chain(affinity)`: its
-contexts differ little from one iteration to the next, so they go to one server if possible.
+A chain uses `scorer.of_chain(affinity)`: its contexts differ little from one iteration to the next,
+so they go to one server if possible.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -33,7 +32,6 @@ from rookery.types import ModelRef, Score, ScoreRequest
 __all__ = [
     "Context",
     "LabelScorer",
-    "PlainLabelScorer",
     "ScoreStore",
     "SharedLabelScorer",
 ]
@@ -179,43 +177,6 @@ class LabelScorer(Protocol):
     def known(self, context: Context) -> LabelLogprobs | None:
         """A read that costs nothing any more; None for what is not known, or failed."""
         ...
-
-
-class PlainLabelScorer:
-    """Every context is sent when it is asked for, one after another, and forgotten."""
-
-    def __init__(
-        self, sampler: Sampler, *, prompts: BatchPrompts, order: Order, model: ModelRef
-    ) -> None:
-        self._sampler = sampler
-        self._prompts = prompts
-        self._order = order
-        self._model = model
-        self.naive_tokens = 0
-        self.num_asked = 0
-
-    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "PlainLabelScorer":
-        del affinity, part
-        return self
-
-    def known(self, context: Context) -> LabelLogprobs | None:
-        del context
-        return None
-
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        del contexts
-
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        reads: list[LabelLogprobs | None] = []
-        self.num_asked += len(contexts)
-        for labels, target in contexts:
-            request = _request(self._prompts, self._order, self._model, (labels, target))
-            self.naive_tokens += len(request.tokens)
-            [answer] = await _ask(self._sampler, [request])
-            if isinstance(answer, Exception):
-                raise answer
-            reads.append(answer)
-        return reads
 
 
 class SharedLabelScorer:
