@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo.plan import plan_grpo
     from rookery.compose.icm import run_icm
+    from rookery.compose.kinds import resume
     from rookery.compose.league import run_league
     from rookery.compose.pipeline import run_pipeline
-    from rookery.compose.running import resume
     from rookery.compose.sft import run_sft
     from rookery.engines import open_engine
 
@@ -75,7 +75,7 @@ _LAZY = {
     "evolve_prompt": "rookery.compose.evolve",
     "open_engine": "rookery.engines",
     "plan_grpo": "rookery.compose.grpo.plan",
-    "resume": "rookery.compose.running",
+    "resume": "rookery.compose.kinds",
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",
     "run_genome": "rookery.compose.genome",

@@ -223,7 +223,7 @@ def _run_loop(
     kind: str, config: Path, overrides: Sequence[str], *, name: str, runs_dir: Path
 ) -> "Outcome[Any]":
     """The config as `rookery KIND run` runs it, and its table."""
-    from rookery.compose.running import find_kind
+    from rookery.compose.kinds import find_kind
 
     log_warnings()
     loop = find_kind(kind)

@@ -100,7 +100,7 @@ def run_loop(
     resume: bool,
 ) -> int:
     """Begin a run of this kind, or go on with it, to its end; the exit code."""
-    from rookery.compose.running import find_kind
+    from rookery.compose.kinds import find_kind
 
     loop = find_kind(kind)
     if resume and not name:
@@ -144,7 +144,7 @@ def _print_once(outcome: "Outcome[Any]") -> int:
 
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
     """A run has one config: the file and the flags must give the one that it was made with."""
-    from rookery.compose.running import resume
+    from rookery.compose.kinds import resume
     from rookery.runs import Run
     from rookery.runs.run_folder import find_changes
 

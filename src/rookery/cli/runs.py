@@ -123,10 +123,10 @@ def resume(
         Score the recorded answers again: all of them when a scorer changed, else those without a
         reward. They are not drawn again.
     """
-    from rookery.compose import running
+    from rookery.compose import kinds
 
     log_warnings()
-    return print_outcome(running.resume(_find(path, runs_dir), rescore=rescore))
+    return print_outcome(kinds.resume(_find(path, runs_dir), rescore=rescore))
 
 
 @runs.command

@@ -2,7 +2,7 @@
 
     GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
     outcome = GENOME.start("mine.yaml", {"seed": 3}, name="", runs_dir="runs")
-    outcome = resume("runs/demo")
+    outcome = resume("runs/demo")                   # of kinds.py
 
     plan      read everything that the config names, and digest it      nothing is left behind
     open      the engine; refuse what it cannot do                      nothing is left behind
@@ -17,7 +17,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import pkgutil
 import shlex
 import time
 from collections.abc import (
@@ -44,7 +43,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rookery.compose import KINDS
 from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
@@ -75,7 +73,6 @@ from rookery.ui.summary import render_summary
 
 if TYPE_CHECKING:
     from rookery.engines import AnyEngineConfig
-    from rookery.loops.contract import Loop
 
 __all__ = [
     "ConfigSource",
@@ -87,7 +84,6 @@ __all__ = [
     "digest_adapters",
     "digest_models",
     "digest_scorers",
-    "find_kind",
     "finisher",
     "is_first_process",
     "is_run",
@@ -102,7 +98,6 @@ __all__ = [
     "read_config",
     "read_tasksets",
     "resumable",
-    "resume",
     "run_async",
     "tracked",
     "write_page",
@@ -524,45 +519,6 @@ async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> Asyn
     with display.launching() as show:
         async with open_engine(config, on_launch=show) as engine:
             yield engine
-
-
-# The kinds of runs there are, and how one that was interrupted goes on.
-
-
-def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) -> Outcome[Any]:
-    """Go on with the run in a folder from where its event log ends; nothing is done twice.
-
-    The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
-    With `rescore` its answers are scored again, and what follows from their rewards is made again:
-    all answers when a scorer changed, else those without a reward.
-    """
-    with Run.view(Path(path)) as run:
-        if run.kind not in KINDS:
-            raise RunError(
-                f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
-            )
-        kind = find_kind(run.kind)
-        if rescore and kind.scored is None:
-            raise RunError(
-                f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
-            )
-        place = run.path.absolute()
-        config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
-        if is_first_process():
-            run.require_free()
-    rescored = kind.scored if rescore else None
-    open_run = RunOpener(lambda: Run.open(place), folder=place, rescored=rescored)
-    return kind.finish(config, open_run, Display(is_quiet=not progress))
-
-
-def find_kind(name: str) -> RunKind[Any, Any]:
-    """The kind, or that of a loop that needs no assembly of its own."""
-    entry: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
-    if isinstance(entry, RunKind):
-        return entry
-    from rookery.compose.loop import kind_of  # which needs this file
-
-    return kind_of(name, entry)
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
+from rookery.compose.kinds import resume
 from rookery.compose.running import (
     Outcome,
     RunKind,
@@ -21,7 +22,6 @@ from rookery.compose.running import (
     join_digests,
     merge,
     new_run,
-    resume,
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config

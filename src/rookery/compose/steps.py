@@ -19,7 +19,8 @@ from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
 from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
-from rookery.compose.running import RunOpener, find_kind, is_run, merge, resumable, resume
+from rookery.compose.kinds import find_kind, resume
+from rookery.compose.running import RunOpener, is_run, merge, resumable
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError
 from rookery.reports import PipelineStep

@@ -311,11 +311,8 @@ class Fleet:
                 max_sequences=self.config.batch,
             )
             batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
-            self._served.begin(uses)
-            try:
+            async with self._served.using(uses, retire=self._retire):
                 answers = await self.pool.submit([batch.call for batch in batches])
-            finally:
-                await asyncio.gather(*map(self._retire, self._served.end(uses)))
         choices_by_entry: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
             for position, entry_choices in zip(batch.positions, choices, strict=True):
