@@ -622,6 +622,9 @@ def test_means_are_taken_by_source() -> None:
     tasks = [*written(2, "a").tasks, *written(2, "b").tasks, *written(1, "c").tasks]
     rewards = {"a/0": 1.0, "a/1": 0.0, "b/1": 0.25}
     assert mean_by_source(rewards, tasks) == {"a": 0.5, "b": 0.25}
+    sure = [replace(task, weight=3.0 if task.id == "a/0" else 1.0) for task in tasks]
+    assert mean_by_source(rewards, sure, by_weight=True) == {"a": 0.75, "b": 0.25}
+    assert mean_by_source(rewards, sure) == {"a": 0.5, "b": 0.25}
 
 
 async def test_on_the_embedded_engine(

@@ -231,6 +231,7 @@ def sft(
     An interrupted training goes on when the same command is given again.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
+        rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
 
     Parameters
     ----------
@@ -299,6 +300,7 @@ def evaluate(
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
+        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
     ----------

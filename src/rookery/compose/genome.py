@@ -15,10 +15,10 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
     digest_adapters,
     digest_models,
     digest_scorers,
+    digest_tasks,
     finisher,
     join_digests,
     open_shown_engine,
@@ -97,7 +97,7 @@ def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:
-    tasks = {each.name: digest(each.tasks) for each in inputs.tasksets}
+    tasks = {each.name: digest_tasks(each.tasks) for each in inputs.tasksets}
     founders = inputs.founders
     init = {} if founders is None else {"init": digest_adapters(founders.values())}
     return join_digests(tasks, init, digest_models({"the model": inputs.folder}))

@@ -9,9 +9,9 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
     digest_models,
     digest_scorers,
+    digest_tasks,
     finisher,
     join_digests,
     open_shown_engine,
@@ -47,7 +47,7 @@ def _plan(
     folder = model_folder(config.engine, tokenizer=config.tokenizer)
 
     def digests() -> dict[str, str]:
-        tasks = {taskset.name: digest(taskset.tasks) for taskset in tasksets}
+        tasks = {taskset.name: digest_tasks(taskset.tasks) for taskset in tasksets}
         return join_digests(tasks, digest_models({"the model": folder}))
 
     @asynccontextmanager

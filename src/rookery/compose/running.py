@@ -66,7 +66,7 @@ from rookery.tasks.python_function import read_source
 from rookery.tasks.scorers import PythonConfig, ScorerConfig
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
-from rookery.types import Adapter
+from rookery.types import Adapter, Task
 from rookery.ui.display import Display
 from rookery.ui.live.export import render_run
 from rookery.ui.summary import render_summary
@@ -84,6 +84,7 @@ __all__ = [
     "digest_adapters",
     "digest_models",
     "digest_scorers",
+    "digest_tasks",
     "finisher",
     "is_first_process",
     "is_run",
@@ -382,6 +383,12 @@ def digest(records: Iterable[object]) -> str:
         hashed.update(repr(record).encode("utf-8", "surrogatepass"))
         hashed.update(b"\n")
     return hashed.hexdigest()
+
+
+def digest_tasks(tasks: Iterable[Task]) -> str:
+    """Of tasks and their weights, which `repr` leaves out."""
+    every = list(tasks)
+    return digest([*every, *((task.id, task.weight) for task in every if task.weight != 1.0)])
 
 
 def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
     digest_models,
+    digest_tasks,
     finisher,
     join_digests,
     merge,
@@ -168,9 +168,7 @@ def _plan(config: SftRunConfig, open_run: RunOpener, display: Display) -> RunPla
     init = None if config.init_from is None else read_adapter(config.init_from)
 
     def digests() -> dict[str, str]:
-        split = taskset.split(config.split)
-        weights = [(task.id, task.weight) for task in split if task.weight != 1.0]
-        tasks = {taskset.name: digest([*split, *weights])}
+        tasks = {taskset.name: digest_tasks(taskset.split(config.split))}
         start = {} if init is None else {"init_from": init.version}
         return join_digests(tasks, digest_models({"the model": model.path})) | start
 

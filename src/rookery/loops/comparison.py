@@ -257,11 +257,13 @@ def elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
     return rewards[0 if most is None else known.index(most)]
 
 
-def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
-    """The mean reward of each source that misses none of its tasks."""
+def complete_means(
+    rewards: Rewards, tasks: Sequence[Task], *, by_weight: bool = False
+) -> dict[str, float]:
+    """The mean reward of each source that misses none of its tasks, as `mean_by_source` has it."""
     sizes = Counter(task.source for task in tasks)
     earned = Counter(task.source for task in tasks if task.id in rewards)
-    means = mean_by_source(rewards, tasks)
+    means = mean_by_source(rewards, tasks, by_weight=by_weight)
     return {source: mean for source, mean in means.items() if earned[source] == sizes[source]}
 
 

@@ -1,6 +1,4 @@
-"""The models of a service as an Engine.
-
-The connection to a service: requests with their retries, results, the session.
+"""A service elsewhere as an Engine, and the connection to it: retries, results, the session.
 
 Every request that changes something has a number, so that one whose answer was lost is sent again
 and done once. A service that is killed and started again is waited for.

@@ -462,10 +462,15 @@ def _drawn_by(usual: SamplingParams, num: int, params: Mapping[str, float]) -> S
     return replace(usual, n=num, **changes)
 
 
-def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:
-    """The mean reward of each source's tasks; tasks without a reward are left out."""
-    sums: dict[str, list[float]] = {}
+def mean_by_source(
+    rewards: Mapping[str, float], tasks: Iterable[Task], *, by_weight: bool = False
+) -> dict[str, float]:
+    """The mean reward of each source's tasks, by their weights or each alike; tasks without a
+    reward are left out."""
+    sums: dict[str, list[tuple[float, float]]] = {}
     for task in tasks:
         if task.id in rewards:
-            sums.setdefault(task.source, []).append(rewards[task.id])
-    return {source: sum(values) / len(values) for source, values in sums.items()}
+            weight = task.weight if by_weight else 1.0
+            sums.setdefault(task.source, []).append((weight, weight * rewards[task.id]))
+    totals = {source: map(sum, zip(*pairs, strict=True)) for source, pairs in sums.items()}
+    return {source: earned / weight for source, (weight, earned) in totals.items()}

@@ -236,6 +236,7 @@ class ForkServer:
         try:
             await server._get_ready(config)
         except BaseException:
+            server._kill()  # it imports, and would not hear that it is to end
             await server.close()
             raise
         return server

@@ -1,8 +1,7 @@
-"""Everything the service knows of its tenants, in memory; one document saves and restores it.
+"""What the service knows of its tenants, in memory, and the write-ahead log that restores it.
 
-Lookups name the tenant: what another tenant has looks as if it did not exist.
-
-The write-ahead log: what was accepted and what was done, in the journal of a run.
+One document saves the state. Lookups name the tenant: what another tenant has looks as if it did
+not exist. The log says what was accepted and what was done, in the journal of a run:
 
 | entry    | written                           | after a crash                                 |
 |----------|-----------------------------------|-----------------------------------------------|

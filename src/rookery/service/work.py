@@ -1,9 +1,8 @@
 """One accepted request on its way: what was asked, by whom, what it costs; and its result.
 
-What the service asks of the format that its clients speak: the bodies of accepted requests as
-requests to the trainer and the engine, and what came of them as bodies.
-
-The journal has bodies as they came, so that they are read again after a restart.
+`Format` is what the service asks of its clients' format: bodies as requests to the trainer and the
+engine, and what came of them as bodies. The journal has bodies as they came, so that they are read
+again after a restart.
 """
 
 import json

@@ -461,6 +461,11 @@ def _assemble(
     skipped = bad.settle(options.bad_rows, num_good=len(good))
     if not good:
         raise TaskError(f"{origin} has no rows; a taskset needs at least one.")
+    good = [item for item in good if item.task.weight > 0]
+    if not good:
+        raise TaskError(
+            f"{origin}: all rows have the weight 0, which leaves nothing to learn from."
+        )
     if config.limit is not None and config.limit < len(good):
         good = _draw(good, config.limit)
     if hidden := config.splits.hidden:

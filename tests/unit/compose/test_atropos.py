@@ -209,7 +209,7 @@ def test_a_killed_training_goes_on_and_trains_each_group_once(
         ({"environment": {"type": "atropos"}, "staleness": 1}, "staleness is for tasks"),
         ({"environment": {"type": "atropos"}, "drawing": {"top_p": 0.9}}, "no room for what they"),
         ({"environment": None}, "tasksets is empty"),
-        ({"bridge": "alias"}, "the engine is in this process"),
+        ({"bridge": "alias"}, "new weights need no bridge"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

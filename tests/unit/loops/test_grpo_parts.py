@@ -143,6 +143,15 @@ def test_each_rollout_is_a_row_with_its_advantage_on_every_token() -> None:
     assert list(first.kept) == [(7, 11), (8, 11)]
 
 
+def test_advantages_count_by_the_weight_of_their_task() -> None:
+    batch = make_batch()
+    [group] = batch.groups
+    batch = replace(batch, groups=(replace(group, weight=0.25),))
+    assert decode_batch(encode_batch(batch)) == batch
+    first, second = make_data(batch, make_config(loss={"type": "grpo"}))
+    assert first.advantages == (0.25, 0.25) and second.advantages == (-0.25,)
+
+
 def test_a_rollout_of_several_turns_counts_once_however_many_rows_it_has() -> None:
     """Three tokens drawn in two turns of one sequence, and one in a second sequence."""
     turns = TokenSequence(tokens=(5, 6, 7, 8, 9, 4), drawn=(2, 3, 5), logprobs=(-0.1, -0.2, -0.3))

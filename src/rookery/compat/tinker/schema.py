@@ -1,7 +1,4 @@
-"""Tensors of the protocol as arrays.
-
-Samples on the wire: prompts and options -> requests to the engine, its answers -> a body.
-"""
+"""Tensors on the wire as arrays; samples on the wire as requests to the engine, and its answers."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -38,9 +38,9 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
     digest_models,
     digest_scorers,
+    digest_tasks,
     finisher,
     is_first_process,
     is_run,
@@ -263,7 +263,7 @@ def _digests(files: GrpoFiles) -> dict[str, str]:
         models["init_from"] = files.start
     if isinstance(files.reference, Path):
         models["reference"] = files.reference
-    tasks = {each.name: digest(each.tasks) for each in files.tasksets}
+    tasks = {each.name: digest_tasks(each.tasks) for each in files.tasksets}
     adapter = files.reference if isinstance(files.reference, Adapter) else None
     reference = {} if adapter is None else {"reference": adapter.version}
     return join_digests(tasks, reference, digest_models(models))

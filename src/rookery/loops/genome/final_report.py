@@ -166,7 +166,7 @@ class FinalReport:
         every = [*searched, *tasks]
         return _Evidence(
             means=complete_means({**measured.rewards, **rewards}, every),
-            merits=complete_means({**measured.merits, **merits}, every),
+            merits=complete_means({**measured.merits, **merits}, every, by_weight=True),
         )
 
     def _fitness(

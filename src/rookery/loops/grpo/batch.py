@@ -116,6 +116,8 @@ class DrawnGroup:
     """Of the task in the order of the run; no two groups have the same."""
     task: str
     rollouts: tuple[DrawnRollout, ...]
+    weight: float = 1.0
+    """Of the task: the advantages of the group are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,7 @@ def _group_document(group: DrawnGroup) -> dict[str, Any]:
     return {
         "position": group.position,
         "task": group.task,
+        "weight": group.weight,
         "rollouts": [
             {
                 "text": rollout.text,
@@ -207,6 +210,7 @@ def _group(document: Mapping[str, Any]) -> DrawnGroup:
     return DrawnGroup(
         position=document["position"],
         task=document["task"],
+        weight=document.get("weight", 1.0),
         rollouts=tuple(
             DrawnRollout(
                 sequences=tuple(_sequence(sequence) for sequence in rollout["sequences"]),

@@ -245,6 +245,7 @@ def _drawn(position: int, group: Group) -> DrawnGroup:
     return DrawnGroup(
         position=position,
         task=group.task.id,
+        weight=group.task.weight,
         rollouts=tuple(kept for r in group.rollouts if (kept := _drawn_rollout(r)) is not None),
     )
 

@@ -160,7 +160,10 @@ def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:
     if all(rollout.advantages is not None for rollout in group.rollouts):
         return (0.0,) * len(rewards)
     rng = stream(config.seed, "grpo-advantages", group.position)
-    return ADVANTAGES[config.advantage_name](rewards, rng=rng)
+    return tuple(
+        group.weight * advantage
+        for advantage in ADVANTAGES[config.advantage_name](rewards, rng=rng)
+    )
 
 
 def _weights(rollouts: Sequence[DrawnRollout], config: GrpoConfig) -> list[float]:

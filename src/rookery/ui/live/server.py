@@ -418,11 +418,15 @@ def _closed(*, is_wrong: bool) -> str:
 def _check_addresses(urls: Sequence[str]) -> None:
     for url in urls:
         try:
-            _ = urlsplit(url).port
+            parts = urlsplit(url)
+            _ = parts.port
+            problem = "it does not begin with http://"
         except ValueError as error:
+            parts, problem = None, str(error)
+        if url and (parts is None or parts.scheme not in {"http", "https"} or not parts.hostname):
             raise ConfigError(
-                f"Got the address {url}: {error}. Write one such as http://127.0.0.1:8000."
-            ) from None
+                f"Got the address {url}: {problem}. Write one such as http://127.0.0.1:8000."
+            )
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
@@ -435,6 +439,5 @@ def _listen(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, number), family=family)
         except OSError as error:
             reason = error.strerror or str(error)
-    raise ConfigError(
-        f"{host}:{port} cannot be used: {reason}. Give another --port, or leave it out."
-    )
+    place, remedy = (host, "--host") if port is None else (f"{host}:{port}", "--port")
+    raise ConfigError(f"{place} cannot be used: {reason}. Give another {remedy}, or leave it out.")

@@ -130,7 +130,9 @@ def _worth(search: SearchEvaluator, low: Array, span: Array, limits: Array) -> W
     of choices that are more certain than `limits` they are 1."""
     sources = [task.source for task in search.tasks]
     num_choices = _num_choices(search)
-    factors = span * score_factors(sources, weights=search.weights) / len(sources)
+    weights = [task.weight for task in search.tasks]
+    factors = span * score_factors(sources, weights=search.weights, task_weights=weights)
+    factors /= len(sources)
     places = {s: np.flatnonzero([other == s for other in sources]) for s in search.floors}
 
     def worth(chances: Array) -> Array:

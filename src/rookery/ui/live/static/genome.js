@@ -1,7 +1,7 @@
 // A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
@@ -271,7 +271,7 @@ class DuelList {
     const [task, , first, , second] = this.tasks[index];
     try {
       const events = await Promise.all([first, second].map((seq) => this.source.get(`${this.path}/event/${seq}`)));
-      const answer = (event, k) => [h("h4", null, this.names[k], h("span", { class: "note" }, ` reward ${number(event.payload.reward, 2)}`)), h("pre", { class: "answer" }, event.payload.completion?.text ?? "")];
+      const answer = (event, k) => [h("h4", null, this.names[k], h("span", { class: "note" }, ` reward ${number(event.payload.reward, 2)}`)), longText("answer", event.payload.completion?.text ?? "")];
       this.detail.replaceChildren(h("h3", null, task), ...events.flatMap(answer));
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));
