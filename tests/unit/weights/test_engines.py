@@ -32,8 +32,8 @@ from rookery.weights.merge.compiled import (
     Tensors,
     Trim,
     as_tensors,
-    compile_engine,
-    load_engine,
+    compile_passes,
+    load_compiled,
 )
 from rookery.weights.merge.cross import Rows
 from rookery.weights.stack import stack
@@ -52,7 +52,7 @@ class SharedTensors:
 
 
 COMPILER = shutil.which("cc")
-COMPILED = compile_engine(COMPILER) if COMPILER else None
+COMPILED = compile_passes(COMPILER) if COMPILER else None
 ENGINES = [
     pytest.param(SharedTensors(), id="torch"),
     pytest.param(
@@ -238,9 +238,9 @@ def test_opposite_votes_of_equal_weight_elect_nothing(engine: PassRunner[Floats]
 
 def test_without_a_compiler_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    load_engine.cache_clear()
-    assert load_engine() is None
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
+    assert load_compiled() is None
+    load_compiled.cache_clear()
 
 
 def test_a_compiler_that_fails_is_told_and_torch_used(
@@ -250,11 +250,11 @@ def test_a_compiler_that_fails_is_told_and_torch_used(
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(broken))
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert load_engine() is None
+        assert load_compiled() is None
     assert "did not compile entries.c" in caplog.text
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
 
 
 @pytest.mark.parametrize("method", [TiesConfig(), DareConfig(), DareTiesConfig()])

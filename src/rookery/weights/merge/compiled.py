@@ -1,6 +1,6 @@
 """The passes in C, compiled when they are first needed: ten times as fast, the same bits.
 
-    engine = load_engine()
+    engine = load_compiled()
 
 A C compiler is used where there is one (`cc` on the PATH, half a second once per process); without
 one the passes run in torch.
@@ -32,8 +32,8 @@ __all__ = [
     "Tensors",
     "Trim",
     "as_tensors",
-    "compile_engine",
-    "load_engine",
+    "compile_passes",
+    "load_compiled",
     "open_rows",
 ]
 
@@ -283,7 +283,7 @@ def _addresses(arrays: list[Floats]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(arrays))(*[_address(array) for array in arrays])
 
 
-def compile_engine(compiler: str) -> Compiled:
+def compile_passes(compiler: str) -> Compiled:
     """Raises CalledProcessError, TimeoutExpired or OSError where it cannot be built or loaded."""
     with TemporaryDirectory(prefix="rookery-") as folder:
         library = Path(folder) / "entries.so"
@@ -300,14 +300,14 @@ def _compile(compiler: str, library: Path, *flags: str) -> None:
 
 
 @cache
-def load_engine() -> Compiled | None:
+def load_compiled() -> Compiled | None:
     """The compiled passes; None where no compiler is found or it fails."""
     compiler = shutil.which("cc")
     if compiler is None:
         logger.info("No C compiler `cc`: TIES and DARE run in torch, slower and to the same bits.")
         return None
     try:
-        return compile_engine(compiler)
+        return compile_passes(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s did not compile %s (%s); using torch.", compiler, _SOURCE.name, error)
         return None
@@ -315,7 +315,7 @@ def load_engine() -> Compiled | None:
 
 def open_rows(rows: Rows, out: torch.Tensor) -> tuple[PassRunner[Any], Any, Any]:
     """An engine, and the rows [P, M] and the result as it takes them."""
-    compiled = load_engine() if rows.data.device.type == "cpu" else None
+    compiled = load_compiled() if rows.data.device.type == "cpu" else None
     if compiled is not None:
         return compiled, rows.data.numpy(), out.numpy()
     return Tensors(), rows.data, out
