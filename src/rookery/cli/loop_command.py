@@ -122,7 +122,7 @@ def read_loop_config(
     own_flags: Sequence[str],
     runs_dir: Path,
 ) -> Any:
-    """The config of a file with flags over it; `own` are flags of the command itself. Its
+    """The config of a file with flags over it; `own_flags` are the command's. Its
     `run:NAME/PART` are of runs in `runs_dir`."""
     from rookery.runs.run_folder import in_folder, resolve_references
 
