@@ -225,10 +225,9 @@ def sft(
 ) -> None:
     """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
 
-    The training is a run: its curves are on the page, and RUN/trained holds the adapter.
-
-    Any value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from.
-    An interrupted training goes on when the same command is given again.
+    The training is a run: its curves are on the page, and RUN/trained holds the adapter. Any
+    value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from. An
+    interrupted training goes on when the same command is given again.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
         rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
