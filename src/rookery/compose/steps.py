@@ -35,8 +35,10 @@ from rookery.runs.run_folder import (
     resolve_references,
     resolve_text,
 )
+from rookery.ui import wording
 from rookery.ui.display import Display
 from rookery.ui.headline import short_result
+from rookery.ui.steps import Steps
 
 __all__ = [
     "ADAPTERS",
@@ -114,11 +116,16 @@ def take_steps(
     what takes a step, and may leave it out."""
     with open_run() as run, resumable(run.path, display):
         config = begin(run)
-        for number, name in enumerate(config.steps, start=1):
-            display.say(f"step {number} of {len(config.steps)}: {name}")
-            take(run, name, partial(_take_step, config, name, whole=run.path, display=display))
-            run.append_blocking("pipeline/step", {"name": name}, key=name)
         path = run.path
+        steps = Steps({name: place_of(path, name) for name in config.steps})
+        with steps.told(run):
+            for number, name in enumerate(config.steps, start=1):
+                left_s = steps.left_s()
+                left = "" if left_s is None else f", {wording.duration(left_s)} left"
+                display.say(f"step {number} of {len(config.steps)}: {name}{left}")
+                take(run, name, partial(_take_step, config, name, whole=path, display=display))
+                run.append_blocking("pipeline/step", {"name": name}, key=name)
+                steps.end(name)
     return replace(open_run, open=lambda: Run.open(path), folder=path)
 
 

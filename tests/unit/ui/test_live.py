@@ -520,6 +520,7 @@ def test_a_large_run_is_exported_as_far_as_there_is_room(
     kinds = {row[1] for row in document["events"]}
     assert "winner" in kinds and "generation" in kinds and len(document["events"]) < 61
     duel = document["answers"]["runs/demo/duel"]["tasks"]
+    assert document["answers"]["runs/demo/duel?candidate=g003-c02"]["tasks"] == duel
     differing = {seq for row in duel for seq in (row[2], row[4]) if row[1] != row[3]}
     assert differing and differing <= {row[0] for row in document["events"]}
 

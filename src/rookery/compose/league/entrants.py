@@ -275,8 +275,8 @@ class League:
         ]
 
     def steps(self, place: Path) -> StepsConfig:
-        """Those of all entrants."""
-        entrants = self.entrants(place)
+        """Those of all entrants, the first seed of each first: the time left follows from them."""
+        entrants = sorted(self.entrants(place), key=lambda entrant: entrant.index)
         every = {name: step for entrant in entrants for name, step in entrant.steps.items()}
         return StepsConfig(steps=every, folder=place)
 

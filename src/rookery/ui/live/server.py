@@ -358,6 +358,8 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
 
     @app.get("/api/service")
     async def status() -> Response:
+        if not service:
+            return Json({"url": ""})
         return Json(await _until_over(app, (await asyncio.to_thread(link)).status()))
 
     @app.post("/api/service/models")
