@@ -298,8 +298,7 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
-        rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
-        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
+        rookery eval smollm2 tasks.jsonl --fleet http://gpu1:8000 --adapter out/poet
 
     Parameters
     ----------
