@@ -18,8 +18,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
-from rookery.compose.evolve import EvolveRunConfig, Problem, run_config
-from rookery.compose.running import OpenRun, find_kind, is_run, merge, resumable, resume
+from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
+from rookery.compose.kinds import find_kind, resume
+from rookery.compose.running import RunOpener, is_run, merge, resumable
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError
 from rookery.reports import PipelineStep
@@ -105,11 +106,11 @@ def place_of(whole: Path, step: str) -> Path:
 
 def take_steps(
     begin: Callable[[Run], StepsConfig],
-    open_run: OpenRun,
+    open_run: RunOpener,
     display: Display,
     *,
     take: Take = lambda _run, _name, work: work(),
-) -> OpenRun:
+) -> RunOpener:
     """Begin the steps one after the other, go on with them, or find that they have ended; the run
     of the whole, to be gone on with. `begin` is given that run and says its steps; `take` is given
     what takes a step, and may leave it out."""
@@ -195,7 +196,7 @@ def _read_evolve_step(
         raise ConfigError(f"{origin}: settings should be the keys of an evolve config.")
     loaded = read_evolve_config(settings, environment=os.environ, folder=folder)
     place = folder.absolute()
-    problem = Problem(
+    problem = EvolveProblem(
         program=place / files.program,
         evaluator=None if files.evaluator is None else place / files.evaluator,
         output=output,

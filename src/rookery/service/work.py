@@ -34,7 +34,7 @@ __all__ = [
     "Backend",
     "Category",
     "Command",
-    "Draw",
+    "DrawWork",
     "Form",
     "Format",
     "Known",
@@ -161,7 +161,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class DrawWork:
     """What to draw from which model, and what to tell of the prompt."""
 
     id: str
@@ -236,11 +236,11 @@ class Format(Protocol):
 
     def read_draw(
         self, work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
-    ) -> Draw:
+    ) -> DrawWork:
         """What an accepted sample asks for; a refusal when it can never be drawn. `max_tokens` is
         `Drawing.max_tokens` of the sampler's model."""
 
     def write_samples(
-        self, draw: Draw, completions: Sequence[Completion], scores: PromptScores
+        self, draw: DrawWork, completions: Sequence[Completion], scores: PromptScores
     ) -> Result:
         """What its client gets."""

@@ -189,17 +189,17 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
     session = secrets.token_urlsafe(24)
 
     async def gate(request: Request, answer: Answer) -> Response:
-        given = request.query_params.get("token")
+        sent = request.query_params.get("token")
         is_code = request.url.path.startswith("/static/")  # the same for everyone
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = Json({"error": "The page only reads."}, status_code=405)
-        elif given is not None and _is_equal(given, token):
+        elif sent is not None and _is_equal(sent, token):
             response = RedirectResponse("/", status_code=303)  # there is one page
             response.set_cookie(cookie, session, httponly=True, samesite="lax")
         elif is_code or _is_equal(request.cookies.get(cookie, ""), session):
             response = await answer(request)
         else:
-            response = HTMLResponse(_closed(is_wrong=given is not None), status_code=401)
+            response = HTMLResponse(_closed(is_wrong=sent is not None), status_code=401)
         response.headers.setdefault("Content-Security-Policy", POLICY)
         response.headers.setdefault("Cache-Control", "no-store")
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -217,9 +217,9 @@ def _asks_service(request: Request) -> bool:
     return asks and kind.partition(";")[0] == "application/json"
 
 
-def _is_equal(given: str, wanted: str) -> bool:
+def _is_equal(sent: str, wanted: str) -> bool:
     """In a time that tells nothing, not even the length."""
-    digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (given, wanted)]
+    digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (sent, wanted)]
     return hmac.compare_digest(*digests)
 
 
@@ -336,7 +336,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         return _events(run.pulse, app)
 
 
-class SampleRequest(BaseModel):
+class SampleForm(BaseModel):
     """What the box of the service's page sends."""
 
     key: str = ""
@@ -356,8 +356,8 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
     def link() -> "ServiceLink":
         if not service:
             raise RunError("No service is named: start `rookery ui --service URL` to see one.")
-        found: ServiceLink = _fleets().ServiceLink(service)
-        return found
+        opened: ServiceLink = _fleets().ServiceLink(service)
+        return opened
 
     @app.get("/api/fleet")
     async def servers() -> Response:
@@ -376,7 +376,7 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
         return Json(await _until_over(app, asked))
 
     @app.post("/api/service/sample")
-    async def sample(body: SampleRequest) -> Response:
+    async def sample(body: SampleForm) -> Response:
         asked = (await asyncio.to_thread(link)).sample(**body.model_dump())
         return Json(await _until_over(app, asked))
 
