@@ -23,10 +23,10 @@ __all__: list[str] = []
 
 DRAWN = {"scorer": {"type": "exact", "ignore_case": True, "ignore_punctuation": True}}
 TASKSETS: dict[str, dict[str, Any]] = {
-    "language": {"type": "generated", "name": "label-language", "size": 160}
+    "language": {"type": "generated", "generator": "label-language"}
     | DRAWN
     | {"sampling": {"max_tokens": 4}},
-    "units": {"type": "generated", "name": "unit-conversion", "size": 160}
+    "units": {"type": "generated", "generator": "unit-conversion"}
     | {"sampling": {"max_tokens": 8}},
 }
 SPLITS = {"splits": {"search": 0.4, "select": 0.2, "report": 0.4}}
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--fleet", default="", help="a vLLM server that serves the model")
     parser.add_argument("--tokens", type=int, default=3000, help="the budget of each seed")
+    parser.add_argument("--size", type=int, default=160, help="tasks; two of five are reported on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasksets", nargs="+", choices=TASKSETS, default=list(TASKSETS))
     parser.add_argument("--folder", type=Path, default=Path("runs/league"))
@@ -68,7 +69,7 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
         engine = {"type": "fleet", "urls": [options.fleet], "model": options.model}
     folder.mkdir(parents=True, exist_ok=True)
     tasks = folder / f"{taskset}.yaml"
-    tasks.write_text(json.dumps(TASKSETS[taskset] | SPLITS))
+    tasks.write_text(json.dumps(TASKSETS[taskset] | SPLITS | {"size": options.size}))
     return rookery.run_league(
         {
             "engine": engine,

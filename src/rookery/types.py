@@ -118,7 +118,7 @@ class Task:
     """Tasks of equal group are one question: in one split, and not independent in an interval.
     Empty: tasks of equal prompt are."""
     weight: float = field(default=1.0, repr=False)
-    """How much its answer counts in supervised training."""
+    """How much it counts in what is trained and searched; a report counts every task alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ui.browser import CHROMIUM, Visit, open_browser
+from ui.made import made_report
 from ui.made_runs import (
     HOSTILE,
     append_generation,
@@ -18,6 +19,10 @@ from ui.made_runs import (
     make_genome,
     make_grpo,
     make_icm,
+    make_league,
+    make_loop,
+    make_pipeline,
+    make_sft,
 )
 
 from rookery.runs import NewEvent, Run
@@ -25,9 +30,18 @@ from rookery.ui.display import Display
 from rookery.ui.live.export import export_run
 from rookery.ui.live.server import LivePage, open_page
 
-MAKERS: Sequence[Callable[..., Path]] = (make_genome, make_grpo, make_icm, make_evolve, make_eval)
-NAMES = ("demo", "train", "labels", "programs", "scores")
-"""Scrolls a long table for a while; how many frames a second there were."""
+MAKERS: Mapping[str, Callable[..., Path]] = {
+    "demo": make_genome,
+    "train": make_grpo,
+    "labels": make_icm,
+    "programs": make_evolve,
+    "scores": make_eval,
+    "steps": make_pipeline,
+    "ways": make_league,
+    "answers": make_sft,
+    "drawn": make_loop,
+}
+"""A run of every loop, and of one that the page knows nothing of, by their names."""
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}: set ROOKERY_CHROMIUM"
@@ -44,7 +58,7 @@ def browser() -> Iterator[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LivePage, Path]]:
     """Runs of every loop in which all texts try to inject."""
     root = tmp_path_factory.mktemp("ui") / "runs"
-    for make in MAKERS:
+    for make in MAKERS.values():
         make(root, text=HOSTILE)
     with open_page(root, port=0) as page:
         yield page, root
@@ -57,7 +71,7 @@ def test_the_table_filters_sorts_and_links_to_its_state(
     size = {"width": width, "height": 800}
     visit = Visit(browser, served[0].url, color_scheme=scheme, viewport=size)
     visit.see(".runs a.name", text="demo")
-    assert visit.page.locator(".runs .lt-space .lt-row").count() == 5
+    assert visit.page.locator(".runs .lt-space .lt-row").count() == len(MAKERS)
     assert "token" not in visit.page.url
     visit.page.get_by_label("Status").select_option("failed")
     visit.see(".runs .reason, .runs progress")
@@ -80,7 +94,7 @@ def test_an_address_of_any_word_shows_the_runs(browser: Any, served: tuple[LiveP
     visit.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("tab", ["", "?tab=curves", "?tab=events", "?tab=config"])
 def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
     browser: Any, served: tuple[LivePage, Path], name: str, tab: str
@@ -94,6 +108,33 @@ def test_a_link_opens_each_part_of_each_run_and_no_text_of_it_runs(
         visit.see(".detail")
     visit.page.wait_for_timeout(300)
     visit.close()
+
+
+@pytest.mark.parametrize("word", ["nothing", "constructor", "%E0%A4%A"])
+def test_an_address_with_unknown_values_shows_the_view_as_it_begins(
+    browser: Any, served: tuple[LivePage, Path], word: str
+) -> None:
+    names = ("tab", "only", "by", "cost", "colour", "candidate", "item", "step", "sort")
+    query = "&".join(f"{name}={word}" for name in names)
+    for name in MAKERS:
+        visit = Visit(browser, served[0].url, f"#/run/{name}?{query}")
+        visit.see("h1", text=name)
+        visit.see(".tab-body section")
+        visit.close()
+
+
+@pytest.mark.parametrize("text", ["x" * 30_000, "x\n" * 15_000])
+def test_a_very_long_answer_is_shown_in_part_and_opens(
+    browser: Any, tmp_path: Path, text: str
+) -> None:
+    make_eval(tmp_path, text=text)
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/scores")
+        visit.see(".tasks .lt-space button").click()
+        assert len(visit.see(".detail pre").text_content()) == 20_000
+        visit.see(".detail summary", text="10005 more characters").click()
+        visit.see(".detail details pre")
+        visit.close()
 
 
 def test_programs_open_with_their_line_and_answers_are_text(
@@ -162,7 +203,7 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         visit = Visit(browser, page.url, "#/fleet")
         visit.see(".mark", text="down")
         visit.page.get_by_role("link", name="service").click()
-        visit.see(".trouble code", text="rookery ui --service URL")
+        visit.see(".empty code", text="rookery ui --service URL")
         status = {
             "url": HOSTILE, "models": [HOSTILE], "journal_bytes": 0,
             "queues": [
@@ -196,7 +237,7 @@ def test_a_run_of_a_kind_without_a_view_has_its_curves_and_events(
         run.submit([NewEvent(kind="session", payload={"text": "x" * 300_000})]).result()
     with open_page(tmp_path, port=0) as page:
         visit = Visit(browser, page.url, "#/run/tink")
-        visit.see(".empty", text="Runs of this kind have no report")
+        visit.see(".empty", text="Nothing is reported")
         visit.page.goto(visit.origin + "#/run/tink?tab=events&seq=2")
         assert len(visit.see(".json-text").inner_text()) == 200_000, "no more at once"
         visit.close()
@@ -359,8 +400,29 @@ def test_a_run_whose_process_is_killed_is_seen_to_be(browser: Any, tmp_path: Pat
         visit.close()
 
 
+def test_a_run_that_is_killed_and_goes_on_is_watched_through_it(
+    browser: Any, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a", "founder-b"], parents=[])
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/live")
+        visit.see(".state .mark", text="running")
+        run.close()  # without a word of its end
+        visit.see(".state .mark", text="killed")
+        with Run.open(tmp_path / "live") as run:
+            visit.see(".state .mark", text="running")
+            append_generation(run, 1, ["child"], parents=["founder-a"])
+            visit.see(".lead", text="What child, the best so far, descends from")
+            run.write_json("report.json", made_report(run="live", winner_id="child"))
+            run.finish()
+        visit.see(".state .mark", text="done")
+        visit.see(".number strong", text="0.910")
+        visit.close()
+
+
 def test_an_export_opens_from_disk_and_asks_for_nothing(browser: Any, tmp_path: Path) -> None:
-    for make, name in zip(MAKERS, NAMES, strict=True):
+    for name, make in MAKERS.items():
         out = tmp_path / f"{name}.html"
         export_run(make(tmp_path / "runs", text=HOSTILE), out)
         visit = Visit(browser, out.as_uri())

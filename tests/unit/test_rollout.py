@@ -21,7 +21,7 @@ from rookery.errors import (
     TaskError,
 )
 from rookery.ports import Sampler
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator, mean_by_source
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig
@@ -387,7 +387,7 @@ async def test_what_the_log_holds_is_not_asked_again(
         assert await again.rollout([POET], tasks) == groups[len(tasks) :]
     second = FakeSampler()
     with Run.open(tmp_path / "r") as run:
-        seen: list[Progress] = []
+        seen: list[BlockProgress] = []
         judged = evaluator(
             second, template, *tasksets, log=RolloutLog(run), on_progress=seen.append
         )
@@ -534,7 +534,7 @@ async def test_models_and_tasks_given_twice_are_asked_once(template: Template, r
 async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
     body = "return float(completion.tokens[0])"
     taskset = scored_by(written(3, n=2), tmp_path, body)
-    seen: list[Progress] = []
+    seen: list[BlockProgress] = []
     judged = evaluator(FakeSampler(), template, taskset, on_progress=seen.append)
     groups = await judged.rollout([BASE, POET], taskset.tasks)
     evaluations = await judged.evaluate([BASE, POET], taskset.tasks)
@@ -622,6 +622,9 @@ def test_means_are_taken_by_source() -> None:
     tasks = [*written(2, "a").tasks, *written(2, "b").tasks, *written(1, "c").tasks]
     rewards = {"a/0": 1.0, "a/1": 0.0, "b/1": 0.25}
     assert mean_by_source(rewards, tasks) == {"a": 0.5, "b": 0.25}
+    sure = [replace(task, weight=3.0 if task.id == "a/0" else 1.0) for task in tasks]
+    assert mean_by_source(rewards, sure, by_weight=True) == {"a": 0.75, "b": 0.25}
+    assert mean_by_source(rewards, sure) == {"a": 0.5, "b": 0.25}
 
 
 async def test_on_the_embedded_engine(

@@ -11,14 +11,14 @@ import torch
 
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
-    digest,
     digest_adapters,
     digest_models,
     digest_scorers,
+    digest_tasks,
     finisher,
     join_digests,
     open_shown_engine,
@@ -38,7 +38,7 @@ from rookery.loops.genome.founders import (
 )
 from rookery.ports import Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS, SplitName
 from rookery.tasks.taskset import Taskset
@@ -97,13 +97,13 @@ def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:
-    tasks = {each.name: digest(each.tasks) for each in inputs.tasksets}
+    tasks = {each.name: digest_tasks(each.tasks) for each in inputs.tasksets}
     founders = inputs.founders
     init = {} if founders is None else {"init": digest_adapters(founders.values())}
     return join_digests(tasks, init, digest_models({"the model": inputs.folder}))
 
 
-def _plan(config: GenomeConfig, open_run: OpenRun, display: Display) -> RunPlan[GenomeReport]:
+def _plan(config: GenomeConfig, open_run: RunOpener, display: Display) -> RunPlan[GenomeReport]:
     del open_run
     inputs = _read_inputs(config, display)
     return RunPlan(
@@ -241,7 +241,7 @@ class SearchBar(Observer[GenerationRecord]):
         """Of an answer of this phase, with its share in the reading."""
         self._expect(plan.search, ("founders", "select", "random search", "report"))
 
-    def answered(self, progress: Progress) -> None:
+    def answered(self, progress: BlockProgress) -> None:
         """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, worth=self._worth)
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from rookery.compose.running import (
-    OpenRun,
     RunKind,
+    RunOpener,
     RunPlan,
-    digest,
     digest_models,
     digest_scorers,
+    digest_tasks,
     finisher,
     join_digests,
     open_shown_engine,
@@ -40,14 +40,14 @@ def kind_of(name: str, loop: Loop[Any]) -> RunKind[Any, LoopReport]:
 
 
 def _plan(
-    loop: Loop[Any], name: str, config: LoopConfig, open_run: OpenRun, display: Display
+    loop: Loop[Any], name: str, config: LoopConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[LoopReport]:
     del open_run
     tasksets = read_tasksets(config.tasksets, display)
     folder = model_folder(config.engine, tokenizer=config.tokenizer)
 
     def digests() -> dict[str, str]:
-        tasks = {taskset.name: digest(taskset.tasks) for taskset in tasksets}
+        tasks = {taskset.name: digest_tasks(taskset.tasks) for taskset in tasksets}
         return join_digests(tasks, digest_models({"the model": folder}))
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,8 @@ from rookery.compat.serving import make_app, open_service
 from rookery.compose.http_server import answering, listen_all, open_or_create
 from rookery.compose.running import (
     ConfigSource,
+    digest,
+    digest_models,
     quiet_libraries,
     read_config,
     run_async,
@@ -328,6 +331,8 @@ class MegatronTrainees:
 STOP_S = 10.0
 """After Ctrl-C: answers, the running pass and a snapshot have about a third of it each. What is not
 done then is done at the next start."""
+MERGED = "merged"
+"""In the service's folder: models that an adapter makes of its base model."""
 STOP_SERVERS_S = 60.0
 """The same with servers that were started and must end."""
 PORT_REMEDY = (
@@ -345,7 +350,8 @@ class ServeConfig(Config):
     """0 takes a free one."""
     models: dict[str, str] = Field(default={"smollm2": "smollm2"}, min_length=1)
     """Names that clients use for base models, each with its folder, Hugging Face id, or
-    `smollm2`. Names of one folder share it."""
+    `smollm2`. Names of one folder share it. An adapter folder, `run:NAME/winner` for example, is
+    served as its base model with the adapter in the weights."""
     folder: Path = Path("runs/serve")
     """Where everything is kept that survives a restart."""
     anonymous: bool = False
@@ -440,7 +446,11 @@ async def serving(
 
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:
-    folders = dict.fromkeys(config.models.values())
+    models = {
+        name: await asyncio.to_thread(_served_model, model, config.folder)
+        for name, model in config.models.items()
+    }
+    folders = dict.fromkeys(models.values())
     is_elsewhere = config.megatron is not None or config.engine.type == "fleet"
     if len(folders) > 1 and is_elsewhere:
         raise ConfigError(
@@ -458,7 +468,28 @@ async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[
             if config.megatron is None
             else open_megatron_backend(model, url=config.megatron, engine=engine, alpha=alpha)
         )
-    return {name: opened[model] for name, model in config.models.items()}
+    return {name: opened[model] for name, model in models.items()}
+
+
+def _served_model(model: str, folder: Path) -> str:
+    """The model, or the folder of what an adapter makes of its base model, written once."""
+    path = expanded(model)
+    if not (path / "adapter_config.json").is_file():
+        return model
+    adapter = read_adapter(path)
+    if not adapter.base:
+        raise ConfigError(
+            f"The adapter {model} does not say its base model (base_model_name_or_path): serve "
+            "that model, and register the adapter with POST /api/v1/adapters."
+        )
+    base = resolve_model(adapter.base).path
+    target = folder / MERGED / digest([adapter.version, digest_models({"base": base})])
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            write_merged(base, adapter, Path(scratch) / target.name)
+            (Path(scratch) / target.name).rename(target)
+    return str(target)
 
 
 def _keys(config: ServeConfig) -> Keys | None:

@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
+from rookery.compose.kinds import resume
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
-    digest,
     digest_models,
+    digest_tasks,
     finisher,
     join_digests,
     merge,
     new_run,
-    resume,
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
@@ -158,7 +158,7 @@ def _require_place(out: Path) -> None:
         )
 
 
-def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[SftReport]:
+def _plan(config: SftRunConfig, open_run: RunOpener, display: Display) -> RunPlan[SftReport]:
     del open_run
     if config.out is not None:
         _require_place(config.out)
@@ -168,9 +168,7 @@ def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[
     init = None if config.init_from is None else read_adapter(config.init_from)
 
     def digests() -> dict[str, str]:
-        split = taskset.split(config.split)
-        weights = [(task.id, task.weight) for task in split if task.weight != 1.0]
-        tasks = {taskset.name: digest([*split, *weights])}
+        tasks = {taskset.name: digest_tasks(taskset.split(config.split))}
         start = {} if init is None else {"init_from": init.version}
         return join_digests(tasks, digest_models({"the model": model.path})) | start
 

@@ -41,7 +41,7 @@ from rookery.types import (
     Task,
 )
 
-__all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
+__all__ = ["BlockProgress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
 
 # The rollouts of a run, so that nothing is asked twice and a failed answer stays failed.
 #
@@ -178,7 +178,7 @@ NUM_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class BlockProgress:
     """What one finished block adds: answers, and the tokens of those that were not known yet."""
 
     num_rollouts: int
@@ -195,7 +195,7 @@ class TasksetEvaluator:
         template: Template,
         tasksets: Sequence[Taskset],
         log: RolloutLog | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[BlockProgress], None] | None = None,
     ) -> None:
         self._sampler = sampler
         self._template = template
@@ -329,7 +329,7 @@ class TasksetEvaluator:
     def _tell_progress(self, num_rollouts: int, asked: Iterable[Rollouts]) -> None:
         if self._on_progress is not None:
             num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
-            self._on_progress(Progress(num_rollouts=num_rollouts, num_tokens=num_tokens))
+            self._on_progress(BlockProgress(num_rollouts=num_rollouts, num_tokens=num_tokens))
 
     def _count(self, known: Mapping[str, Rollouts]) -> None:
         for key, rollouts in known.items():
@@ -462,10 +462,15 @@ def _drawn_by(usual: SamplingParams, num: int, params: Mapping[str, float]) -> S
     return replace(usual, n=num, **changes)
 
 
-def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:
-    """The mean reward of each source's tasks; tasks without a reward are left out."""
-    sums: dict[str, list[float]] = {}
+def mean_by_source(
+    rewards: Mapping[str, float], tasks: Iterable[Task], *, by_weight: bool = False
+) -> dict[str, float]:
+    """The mean reward of each source's tasks, by their weights or each alike; tasks without a
+    reward are left out."""
+    sums: dict[str, list[tuple[float, float]]] = {}
     for task in tasks:
         if task.id in rewards:
-            sums.setdefault(task.source, []).append(rewards[task.id])
-    return {source: sum(values) / len(values) for source, values in sums.items()}
+            weight = task.weight if by_weight else 1.0
+            sums.setdefault(task.source, []).append((weight, weight * rewards[task.id]))
+    totals = {source: map(sum, zip(*pairs, strict=True)) for source, pairs in sums.items()}
+    return {source: earned / weight for source, (weight, earned) in totals.items()}

@@ -9,7 +9,6 @@ the tensors or programs carries them out.
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,8 +68,8 @@ class Fitness:
     """How far constraints are missed, summed; 0 is feasible."""
 
     def __post_init__(self) -> None:
-        given = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
-        if not all(math.isfinite(value) for value in given):
+        numbers = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
+        if not all(math.isfinite(value) for value in numbers):
             raise ValueError(
                 f"Got {self}: a fitness is made of finite numbers. "
                 "A measurement that could not be made is Fitness(score=None)."
@@ -127,21 +126,27 @@ def find_violation(means: Mapping[str, float], floors: Mapping[str, float]) -> f
 
 
 def score_factors(
-    sources: Sequence[str], *, weights: Mapping[str, float] | None
+    sources: Sequence[str],
+    *,
+    weights: Mapping[str, float] | None,
+    task_weights: Sequence[float] | None = None,
 ) -> NDArray[np.float64]:
     """By task, such that the mean of factor * reward is the score of `fitness_of`.
 
-    `sources` are the tasks' sources; without weights every task counts alike. Two
-    sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
+    `sources` and `task_weights` are the tasks' own; without weights all sources, or all tasks,
+    count alike. Two sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
     """
-    if weights is None:
-        return np.ones(len(sources))
-    sizes = Counter(sources)
-    total = math.fsum(weights[source] for source in sizes)
-    if total <= 0:
-        raise TaskError("The search split holds no tasks of a taskset with a weight above 0.")
-    by_source = {s: weights[s] / total * len(sources) / size for s, size in sizes.items()}
-    return np.array([by_source[source] for source in sources])
+    by_task: NDArray[np.float64] = np.array(task_weights or [1.0] * len(sources))
+    by_source = np.full(len(sources), len(sources) / math.fsum(by_task))
+    if weights is not None:
+        sizes = {s: math.fsum(by_task[[source == s for source in sources]]) for s in set(sources)}
+        total = math.fsum(weights[source] for source in sizes)
+        if total <= 0:
+            raise TaskError("The search split holds no tasks of a taskset with a weight above 0.")
+        worth = {s: weights[s] / total * len(sources) / size for s, size in sizes.items()}
+        by_source = np.array([worth[source] for source in sources])
+    factors: NDArray[np.float64] = by_task * by_source
+    return factors
 
 
 def rank_key(fitness: Fitness) -> tuple[int, float]:

@@ -479,6 +479,7 @@ def start(
     rng: np.random.Generator,
     sources: Mapping[str, str] | None = None,
     weights: Mapping[str, float] | None = None,
+    task_weights: Mapping[str, float] | None = None,
     floors: Mapping[str, float] | None = None,
     known: Mapping[str, Mapping[str, float]] | None = None,
     known_merits: Mapping[str, Mapping[str, float]] | None = None,
@@ -486,9 +487,10 @@ def start(
     """A race of all candidates over the tasks in random order.
 
     `sources` names each task's source. With `weights` the score is the weighted mean of the
-    sources' means, else the mean of all rewards. `floors` are means on a source that candidates
-    must not fall below. Candidates in `known` have a reward for every task, and a merit where the
-    score is made of these: they race along and need no answers.
+    sources' means, else the mean of all rewards; with `task_weights` these are weighted means.
+    `floors` are plain means on a source that candidates must not fall below. Candidates in `known`
+    have a reward for every task, and a merit where the score is made of these: they race along and
+    need no answers.
     """
     for what, ids in (("candidates", candidates), ("tasks", tasks)):
         if not ids or len(set(ids)) != len(ids):
@@ -502,7 +504,8 @@ def start(
         )
     order = shuffled(tasks, rng=rng)
     named = [sources[task] for task in order]
-    factors = score_factors(named, weights=weights)
+    ordered_weights = None if task_weights is None else [task_weights[task] for task in order]
+    factors = score_factors(named, weights=weights, task_weights=ordered_weights)
     race = Race(candidates, order, config=config, factors=factors)
     race.open_tests(named, floors or {})
     for id, rewards in (known or {}).items():

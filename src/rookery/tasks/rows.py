@@ -59,7 +59,9 @@ class FieldsConfig(Config):
     """The question of a row. Rows of one question are in the same split and count as one cluster
     in intervals. Empty: rows of equal prompt are one question."""
     weight: str = ""
-    """A number from 0 on: how much the answer of a row counts in supervised training. Empty: 1."""
+    """A number from 0 on: how much a row counts. It weighs answers in sft, advantages in grpo, and
+    the means of the search and select tasks; reports count every row alike. Rows of 0 are left out.
+    Empty: 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@
 The page, the notebook and the part of the page that needs no JavaScript are made from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -42,6 +42,7 @@ __all__ = [
     "STEP_COLUMNS",
     "Number",
     "Summary",
+    "has_report",
     "parse_report",
     "render_summary",
     "step_rows",
@@ -97,9 +98,14 @@ class Summary:
     costs: Sequence[str]
 
 
+def has_report(kind: str, document: Mapping[str, Any]) -> bool:
+    """Whether runs of a kind have a report, or this document is one of a loop that was added."""
+    return kind in PARSERS or document.get("kind") == kind
+
+
 def parse_report(kind: str, document: dict[str, Any]) -> Report:
     """A report of any loop; an empty document is that of a run that has just begun."""
-    if kind not in PARSERS and document.get("kind") != kind:
+    if not has_report(kind, document):
         raise RunError(f"A {kind} run has no report.")
     return PARSERS.get(kind, parse_loop_report)(document)
 

@@ -29,6 +29,7 @@ from pathlib import Path
 async def reward(task, completion):
     number, mode = int(task.id.rpartition("/")[2]), os.environ.get("ROOKERY_TEST_MODE")
     if mode and number >= {NUM_FREE}:
+        Path("waits").touch()
         try:
             await asyncio.sleep(3600)
         finally:
@@ -81,7 +82,9 @@ def running(slow: Path, mode: str) -> Iterator[Forked]:
     command = ("eval", "tiny", "slow.yaml", "--name", "x")
     variables = {"ROOKERY_TEST_MODE": mode}
     with forked(run_command, slow / "errors", *command, variables=variables) as process:
-        wait_for(process, lambda: rollouts(slow / "runs/x") >= NUM_FREE)
+        wait_for(
+            process, lambda: rollouts(slow / "runs/x") >= NUM_FREE and (slow / "waits").exists()
+        )
         yield process
 
 

@@ -26,7 +26,7 @@ from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo.plan import plan_grpo
-from rookery.compose.running import resume
+from rookery.compose.kinds import resume
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
@@ -160,7 +160,7 @@ KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.plan import plan_grpo
-from rookery.compose.running import resume
+from rookery.compose.kinds import resume
 from rookery.runs import Run
 from rookery.runs.journal import Journal
 
@@ -209,7 +209,7 @@ def test_a_killed_training_goes_on_and_trains_each_group_once(
         ({"environment": {"type": "atropos"}, "staleness": 1}, "staleness is for tasks"),
         ({"environment": {"type": "atropos"}, "drawing": {"top_p": 0.9}}, "no room for what they"),
         ({"environment": None}, "tasksets is empty"),
-        ({"bridge": "alias"}, "the engine is no vLLM server"),
+        ({"bridge": "alias"}, "new weights need no bridge"),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -143,6 +143,15 @@ def test_each_rollout_is_a_row_with_its_advantage_on_every_token() -> None:
     assert list(first.kept) == [(7, 11), (8, 11)]
 
 
+def test_advantages_count_by_the_weight_of_their_task() -> None:
+    batch = make_batch()
+    [group] = batch.groups
+    batch = replace(batch, groups=(replace(group, weight=0.25),))
+    assert decode_batch(encode_batch(batch)) == batch
+    first, second = make_data(batch, make_config(loss={"type": "grpo"}))
+    assert first.advantages == (0.25, 0.25) and second.advantages == (-0.25,)
+
+
 def test_a_rollout_of_several_turns_counts_once_however_many_rows_it_has() -> None:
     """Three tokens drawn in two turns of one sequence, and one in a second sequence."""
     turns = TokenSequence(tokens=(5, 6, 7, 8, 9, 4), drawn=(2, 3, 5), logprobs=(-0.1, -0.2, -0.3))
@@ -319,6 +328,24 @@ async def test_a_batch_does_not_depend_on_when_its_groups_end(
     assert waves.calls[0] == 4 and set(singly.calls) == {1} and len(singly.calls) <= 9
     too_many = len(singly.calls) - batch.next_position
     assert singly.num_stopped <= too_many and (useful_share < 1 or too_many == 0)
+
+
+async def test_every_position_has_random_numbers_of_its_own_by_the_seed() -> None:
+    """A task that comes again in the next epoch is answered with other random numbers."""
+    asked: list[list[Draw]] = []
+
+    class Recorder(ScriptedDrawer):
+        async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+            asked.append(list(draws))
+            return await super().draw(model, draws)
+
+    task, model = Task(id="0", prompt="?", reference=""), ModelRef(name="p", version="a")
+    for seed in (1, 1, 2):
+        config = make_config(groups_per_step=2, group_size=2, seed=seed)
+        recorder = Recorder([True] * 4, delays=[0] * 4)
+        await BatchDrawer(recorder, tasks=[task], config=config).draw_from(5, 4, model)
+    first, again, other = ([draw.seed for draw in draws] for draws in asked)
+    assert first == again and len({*first, *other}) == 8
 
 
 async def test_an_equal_group_is_replaced_while_others_are_drawn() -> None:

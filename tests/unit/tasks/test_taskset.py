@@ -637,5 +637,9 @@ def test_rows_may_weigh_differently(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{index}", "answer": "b", "sure": index / 2} for index in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     taskset = load_taskset_file(f"{path}?fields.weight=sure")
-    assert {task.prompt: task.weight for task in taskset.tasks} == {"p0": 0, "p1": 0.5, "p2": 1}
+    weights = {task.prompt: task.weight for task in taskset.tasks}
+    assert weights == {"p1": 0.5, "p2": 1}, "a row that counts nothing is left out"
     assert {task.weight for task in load_taskset_file(str(path)).tasks} == {1.0}
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(TaskError, match="all rows have the weight 0"):
+        load_taskset_file(f"{path}?fields.weight=sure")

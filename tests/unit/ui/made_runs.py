@@ -9,7 +9,7 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-from ui.made import made_evolve, made_grpo, made_icm, made_report
+from ui.made import made_evolve, made_grpo, made_icm, made_report, made_row
 
 from rookery.runs import NewEvent, Run
 from rookery.ui.display import Display
@@ -22,6 +22,10 @@ __all__ = [
     "make_genome",
     "make_grpo",
     "make_icm",
+    "make_league",
+    "make_loop",
+    "make_pipeline",
+    "make_sft",
     "read_saved",
 ]
 
@@ -219,5 +223,84 @@ def make_eval(root: Path, name: str = "scores", *, size: int = 4, text: str = ""
             for task in range(size)
         ]
         _append(run, news)
+        run.finish()
+    return root / name
+
+
+def make_pipeline(
+    root: Path, name: str = "steps", *, text: str = "", report: Mapping[str, Any] | None = None
+) -> Path:
+    """Two steps with an adapter each."""
+    steps = [
+        {
+            "name": f"{loop}{text}",
+            "loop": loop,
+            "run": f"{name}-{loop}",
+            "made_from": [f"of {text}"],
+        }
+        for loop in ("icm", "sft")
+    ]
+    models = [made_row(f"{step}{text}", mean) for step, mean in (("base", 0.5), ("sft", 0.8))]
+    return _make_measured(
+        root, "pipeline", name, text, {"models": models, "steps": steps, **(report or {})}
+    )
+
+
+def make_league(
+    root: Path, name: str = "ways", *, text: str = "", report: Mapping[str, Any] | None = None
+) -> Path:
+    """Two entrants with two seeds each, beside the untouched model, and one that is left out."""
+    seeds = [
+        {"name": f"sft {seed}{text}", "runs": [f"{name}-sft-{seed}"], "mean": 0.8, "seconds": 9.0,
+         "spent": {"drawn_tokens": 10, "trained_tokens": 90}, "stop_reason": f"Spent. {text}"}
+        for seed in range(2)
+    ]  # fmt: skip
+    rows = [
+        {**made_row(way, mean), "what": f"by {way}{text}", "runs": seeds if way != "base" else []}
+        for way, mean in (("sft", 0.8), ("grpo", 0.7), ("base", 0.5))
+    ]
+    pair = {"first": "sft", "second": "grpo", "difference": {"mean": 0.1, "low": 0.0, "high": 0.2}}
+    left_out = [{"name": f"icm{text}", "reason": f"It needs a rule. {text}"}]
+    found = {"rows": rows, "pairs": [pair], "left_out": left_out, "budget": f"100 tokens {text}"}
+    return _make_measured(root, "league", name, text, {**found, **(report or {})})
+
+
+def _make_measured(root: Path, kind: str, name: str, text: str, report: Mapping[str, Any]) -> Path:
+    with Run.create(root, kind=kind, name=name, config={"tasks": text}) as run:
+        answers = [
+            _rollout(f"{model}@{model}", f"sum/{task}{text}", float(task % 2 == place), text=text)
+            for place, model in enumerate(("base", "sft"))
+            for task in range(4)
+        ]
+        _append(run, answers)
+        run.write_json("report.json", {"kind": kind, "run": name, **report})
+        run.finish()
+    return root / name
+
+
+def make_sft(
+    root: Path, name: str = "answers", *, text: str = "", report: Mapping[str, Any] | None = None
+) -> Path:
+    losses = {"first_loss": 2.5, "last_loss": 0.5, "version": "v1", "num_steps": 4, "num_rows": 10}
+    found = {"model": f"tiny{text}", "warnings": [f"2 rows were cut. {text}"], **losses}
+    return _make_trained(root, "sft", name, {"train/loss": 2.5}, {**found, **(report or {})})
+
+
+def make_loop(
+    root: Path, name: str = "drawn", *, text: str = "", report: Mapping[str, Any] | None = None
+) -> Path:
+    """Of a kind that the page knows nothing of."""
+    rows = [made_row(f"random{text}", 0.9, is_winner=True), made_row("base model", 0.7, gain=None)]
+    found = {"sentence": f"The best of 8 random adapters. {text}", "rows": rows, **(report or {})}
+    return _make_trained(root, "random_search", name, {"tried/mean": 0.5}, found)
+
+
+def _make_trained(
+    root: Path, kind: str, name: str, metrics: Mapping[str, float], report: Mapping[str, Any]
+) -> Path:
+    with Run.create(root, kind=kind, name=name, config={}) as run:
+        for step in range(4):
+            run.log_metrics(step, {key: value / (1 + step) for key, value in metrics.items()})
+        run.write_json("report.json", {"kind": kind, "run": name, **report})
         run.finish()
     return root / name

@@ -466,6 +466,8 @@ def test_a_taken_port_and_a_folder_that_is_a_file_get_a_sentence(
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file: give the folder"):
         open_page(tmp_path / "file", port=0)
+    with pytest.raises(ConfigError, match=r"^::zz cannot be used: .* Give another --host"):
+        open_page(tmp_path, host="::zz", key="a key that is long")
 
 
 def test_an_export_holds_the_run_and_its_policy_allows_its_scripts_alone(tmp_path: Path) -> None:
@@ -513,6 +515,7 @@ def test_a_large_run_is_exported_as_far_as_there_is_room(
     kinds = {row[1] for row in document["events"]}
     assert "winner" in kinds and "generation" in kinds and len(document["events"]) < 61
     duel = document["answers"]["runs/demo/duel"]["tasks"]
+    assert document["answers"]["runs/demo/duel?candidate=g003-c02"]["tasks"] == duel
     differing = {seq for row in duel for seq in (row[2], row[4]) if row[1] != row[3]}
     assert differing and differing <= {row[0] for row in document["events"]}
 

@@ -368,6 +368,7 @@ class SearchEvaluator:
             rng=stream(seed, "race"),
             sources={task.id: task.source for task in self._tasks.values()},
             weights=self._weights,
+            task_weights={task.id: task.weight for task in self._tasks.values()},
             floors=self._floors,
             known={name: measured.rewards for name, measured in known.items()},
             known_merits={name: measured.merits for name, measured in known.items()},
@@ -482,10 +483,11 @@ class SearchEvaluator:
     def _fitness(
         self, rewards: Mapping[str, float], merits: Mapping[str, float], estimate: float | None
     ) -> Fitness:
-        """From all tasks, or for a dropped candidate from those it saw and the race's estimate."""
+        """From all tasks, or for a dropped candidate from those it saw and the race's estimate.
+        Tasks count by their weights; for floors all alike."""
         means = mean_by_source(rewards, self._tasks.values())
         if set(means) >= set(self._weights):
-            compared = mean_by_source(merits, self._tasks.values())
+            compared = mean_by_source(merits, self._tasks.values(), by_weight=True)
             fitness = fitness_of(means, weights=self._weights, floors=self._floors, merits=compared)
             if len(rewards) == len(self._tasks) or estimate is None:
                 return fitness

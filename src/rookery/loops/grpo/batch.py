@@ -74,8 +74,8 @@ def no_std(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float
 
 def shuffled(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float, ...]:
     """A control: those of `group_relative` handed out at random. A policy must not improve."""
-    own = group_relative(rewards, rng=rng)
-    return tuple(own[int(place)] for place in rng.permutation(len(own)))
+    advantages = group_relative(rewards, rng=rng)
+    return tuple(advantages[int(place)] for place in rng.permutation(len(advantages)))
 
 
 ADVANTAGES: Mapping[AdvantageName, Callable[..., tuple[float, ...]]] = {
@@ -116,6 +116,8 @@ class DrawnGroup:
     """Of the task in the order of the run; no two groups have the same."""
     task: str
     rollouts: tuple[DrawnRollout, ...]
+    weight: float = 1.0
+    """Of the task: the advantages of the group are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,7 @@ def _group_document(group: DrawnGroup) -> dict[str, Any]:
     return {
         "position": group.position,
         "task": group.task,
+        "weight": group.weight,
         "rollouts": [
             {
                 "text": rollout.text,
@@ -207,6 +210,7 @@ def _group(document: Mapping[str, Any]) -> DrawnGroup:
     return DrawnGroup(
         position=document["position"],
         task=document["task"],
+        weight=document.get("weight", 1.0),
         rollouts=tuple(
             DrawnRollout(
                 sequences=tuple(_sequence(sequence) for sequence in rollout["sequences"]),

@@ -201,7 +201,7 @@ class Selection:
 
     async def _measured(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, object]:
         [evaluation] = await self._evaluator.evaluate([model], tasks)
-        by_source = complete_means(evaluation.rewards, tasks)
+        by_source = complete_means(evaluation.rewards, tasks, by_weight=True)
         mean = self._mean(by_source, tasks)
         errors = list(evaluation.errors.values())
         return {
@@ -231,8 +231,8 @@ class Selection:
             return mean > best_mean
         [best] = await self._evaluator.evaluate([model], tasks)  # found in the run
         both = [t for t in tasks if t.id in evaluation.rewards and t.id in best.rewards]
-        ours = self._mean(mean_by_source(evaluation.rewards, both), tasks)
-        theirs = self._mean(mean_by_source(best.rewards, both), tasks)
+        ours = self._mean(mean_by_source(evaluation.rewards, both, by_weight=True), tasks)
+        theirs = self._mean(mean_by_source(best.rewards, both, by_weight=True), tasks)
         if ours is None or theirs is None:
             return mean is not None  # they have too little in common: one that is whole is better
         return ours > theirs

@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from rookery.ui.live.folder import (
     describe_run,
 )
 from rookery.ui.loops import SETTING_COLUMNS, setting_rows
-from rookery.ui.summary import parse_report, summarize
+from rookery.ui.summary import has_report, parse_report, summarize
 
 __all__ = ["OpenRun", "OpenRuns"]
 
@@ -48,6 +49,13 @@ ELSEWHERE: dict[str, set[str]] = {
     "icm": {"items"},
 }
 """Parts of each loop's report that the page has from events, curves and labels."""
+
+
+def _config_of(run: Path) -> Mapping[str, Any]:
+    """The config of a run beside one that is looked at; empty where it cannot be read."""
+    with suppress(RunError), Run.view(run) as view:
+        return view.config
+    return {}
 
 
 class OpenRuns:
@@ -126,13 +134,24 @@ class OpenRun:
             "pulse": self.pulse(),
         }
 
-    def _made_from(self) -> list[dict[str, str]]:
-        """Other runs that its config takes something from; an id where they are beside it."""
-        return [
-            {"run": source.run.name, "part": source.part}
-            | ({"id": source.run.name} if source.run.parent == self.path.parent else {})
-            for source in find_sources(self._view.config)
-        ]
+    def _made_from(self) -> list[dict[str, Any]]:
+        """Other runs that its config takes something from, with what those were made from, once
+        each; an id where they are beside it."""
+        shown = {self.path.resolve()}
+
+        def tell(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+            told = []
+            for source in find_sources(config):
+                row: dict[str, Any] = {"run": source.run.name, "part": source.part}
+                if source.run.parent == self.path.parent:
+                    row["id"] = source.run.name
+                if source.run.resolve() not in shown:
+                    shown.add(source.run.resolve())
+                    row["made_from"] = tell(_config_of(source.run))
+                told.append(row)
+            return told
+
+        return tell(self._view.config)
 
     def document(self) -> dict[str, Any]:
         """report.json; empty before there is one."""
@@ -148,12 +167,12 @@ class OpenRun:
 
     def report(self) -> dict[str, Any]:
         """What its report says beside what the view, the curves and the labels hold."""
-        if self.kind not in ELSEWHERE:
-            return {}
         written = self._written_ns()
         with self._mutex:
             if self._report is None or self._report[0] != written:
                 document = self.document()
+                if not has_report(self.kind, document):
+                    return {}
                 answer = _report_answer(self.kind, document or self._so_far())
                 self._report = (written, answer | {"is_written": bool(document)})
             return self._report[1]

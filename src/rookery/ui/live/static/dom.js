@@ -68,6 +68,12 @@ export function address(parts, query) {
   return `#/${parts.map(encodeURIComponent).join("/")}${tail}`;
 }
 
+// A value of the address that is one of these; of any other the first.
+export function placed(name, values) {
+  const given = place().query.get(name);
+  return values.includes(given) ? given : values[0];
+}
+
 // Changes some values of the address in place: the view stays, the link to it changes.
 export function note(values) {
   const { parts, query } = place();
@@ -106,6 +112,10 @@ export function later(work, milliseconds) {
 
 // A sentence with `code` in it.
 export const prose = (text) => (typeof text === "string" ? text.split(/`([^`\n]+)`/).map((part, k) => (k % 2 ? h("code", null, part) : part)) : text);
+
+// A text as it is; of a very long one the rest is folded away: browsers stand still at it.
+const MOST_SHOWN = 20000;
+export const longText = (kind, text) => h("div", null, h("pre", { class: kind }, text.slice(0, MOST_SHOWN)), text.length > MOST_SHOWN && folded(`${text.length - MOST_SHOWN} more characters`, () => h("pre", { class: kind }, text.slice(MOST_SHOWN))));
 
 // A sentence where something would be, and an error with what to do about it.
 export const emptyNote = (sentence) => h("p", { class: "empty" }, prose(sentence));

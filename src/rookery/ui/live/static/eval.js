@@ -1,18 +1,20 @@
 // An evaluation: every task with its answers, right and wrong.
 
-import { choice, emptyNote, errorNote, h, lead, note, place, runLink, section, table } from "./dom.js";
+import { choice, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
 import { LongTable } from "./table.js";
 import { count, duration, isNumber, number } from "./words.js";
 
+const WHICH = [["", "all tasks"], ["wrong", "some answer wrong"], ["right", "all answers right"], ["differ", "models differ"], ["failed", "failed"]];
+const isRight = (reward) => isNumber(reward) && reward >= 1;
+
 export class EvalView {
   constructor({ source, path, view, report }) {
     Object.assign(this, { source, path });
-    const { query } = place();
-    this.only = query.get("only") ?? "";
+    this.only = placed("only", WHICH.map(([only]) => only));
     this.models = h("div");
-    this.filter = choice("Which tasks", [["", "all tasks"], ["wrong", "some answer wrong"], ["right", "all answers right"], ["differ", "models differ"], ["failed", "failed"]], this.only, (only) => this.set(only));
+    this.filter = choice("Which tasks", WHICH, this.only, (only) => this.set(only));
     this.state = h("span", { class: "note" });
     this.box = h("div");
     this.detail = h("div", { class: "detail", "aria-live": "polite" }, emptyNote("Choose a task to read its answers."));
@@ -34,9 +36,9 @@ export class EvalView {
   // `trained@1f2e` as its report calls it: two adapters may have one name.
   title(model) {
     const [short] = model.split("@");
-    const known = this.report.models.find(({ version }) => version && model.endsWith(`@${version}`));
+    const known = this.report.models.filter(({ version }) => version && model.endsWith(`@${version}`)).map(({ name }) => name).join(", ");
     const isTwin = this.names.some((other) => other !== model && other.split("@")[0] === short);
-    return known?.name ?? (isTwin ? `${short} ${model.slice(short.length + 1, short.length + 9)}` : short);
+    return known || (isTwin ? `${short} ${model.slice(short.length + 1, short.length + 9)}` : short);
   }
 
   drawModels(view, report) {
@@ -73,8 +75,7 @@ export class EvalView {
   }
 
   arrange() {
-    const isRight = ([reward]) => isNumber(reward) && reward > 0;
-    const tests = { wrong: (as) => as.some((a) => !isRight(a)), right: (as) => as.every(isRight), differ: (as) => new Set(as.map(([reward]) => reward)).size > 1, failed: (as) => as.some(([, isFailed]) => isFailed) };
+    const tests = { wrong: (as) => as.some(([reward]) => !isRight(reward)), right: (as) => as.every(([reward]) => isRight(reward)), differ: (as) => new Set(as.map(([reward]) => reward)).size > 1, failed: (as) => as.some(([, isFailed]) => isFailed) };
     const measured = (answers) => Object.values(answers).map(([first]) => first); // the further ones are drawn for pass@k
     this.chosen = this.only ? this.tasks.filter(({ answers }) => tests[this.only](measured(answers))) : this.tasks;
     this.answers.hidden = !this.tasks.length;
@@ -86,7 +87,12 @@ export class EvalView {
     const row = this.chosen[index];
     if (!row) return null;
     const { id: task, answers } = row;
-    const mark = ([[reward, isFailed]]) => (isFailed ? h("b", null, "failed") : h("span", { class: reward > 0 ? "right" : "wrong" }, `${reward > 0 ? "✓" : "✗"} ${number(reward, 2)}`));
+    const [right, partly, wrong] = [["right", "✓"], ["", "◐"], ["wrong", "✗"]];
+    const mark = ([[reward, isFailed]]) => {
+      if (isFailed) return h("b", null, "failed");
+      const [kind, sign] = isRight(reward) ? right : reward > 0 ? partly : wrong;
+      return h("span", { class: kind }, `${sign} ${number(reward, 2)}`);
+    };
     const open = () => this.open(row);
     return { onclick: open, cells: [h("button", { class: "plain", onclick: open }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
   }
@@ -96,8 +102,8 @@ export class EvalView {
       const seqs = Object.values(answers).flatMap((each) => each.map(([, , seq]) => seq));
       const events = await Promise.all(seqs.map((seq) => this.source.get(`${this.path}/event/${seq}`)));
       const asked = this.asked.get(task);
-      const answer = ({ payload }) => [h("h4", null, this.title(String(payload.model)), h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), h("pre", { class: "answer" }, payload.completion?.text ?? payload.error ?? "")];
-      this.detail.replaceChildren(h("h3", null, task), asked ? h("pre", { class: "answer prompt" }, asked.prompt) : "", asked?.reference ? h("p", { class: "note" }, `reference: ${asked.reference}`) : "", ...events.flatMap(answer));
+      const answer = ({ payload }) => [h("h4", null, this.title(String(payload.model)), h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), longText("answer", String(payload.completion?.text ?? payload.error ?? ""))];
+      this.detail.replaceChildren(h("h3", null, task), asked ? longText("answer prompt", asked.prompt) : "", asked?.reference ? h("p", { class: "note" }, `reference: ${asked.reference}`) : "", ...events.flatMap(answer));
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));
     }

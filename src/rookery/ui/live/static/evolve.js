@@ -1,7 +1,7 @@
 // An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
 
 import { axis, barChart, Chart, edgeSeries, flat, frame, tip, upright } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
 import { costsLine, stringTable } from "./report.js";
 import { grouped } from "./source.js";
 import { LongTable } from "./table.js";
@@ -27,10 +27,9 @@ export function diffNode(lines) {
 export class EvolveView {
   constructor({ source, path, view, report }) {
     Object.assign(this, { source, path });
-    const { query } = place();
-    this.picked = query.get("program") ?? "";
-    this.by = query.get("by") ?? "evaluations";
-    this.only = query.get("only") ?? "";
+    this.picked = place().query.get("program") ?? "";
+    this.by = placed("by", ["evaluations", "tokens"]);
+    this.only = placed("only", ["", "committed", "failed"]);
     this.bySelect = choice("Over what", [["evaluations", "over evaluations"], ["tokens", "over tokens"]], this.by, (by) => { this.by = by; note({ by }); this.score.redraw(); });
     this.onlySelect = choice("Which programs", [["", "all programs"], ["committed", "kept"], ["failed", "failed"]], this.only, (only) => { this.only = only; note({ only }); this.arrange(); });
     const pickPoint = (drawn, shown) => drawn.on("click", ({ seriesName, dataIndex }) => this.pick(shown()[seriesName][dataIndex].id));
@@ -274,7 +273,7 @@ export class EvolveView {
       facts(metrics),
       changes ? h("p", { class: "note" }, changes) : "",
       p.parent && code && diff.length ? h("details", { open: true }, h("summary", null, "What changed"), diffNode(diff)) : "",
-      code ? h("details", { open: !p.parent }, h("summary", null, "Code"), h("pre", { class: "code" }, code)) : emptyNote("No program was made."),
+      code ? h("details", { open: !p.parent }, h("summary", null, "Code"), longText("code", code)) : emptyNote("No program was made."),
       steps.length ? h("h4", null, "Along its line") : "",
       ...steps.map(step));
   }
@@ -284,7 +283,7 @@ export class EvolveView {
     const shown = h("div");
     const draw = ({ diff, code }) => {
       const metrics = Object.entries(one.metrics ?? {}).map(([k, v]) => [k, isNumber(v) ? six(v) : clip(v, 120)]);
-      shown.replaceChildren(facts(metrics), one.parent && diff.length ? diffNode(diff) : h("pre", { class: "code" }, code || "Its code is not known."));
+      shown.replaceChildren(facts(metrics), one.parent && diff.length ? diffNode(diff) : longText("code", code || "Its code is not known."));
     };
     this.source.get(`${this.path}/program/${encodeURIComponent(one.id)}`).then(draw, (error) => shown.replaceChildren(errorNote(error)));
     return shown;

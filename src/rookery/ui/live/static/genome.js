@@ -1,7 +1,7 @@
 // A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
@@ -158,7 +158,7 @@ export class GenomeView {
     const base = frame(colours);
     const done = this.generations.filter((g) => isNumber(g.best));
     const last = (done.at(-1)?.generation ?? 0) + 1;
-    const line = (name, key, colour, width) => ({ type: "line", name, data: done.filter((g) => isNumber(g[key])).map((g) => [g.generation, g[key]]), symbolSize: width * 2.4, showSymbol: done.length <= 40, lineStyle: { color: colour, width }, itemStyle: { color: colour }, z: 4, endLabel: { show: true, formatter: name, color: colour, fontSize: 12, fontWeight: 600 }, labelLayout: { moveOverlap: "shiftY" } });
+    const line = (name, key, colour, width) => ({ type: "line", name, data: done.filter((g) => isNumber(g[key])).map((g) => [g.generation, g[key]]), symbolSize: width * 2.4, showSymbol: done.length <= 40, lineStyle: { color: colour, width }, itemStyle: { color: colour }, z: 4, endLabel: { show: true, formatter: name, color: colour, fontSize: 12, fontWeight: 600, lineHeight: 20 }, labelLayout: { moveOverlap: "shiftY" } });
     let best = -Infinity;
     const soFar = done.map((g) => ({ generation: g.generation, best: (best = Math.max(best, g.best)) }));
     const isLarge = this.points.length > 2000;
@@ -271,7 +271,7 @@ class DuelList {
     const [task, , first, , second] = this.tasks[index];
     try {
       const events = await Promise.all([first, second].map((seq) => this.source.get(`${this.path}/event/${seq}`)));
-      const answer = (event, k) => [h("h4", null, this.names[k], h("span", { class: "note" }, ` reward ${number(event.payload.reward, 2)}`)), h("pre", { class: "answer" }, event.payload.completion?.text ?? "")];
+      const answer = (event, k) => [h("h4", null, this.names[k], h("span", { class: "note" }, ` reward ${number(event.payload.reward, 2)}`)), longText("answer", event.payload.completion?.text ?? "")];
       this.detail.replaceChildren(h("h3", null, task), ...events.flatMap(answer));
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));

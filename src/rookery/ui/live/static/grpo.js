@@ -1,7 +1,7 @@
 // A training: rewards, how far the policy moves, where the time goes, and what it answered.
 
 import { lineChart } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection, stringTable } from "./report.js";
 import { listed, Metrics } from "./source.js";
 import { count, interval, isNumber, number, score, signed } from "./words.js";
@@ -46,7 +46,7 @@ export class GrpoView {
     this.slider = h("input", { type: "range", min: 0, max: 0, "aria-label": "Step", oninput: (e) => this.open(this.steps[Number(e.target.value)]) });
     this.stepName = h("output");
     this.order = choice("Order", [["", "in the order of tasks"], ["best", "highest mean reward first"], ["spread", "widest rewards first"]], "", () => this.drawStep());
-    this.colour = choice("Colour", [["", "coloured by advantage"], ["gap", "coloured by gap"]], place().query.get("colour") ?? "", (colour) => { note({ colour }); this.drawStep(); });
+    this.colour = choice("Colour", [["", "coloured by advantage"], ["gap", "coloured by gap"]], placed("colour", ["", "gap"]), (colour) => { note({ colour }); this.drawStep(); });
     this.element = h("div", null,
       this.results,
       section("The training", lead("The mean reward of the answers that were drawn in each step, give or take one standard deviation, and of the checkpoints on the select tasks. The two may differ: training draws at its own temperature. Drag to move, Ctrl and wheel to zoom, double-click for all."), this.reward, this.panels, this.constants, this.selects, this.costs),
@@ -180,7 +180,7 @@ function groupNode(group, [prompt, reference] = []) {
   const most = Math.max(1e-9, ...group.rollouts.map((r) => Math.abs(r.advantage ?? (r.reward ?? mean) - mean)));
   const row = (r) => {
     const advantage = r.advantage ?? (r.reward ?? mean) - mean;
-    const node = h("div", { class: `completion-row ${advantage >= 0 ? "up" : "down"}` }, h("span", { class: "figure" }, number(r.reward, 2)), h("span", { class: "figure advantage" }, (advantage >= 0 ? "+" : "") + number(advantage, 2)), EXCHANGE.test(r.text) ? turns(r.text) : h("pre", { class: "answer" }, r.text ?? ""));
+    const node = h("div", { class: `completion-row ${advantage >= 0 ? "up" : "down"}` }, h("span", { class: "figure" }, number(r.reward, 2)), h("span", { class: "figure advantage" }, (advantage >= 0 ? "+" : "") + number(advantage, 2)), EXCHANGE.test(r.text) ? turns(r.text) : longText("answer", r.text ?? ""));
     node.style.setProperty("--share", `${Math.round((55 * Math.abs(advantage)) / most)}%`);
     return node;
   };

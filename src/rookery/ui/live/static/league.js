@@ -1,7 +1,7 @@
 // A league: every entrant with what it earned and what it took, and every two of them.
 
 import { axis, Chart, frame, tip, upright } from "./charts.js";
-import { address, choice, emptyNote, figure, folded, h, lead, note, place, runLink, section, table } from "./dom.js";
+import { address, choice, emptyNote, figure, folded, h, lead, note, placed, runLink, section, table } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { comparison, costsLine, scaleOf } from "./report.js";
 import { compact, count, interval, isNumber, score, seconds, signed } from "./words.js";
@@ -29,7 +29,7 @@ export class LeagueView extends EvalView {
     const base = rows.find(({ name }) => name === "base");
     const shown = rows.map((row, k) => ({ ...row, is_winner: k === 0, note: row.what }));
     const said = `Each under ${report.budget}, with its seeds averaged task by task; 95 % intervals. The untouched model is the line.`;
-    this.cost = place().query.get("cost") ?? "seconds";
+    this.cost = placed("cost", COSTS.map(([cost]) => cost));
     this.chart = this.costChart(rows, base);
     const pick = choice("What it cost", COSTS, this.cost, (cost) => { this.cost = cost; note({ cost }); this.chart.redraw(); });
     this.models.replaceChildren(
@@ -80,7 +80,7 @@ export class LeagueView extends EvalView {
           { ...shared, type: "scatter", symbolSize: 11, z: 4, label: { show: true, position: "right", formatter: row.name, color: colours.ink, fontSize: 12 } },
         ];
       });
-      const line = isNumber(base?.mean) && { type: "line", name: "base", data: [], markLine: { silent: true, symbol: "none", animation: false, label: { formatter: "base", color: colours.muted, position: "insideEndTop" }, lineStyle: { color: colours.faint, type: "dashed" }, data: [{ yAxis: base.mean }] } };
+      const line = isNumber(base?.mean) && { type: "line", name: "base", data: [], markLine: { silent: true, symbol: "none", animation: false, label: { formatter: "base", color: colours.muted, position: "insideStartTop" }, lineStyle: { color: colours.faint, type: "dashed" }, data: [{ yAxis: base.mean }] } };
       const name = this.cost === "seconds" ? "Seconds of a seed" : "Answer tokens of a seed, drawn and trained on";
       return {
         ...outer,

@@ -1,7 +1,7 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
-import { brandLine, emptyNote, errorNote, facts, h, later, place, prose, runLink } from "./dom.js";
+import { brandLine, emptyNote, errorNote, facts, h, later, placed, prose, runLink, section } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
@@ -9,13 +9,14 @@ import { GenomeView } from "./genome.js";
 import { GrpoView } from "./grpo.js";
 import { IcmView } from "./icm.js";
 import { LeagueView } from "./league.js";
-import { headline, warningsBox } from "./report.js";
+import { comparison, costsLine, headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
 import { grouped, mergeView, Metrics } from "./source.js";
-import { clock, count, duration, number } from "./words.js";
+import { clock, count, duration, number, six } from "./words.js";
 
 const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
 const POINTS = 600;
+const TABS = new Map([["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]]);
 
 // All metrics, grouped by what stands before the slash.
 export class CurvesView {
@@ -38,7 +39,7 @@ export class CurvesView {
   draw(curves) {
     const names = [...curves.keys()];
     const isSame = names.length === this.charts.size && names.every((n) => this.charts.has(n));
-    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written yet."));
+    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written."));
     else if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves.get(n) }]));
     else this.build(names);
   }
@@ -58,12 +59,18 @@ export class CurvesView {
     }, 200);
     const chart = lineChart({ label: name, series: [{ name, points }], onzoom: zoom });
     this.charts.set(name, chart);
-    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, number(points.at(-1)?.[1], 4))), chart.box);
+    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, six(points.at(-1)?.[1]))), chart.box);
   }
 
   close() {
     this.charts.forEach((chart) => chart.close());
   }
+}
+
+// Of a loop without a view of its own: its result beside what it is compared with, and what it took.
+function plainResult({ rows = [], summary }) {
+  const compared = comparison({ rows, name: "Result", what: "Reward", gain: "Gain", reference: rows.find((row) => !row.is_winner) });
+  return [rows.length ? section("The result beside what it is compared with", compared) : "", costsLine(summary.costs)];
 }
 
 function groupNames(names) {
@@ -77,7 +84,7 @@ class RunPage {
     this.main = main;
     this.id = id;
     this.path = `runs/${encodeURIComponent(id)}`;
-    this.tab = place().query.get("tab") ?? "overview";
+    this.tab = placed("tab", [...TABS.keys()]);
     this.view = null;
   }
 
@@ -123,17 +130,18 @@ class RunPage {
     const told = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // not of what cannot be read
     told.push(["Folder", row.path]);
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
-    const from = this.overview.made_from.map(({ run, part, id }, k) => [k ? ", " : "", id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run, `/${part}`]);
-    if (from.length) told.unshift(["Made from", from]);
+    const link = ({ run, id }) => id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run;
+    const tell = (from) => from.map((each, k) => [k ? ", " : "", link(each), `/${each.part}`, each.made_from?.length ? [" (from ", tell(each.made_from), ")"] : ""]);
+    const from = this.overview.made_from;
+    if (from.length) told.unshift(["Made from", tell(from).flat(Infinity)]);
     this.header.replaceChildren(
       this.brand,
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
       facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
     );
-    const names = [["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]];
-    const link = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
-    this.tabs.replaceChildren(...names.map(link));
+    const tabLink = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
+    this.tabs.replaceChildren(...[...TABS].map(tabLink));
   }
 
   async open() {
@@ -159,8 +167,9 @@ class RunPage {
 
   drawTop() {
     this.head();
-    const said = this.report.summary ? headline(this.report, this.overview.row.result) : emptyNote("Runs of this kind have no report: their curves and events say all.");
-    this.top.replaceChildren(said, warningsBox(this.report.warnings));
+    const { summary, warnings } = this.report;
+    const said = summary ? headline(this.report, this.overview.row.result) : emptyNote("Nothing is reported: the curves and events say all.");
+    this.top.replaceChildren(said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
   }
 
   // Something is new: the head, and whatever is open takes only what it does not have.
