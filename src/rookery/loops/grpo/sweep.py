@@ -367,7 +367,7 @@ async def _measure(
     inputs: SweepInputs, ranked: Sequence[Trained], run: Run
 ) -> tuple[SweepRecord, dict[str, list[ReportRow]]]:
     """The report tasks are read once, with the best checkpoint of every adapter. Returns the
-    ranking, and the rows of each adapter beside the baselines."""
+    ranking, and the rows of each adapter beside the baselines; none where another run reads them."""
     first, parts = ranked[0]
     selection = Selection(
         inputs.evaluator,
@@ -380,12 +380,13 @@ async def _measure(
     saved |= {own.swept.name: other.trained for own, other in ranked[1:]}
     seed = first.swept.config.seed
     rewards = await selection.rewards(saved, seed=seed)
-    by_name = {row.name: row for row in selection.compare(rewards, seed=seed)}
-    baselines = [by_name[name].model_copy(update={"lead": None}) for name in parts.baselines]
-    rows = {first.swept.name: [by_name[name] for name in (first.swept.name, *parts.baselines)]}
-    for own, _ in ranked[1:]:
-        rows[own.swept.name] = [by_name[own.swept.name], *baselines]
-    named = {name: [_as_trained(own[0]), *own[1:]] for name, own in rows.items()}
+    compared = selection.compare(rewards, seed=seed) if rewards else []
+    by_name = {row.name: row for row in compared}
+    named: dict[str, list[ReportRow]] = {own.swept.name: [] for own, _ in ranked}
+    baselines = [by_name[name] for name in parts.baselines if rewards]
+    for name in named if rewards else ():
+        named[name] = [_as_trained(by_name[name]), *baselines]
+        baselines = [row.model_copy(update={"lead": None}) for row in baselines]
     record = SweepRecord(
         settings=_setting_rows(ranked, rewards, selection, list(parts.baselines), seed),
         adapters=tuple(_describe(one, by_name, is_chosen=one is ranked[0]) for one in ranked),
@@ -408,6 +409,11 @@ def _setting_rows(
 ) -> tuple[SettingRow, ...]:
     """What the adapters of each setting earned on average, task by task."""
     settings = _settings(ranked)
+    if not rewards:
+        return tuple(
+            SettingRow(name=setting, num_seeds=len(trained), select=_select_mean(trained))
+            for setting, trained in settings.items()
+        )
     earned = {
         setting: mean_rewards([rewards[own.swept.name] for own, _ in trained])
         for setting, trained in settings.items()
@@ -434,7 +440,7 @@ def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -
         select=_select(parts),
         chosen_step=parts.selection.best,
         is_chosen=is_chosen,
-        row=rows[own.swept.name],
+        row=rows.get(own.swept.name),
         rewards=tuple(step.metrics.get("reward/mean") for step in parts.log.read()),
     )
 
