@@ -33,7 +33,7 @@ import torch
 
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.http.wire import Fields, encode_body
-from rookery.fleet.perturbed import Population
+from rookery.fleet.perturbed import StepPopulation
 from rookery.fleet.staging import memory_folder
 from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.ports import Observer
@@ -109,7 +109,7 @@ def make_members(founder: Adapter, *, count: int, seed: int) -> list[Adapter]:
         layer: replace(lora, a=lora.a.float(), b=lora.b.float())
         for layer, lora in founder.factors.items()
     }
-    population = Population.around(replace(founder, factors=exact), like=founder, rank=1)
+    population = StepPopulation.around(replace(founder, factors=exact), like=founder, rank=1)
     return [
         population.member(f"m{i}", seed=seed + i // 2, amount=SIGMA * 0.01 * (-1) ** i)
         for i in range(count)

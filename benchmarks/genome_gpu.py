@@ -62,7 +62,7 @@ def make_builder(num_children: int, *, device: str = "cpu") -> tuple[AdapterBuil
         update={"children": default.children.model_copy(update={"count": num_children})}
     )
     fitness = {name: Fitness(score=0.1 * i) for i, name in enumerate(founders)}
-    plans = ga.ask(ga.found(fitness, config=config, seed=0), config=config, seed=0)
+    plans = ga.ask(ga.make_population(fitness, config=config, seed=0), config=config, seed=0)
     builder.plan(plans)
     print("children: " + ", ".join(plan.operator for plan in plans))
     return builder, [plan.id for plan in plans]

@@ -42,7 +42,7 @@ from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.http.probe import read_metrics
 from rookery.fleet.servers.settings import visible_gpus
 from rookery.loops.icm.items import DataConfig, Item
-from rookery.loops.icm.prompts import Prompts, load_encoder
+from rookery.loops.icm.prompts import BatchPrompts, load_encoder
 from rookery.ports import Sampler
 from rookery.search.labelling import IdOrder, Labels, Order, PrefixCache, TreeOrder
 from rookery.types import ModelRef, ScoreRequest, TokenIds
@@ -167,9 +167,9 @@ def made_claim(index: int) -> dict[str, str]:
     }
 
 
-def make_prompts(items: Sequence[Item], tokenizer: Path) -> Prompts:
+def make_prompts(items: Sequence[Item], tokenizer: Path) -> BatchPrompts:
     data = DataConfig(path=Path("claims.json"), prompt=PROMPT)
-    return Prompts(items, encoder=load_encoder(tokenizer), data=data)
+    return BatchPrompts(items, encoder=load_encoder(tokenizer), data=data)
 
 
 def groups_of(items: Sequence[Item]) -> list[list[int]]:
@@ -179,7 +179,9 @@ def groups_of(items: Sequence[Item]) -> list[list[int]]:
     return list(groups.values())
 
 
-def contexts_of(prompts: Prompts, order: Order, *, changed: int | None = None) -> list[TokenIds]:
+def contexts_of(
+    prompts: BatchPrompts, order: Order, *, changed: int | None = None
+) -> list[TokenIds]:
     labels: Labels = tuple((i % 2) ^ (i == changed) for i in range(len(prompts.items)))
     return [prompts.context(labels, item, order=order.of(item)) for item in order.leaves]
 
@@ -199,7 +201,7 @@ def count_tokens(problems: Sequence[Problem]) -> None:
                   f"{naive / after:>6.1f}x", flush=True)  # fmt: skip
 
 
-def count_change(prompts: Prompts, items: Sequence[Item], way: str) -> float:
+def count_change(prompts: BatchPrompts, items: Sequence[Item], way: str) -> float:
     """The mean over some items, each changed alone, in 16-token blocks."""
     size = len(items)
     order: Order = TreeOrder(groups_of(items)) if way == WAYS[2] else IdOrder(size)

@@ -30,13 +30,13 @@ from rookery.embedded import resolve_model
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import (
+    Context,
     LabelScorer,
-    PlainLabelScorer,
     ScoreStore,
     SharedLabelScorer,
 )
-from rookery.loops.icm.objective import ObjectiveConfig
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
+from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.search.annealing import AnnealingConfig, temperature
 from rookery.search.labelling import (
     UNLABELLED,
@@ -91,7 +91,7 @@ class Found:
 class OracleSampler:
     """Answers three-token demonstrations (item, label, break) and counts them as real ones."""
 
-    def __init__(self, setting: Setting, *, real: Prompts, seed: int) -> None:
+    def __init__(self, setting: Setting, *, real: BatchPrompts, seed: int) -> None:
         rng = stream(seed, "oracle")
         size = len(real.items)
         self.answers = [setting.answers[i % 4] for i in range(size)]
@@ -255,7 +255,7 @@ def _labels(signs: NDArray[np.int64]) -> Labels:
     return tuple(np.where(signs > 0, 0, np.where(signs < 0, 1, UNLABELLED)).tolist())
 
 
-async def run_oracle(name: str, setting: Setting, *, prompts: Prompts, seed: int = 1) -> None:
+async def run_oracle(name: str, setting: Setting, *, prompts: BatchPrompts, seed: int = 1) -> None:
     """Each search as a plain loop in id order, then through the scorer on the tree."""
     for search in (run_ours, run_published):
         plain = OracleSampler(setting, real=prompts, seed=seed)
@@ -314,11 +314,27 @@ def _scorer(sampler: OracleSampler, *, way: str) -> LabelScorer:
     size = len(sampler.truth)
     items = [Item(id=str(i), text=f"#{i}", group=str(i // 4), fields={}) for i in range(size)]
     data = DataConfig(path=Path("items.jsonl"), prompt="#{{ n }}")
-    prompts = Prompts(items, encoder=Encoder(encode=encode), data=data)
+    prompts = BatchPrompts(items, encoder=Encoder(encode=encode), data=data)
     if way == "plain":
-        return PlainLabelScorer(sampler, prompts=prompts, order=IdOrder(size), model=BASE)
+        order, store = IdOrder(size), Forgetful()
+        return OneByOne(sampler, prompts=prompts, order=order, model=BASE, store=store)
     tree = TreeOrder(_groups(size))
     return SharedLabelScorer(sampler, prompts=prompts, order=tree, model=BASE, store=ScoreStore())
+
+
+class Forgetful(ScoreStore):
+    """Every context is asked for again."""
+
+    def __contains__(self, key: str) -> bool:
+        del key
+        return False
+
+
+class OneByOne(SharedLabelScorer):
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        return [
+            read for context in contexts for read in await super(OneByOne, self).score([context])
+        ]
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from rookery.weights.merge import (
     merge_stack,
 )
 from rookery.weights.merge.children import low_rank
-from rookery.weights.merge.compiled import Blend, Trim, load_engine
+from rookery.weights.merge.compiled import Blend, Trim, load_compiled
 from rookery.weights.merge.cross import factor_rows
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
 
@@ -92,7 +92,7 @@ def main() -> None:
     seconds = best_of_each(jobs_of(population, out), repeats=options.repeats)
     bandwidth = 2 * population.data.numel() * 4 / seconds.pop("copy")
     print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write")
-    print(f"passes: {'torch' if load_engine() is None else 'compiled'}\n")
+    print(f"passes: {'torch' if load_compiled() is None else 'compiled'}\n")
     print(f"{'operator':<11}{'ms/child':>9}{'of copy':>9}{'bar':>7}", end="")
     print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
     for name, duration in seconds.items():
@@ -170,7 +170,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
     pieces, values = factor_rows(population).pieces, population.data.numpy()
     bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
     counts = np.array([int(DENSITY * piece.sizes[0]) for piece in pieces], np.int64)
-    target, engine = np.empty_like(values[0]), load_engine()
+    target, engine = np.empty_like(values[0]), load_compiled()
     if engine is None:
         return
     print("\nTIES by stage, one thread, ns per number:")

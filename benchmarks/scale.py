@@ -31,7 +31,7 @@ from rookery.search import racing
 from rookery.search.annealing import Waves
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.programs.bandit import Arm
-from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.database import ProgramDatabase, ProgramDatabaseConfig
 from rookery.search.programs.population import Plan
 from rookery.search.programs.program import ScoredProgram, summarize
 from rookery.seeding import stream
@@ -181,7 +181,7 @@ def agree_on(num_items: int) -> Work:
 def evolve(num_programs: int) -> Work:
     """400 asks and tells on a database of this many programs; none is removed for its number."""
     rng = stream(0, "programs")
-    config = DatabaseConfig(population_size=1_000_000)
+    config = ProgramDatabaseConfig(population_size=1_000_000)
     database = ProgramDatabase(config, seed=0, arms=[Arm(name="small"), Arm(name="large")])
     letters = "".join(map(chr, range(32, 127)))
     attempts = itertools.count(1)

@@ -11,7 +11,7 @@ import asyncio
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.search.candidate import Fitness
 from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationConfig
-from rookery.search.population import PopulationConfig, ask, found, tell
+from rookery.search.population import PopulationConfig, ask, make_population, tell
 from rookery.starters import DEMOS
 from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
@@ -72,7 +72,7 @@ async def main() -> None:
     async with open_engine(EngineConfig(model="smollm2")) as engine:
         scores = await accuracies(engine, template, list(pool.values()), search)
         fitness = {n: Fitness(score=s) for n, s in zip(pool, scores, strict=True)}
-        population = found(fitness, config=SEARCH, seed=SEED)
+        population = make_population(fitness, config=SEARCH, seed=SEED)
 
         for generation in range(1, 4):
             plans = ask(population, config=SEARCH, seed=SEED)

@@ -30,15 +30,14 @@ from rookery.types import (
 if TYPE_CHECKING:
     from rookery import ui
     from rookery.compose.evaluation import evaluate
-    from rookery.compose.evolve import run_evolution, run_evolve
-    from rookery.compose.evolve_prompt import evolve_prompt
+    from rookery.compose.evolve import evolve_prompt, run_evolution, run_evolve
     from rookery.compose.genome import run_genome
     from rookery.compose.grpo import run_grpo
     from rookery.compose.grpo.plan import plan_grpo
     from rookery.compose.icm import run_icm
+    from rookery.compose.kinds import resume
     from rookery.compose.league import run_league
     from rookery.compose.pipeline import run_pipeline
-    from rookery.compose.running import resume
     from rookery.compose.sft import run_sft
     from rookery.engines import open_engine
 
@@ -73,10 +72,10 @@ __all__ = [
 
 _LAZY = {
     "evaluate": "rookery.compose.evaluation",
-    "evolve_prompt": "rookery.compose.evolve_prompt",
+    "evolve_prompt": "rookery.compose.evolve",
     "open_engine": "rookery.engines",
     "plan_grpo": "rookery.compose.grpo.plan",
-    "resume": "rookery.compose.running",
+    "resume": "rookery.compose.kinds",
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",
     "run_genome": "rookery.compose.genome",

@@ -212,8 +212,8 @@ class _Loader(yaml.SafeLoader):
     """YAML as people mean it: a date is text, and a repeated key is a mistake."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (a class attribute of PyYAML)
-        first: [(tag, regex) for tag, regex in found if not tag.endswith(":timestamp")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, regex) for tag, regex in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

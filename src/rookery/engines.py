@@ -19,7 +19,7 @@ from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
-from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.fleet.http.external import ExternalConfig, ExternalSampler, TextCodec, open_external
 from rookery.paths import expanded
 from rookery.remote import ServiceClientConfig, ServiceEngine, open_client
 
@@ -36,8 +36,10 @@ __all__ = [
     "open_engine",
     "open_sampler",
     "open_servers",
+    "opened_model",
     "require_adapters",
     "resolve_smollm2",
+    "with_rank",
 ]
 
 OnLaunch = Callable[[LaunchProgress], None]
@@ -91,7 +93,7 @@ def open_servers(
 
 @asynccontextmanager
 async def open_sampler(
-    config: AnySamplerConfig, *, codec: Codec, on_launch: OnLaunch | None = None
+    config: AnySamplerConfig, *, codec: TextCodec, on_launch: OnLaunch | None = None
 ) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine | ExternalSampler]:
     """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
     if isinstance(config, ExternalConfig):
@@ -130,6 +132,19 @@ def launch_of(config: AnySamplerConfig) -> LaunchConfig | None:
     return config.launch if isinstance(config, FleetConfig) else None
 
 
+def opened_model(config: AnySamplerConfig) -> str:
+    """The model that is loaded on this machine, as the config names it; "": none is."""
+    opened = config if isinstance(config, EngineConfig) else launch_of(config)
+    return opened.model if opened is not None else ""
+
+
+def with_rank(config: AnyEngineConfig, rank: int) -> AnyEngineConfig:
+    """An engine in this process takes adapters of this rank too; servers stay as they are."""
+    if not isinstance(config, EngineConfig):
+        return config
+    return config.model_copy(update={"max_rank": max(config.max_rank, rank)})
+
+
 def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
     """Where the tokenizer and the chat template of the engine's model are."""
     return find_model(config, tokenizer=tokenizer).path
@@ -137,8 +152,7 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
 
 def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
     """The engine's model as a folder here, with the names that its adapters know it by."""
-    opened = config if isinstance(config, EngineConfig) else launch_of(config)
-    model = tokenizer or (opened.model if opened is not None else "")
+    model = tokenizer or opened_model(config)
     if not model:
         keeper = {
             "external": "An external API does not expose its tokenizer",

@@ -62,7 +62,7 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from rookery.compose.grpo import run_grpo
-from rookery.compose.running import resume
+from rookery.compose.kinds import resume
 from rookery.runs import Run
 
 config, runs, point, number = json.loads(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]

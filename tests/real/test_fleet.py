@@ -27,7 +27,7 @@ from rookery.fleet.http.capabilities import read_shapes
 from rookery.fleet.http.client import ServerRefusal
 from rookery.fleet.http.probe import read_metrics
 from rookery.fleet.http.wire import Fields, encode_tokens
-from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.perturbed import PerturbedFactors, StepPopulation
 from rookery.fleet.vllm_plugin.shared_memory import MANIFEST
 from rookery.types import (
     Adapter,
@@ -277,7 +277,7 @@ async def test_members_made_from_seeds_say_what_they_say_as_peft_folders(
 ) -> None:
     """More members than a server has slots, all asked together."""
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    population = Population.around(adapters[0], like=adapters[0], rank=1)
+    population = StepPopulation.around(adapters[0], like=adapters[0], rank=1)
     members = [
         population.member(f"member{i}", seed=10**12 + i // 2, amount=0.02 * (-1) ** i)
         for i in range(10)

@@ -27,7 +27,7 @@ from rookery.loops.icm import (
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.prompts import BatchPrompts
 from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels, TreeOrder
@@ -100,7 +100,7 @@ async def test_searches_end_at_the_best_of_all_labellings(
 async def test_contexts_are_the_tokens_of_their_whole_text(labeller: Labeller) -> None:
     config = reviews("--data.preamble", "Judge these reviews.")
     items, names = read_items(config.data), config.data.labels
-    prompts = Prompts(items, encoder=labeller.encoder, data=config.data)
+    prompts = BatchPrompts(items, encoder=labeller.encoder, data=config.data)
     labels, order = truth_of(config), TreeOrder([(i, i + 1) for i in range(0, len(items), 2)])
     for target in order.leaves:
         shown = [f"{items[i].text} {names[labels[i]]}" for i in order.of(target)]

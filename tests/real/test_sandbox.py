@@ -25,8 +25,8 @@ from marks import long
 from rookery.errors import SandboxError
 from rookery.sandbox import (
     BackendName,
+    EvaluationOutcome,
     EvaluatorConfig,
-    Outcome,
     Probe,
     Sandbox,
     SandboxConfig,
@@ -101,7 +101,7 @@ async def healthy(sandbox: Sandbox) -> None:
     assert outcome.metrics["files"] == 1, "its own program only"
 
 
-def kind_of(outcome: Outcome) -> str:
+def kind_of(outcome: EvaluationOutcome) -> str:
     return outcome.failure.kind if outcome.failure else "none"
 
 

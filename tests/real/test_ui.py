@@ -203,7 +203,7 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         visit = Visit(browser, page.url, "#/fleet")
         visit.see(".mark", text="down")
         visit.page.get_by_role("link", name="service").click()
-        visit.see(".trouble code", text="rookery ui --service URL")
+        visit.see(".empty code", text="rookery ui --service URL")
         status = {
             "url": HOSTILE, "models": [HOSTILE], "journal_bytes": 0,
             "queues": [

@@ -21,7 +21,7 @@ from rookery.errors import (
     TaskError,
 )
 from rookery.ports import Sampler
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator, mean_by_source
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig
@@ -387,7 +387,7 @@ async def test_what_the_log_holds_is_not_asked_again(
         assert await again.rollout([POET], tasks) == groups[len(tasks) :]
     second = FakeSampler()
     with Run.open(tmp_path / "r") as run:
-        seen: list[Progress] = []
+        seen: list[BlockProgress] = []
         judged = evaluator(
             second, template, *tasksets, log=RolloutLog(run), on_progress=seen.append
         )
@@ -534,7 +534,7 @@ async def test_models_and_tasks_given_twice_are_asked_once(template: Template, r
 async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
     body = "return float(completion.tokens[0])"
     taskset = scored_by(written(3, n=2), tmp_path, body)
-    seen: list[Progress] = []
+    seen: list[BlockProgress] = []
     judged = evaluator(FakeSampler(), template, taskset, on_progress=seen.append)
     groups = await judged.rollout([BASE, POET], taskset.tasks)
     evaluations = await judged.evaluate([BASE, POET], taskset.tasks)

@@ -223,11 +223,13 @@ def _run_loop(
     kind: str, config: Path, overrides: Sequence[str], *, name: str, runs_dir: Path
 ) -> "Outcome[Any]":
     """The config as `rookery KIND run` runs it, and its table."""
-    from rookery.compose.running import find_kind
+    from rookery.compose.kinds import find_kind
 
     log_warnings()
     loop = find_kind(kind)
-    loaded = read_loop_config(loop.config, config, overrides, paths=(), own=_OWN, runs_dir=runs_dir)
+    loaded = read_loop_config(
+        loop.config, config, overrides, paths=(), own_flags=_OWN, runs_dir=runs_dir
+    )
     say(f"The config is {config}")
     outcome = loop.start(loaded, {}, name=name, runs_dir=runs_dir)
     print_outcome(outcome)

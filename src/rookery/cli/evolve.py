@@ -122,11 +122,12 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import Problem, resolve_problem, resume, start
+    from rookery.compose.evolve import resume, start
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
 
     log_warnings()
     loaded = _load(overrides, models, length, place)
-    problem = Problem(
+    problem = EvolveProblem(
         program=program, evaluator=evaluator, output=length.output, config_file=models.config
     )
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
@@ -169,7 +170,8 @@ def prompt(
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
-    from rookery.compose.evolve import Problem, resolve_problem, resume, start
+    from rookery.compose.evolve import resume, start
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
 
     log_warnings()
     words = list(_task_words(taskset, model, fleet))
@@ -178,7 +180,7 @@ def prompt(
         raise ConfigError(
             "No tasks are named: give --taskset FILE, or rookery.tasks in the config."
         )
-    problem = Problem(
+    problem = EvolveProblem(
         program=prompt, evaluator=None, output=length.output, config_file=models.config
     )
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
@@ -219,14 +221,14 @@ def check(
     evaluator
         As for `evolve run`.
     """
-    from rookery.compose.evolve import Problem, resolve_problem
     from rookery.compose.evolve_check import check_evolve
+    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
     from rookery.runs.run_folder import in_folder
 
     log_warnings()
     loaded = _load(overrides, models, _RUN, place)
     display.note(loaded.warnings)
-    problem = Problem(program=program, evaluator=evaluator, config_file=models.config)
+    problem = EvolveProblem(program=program, evaluator=evaluator, config_file=models.config)
     problem = resolve_problem(problem, find=in_folder(Path("runs")))
     for line in check_evolve(problem, loaded, display):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -288,11 +290,11 @@ def _load(
     from rookery.compat.openevolve import Flags, read_config
     from rookery.loops.evolve.config import EvolveConfig
 
-    check_flags(overrides, fields=EvolveConfig.model_fields, own=_OWN)
+    check_flags(overrides, fields=EvolveConfig.model_fields, own_flags=_OWN)
     if place.distributed and place.executor not in (None, "ray"):
         raise ConfigError(f"--distributed is --executor ray, and {place.executor} is named too.")
     checkpoint = length.checkpoint
-    own = {
+    section = {
         "executor": "ray" if place.distributed else place.executor,
         "address": place.address,
         "in_flight": place.in_flight,
@@ -304,7 +306,7 @@ def _load(
         "budget.max_usd": length.max_usd,
         "budget.max_hours": length.max_hours,
     }
-    words = [f"--rookery.{key}={value}" for key, value in own.items() if value is not None]
+    words = [f"--rookery.{key}={value}" for key, value in section.items() if value is not None]
     flags = Flags(
         iterations=length.iterations,
         target_score=length.target_score,

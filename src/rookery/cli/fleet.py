@@ -120,10 +120,10 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
     from rookery.fleet.admin import verify as examine
 
     log_warnings()
-    given = _read_adapter(adapter) if adapter is not None else None
+    tested = _read_adapter(adapter) if adapter is not None else None
     _check_urls([url])
     server = url.rstrip("/").removesuffix("/v1")
-    checks = run_async(examine(server, api_key=os.environ.get(_KEY, ""), adapter=given))
+    checks = run_async(examine(server, api_key=os.environ.get(_KEY, ""), adapter=tested))
     _print_checks(checks)
     is_fine = all(check.is_fine is not False for check in checks)
     if not is_fine:
@@ -191,7 +191,7 @@ def _read_launch(
     from rookery.runs.run_folder import in_folder, resolve_references
 
     resolve = partial(resolve_references, find=in_folder("runs"))
-    check_flags(overrides, fields=FleetConfig.model_fields, own=("placement",))
+    check_flags(overrides, fields=FleetConfig.model_fields, own_flags=("placement",))
     words = [*overrides, *(["--launch.placement", placement] if placement else [])]
     if Path(config).suffix in _FILES:
         loaded = load_config(FleetConfig, Path(config), overrides=words, resolve=resolve)

@@ -80,10 +80,10 @@ def _print_times(report: "GrpoReport") -> None:
     """Seconds of all steps: what each took on average and together, and the longest."""
     rows = []
     for name, key in TIMES.items():
-        found = [value for step in report.steps if (value := step.metrics.get(key)) is not None]
-        if found:
-            mean = sum(found) / len(found)
-            rows.append((name, f"{mean:.3f}", f"{max(found):.3f}", f"{sum(found):.1f}"))
+        seconds = [value for step in report.steps if (value := step.metrics.get(key)) is not None]
+        if seconds:
+            mean = sum(seconds) / len(seconds)
+            rows.append((name, f"{mean:.3f}", f"{max(seconds):.3f}", f"{sum(seconds):.1f}"))
     columns = ("stage", "mean s", "longest s", "all s")
     print_table("Times", columns=columns, rows=rows)
     from rookery.compose.grpo.atropos import peak_memory
@@ -111,7 +111,7 @@ def gateway(
     from rookery.compose.grpo.atropos import GatewayConfig, serve_gateway
 
     log_warnings()
-    check_flags(overrides, fields=GatewayConfig.model_fields, own=())
+    check_flags(overrides, fields=GatewayConfig.model_fields, own_flags=())
     loaded = load_config(GatewayConfig, config, overrides=overrides).from_folder(config.parent)
 
     def ready(url: str) -> None:
@@ -206,14 +206,14 @@ def _values(text: str) -> tuple[str, list[object]]:
     """`learning_rate=1e-5,1e-4` as a key and its values."""
     key, has_values, values = text.partition("=")
     try:
-        found = yaml.safe_load(f"[{values}]")
+        choices = yaml.safe_load(f"[{values}]")
     except yaml.YAMLError:
-        found = []
-    if not (key and has_values and found):
+        choices = []
+    if not (key and has_values and choices):
         raise ConfigError(
             f"--vary got {text!r}: write a key and its values, learning_rate=1e-5,1e-4 for example."
         )
-    return key.replace("-", "_"), found
+    return key.replace("-", "_"), choices
 
 
 @grpo.command
@@ -236,7 +236,7 @@ def plan(
     from rookery.loops.grpo import GrpoConfig
 
     loaded = read_loop_config(
-        GrpoConfig, config, overrides, paths=PATHS, own=(), runs_dir=Path("runs")
+        GrpoConfig, config, overrides, paths=PATHS, own_flags=(), runs_dir=Path("runs")
     )
     made = plan_grpo(loaded)
     rows = [(row.name, f"{row.num_bytes / 2**20:,.1f}", row.note) for row in made.rows]

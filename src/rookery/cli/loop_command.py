@@ -100,13 +100,13 @@ def run_loop(
     resume: bool,
 ) -> int:
     """Begin a run of this kind, or go on with it, to its end; the exit code."""
-    from rookery.compose.running import find_kind
+    from rookery.compose.kinds import find_kind
 
     loop = find_kind(kind)
     if resume and not name:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
     loaded = read_loop_config(
-        loop.config, config, overrides, paths=paths, own=_OWN, runs_dir=runs_dir
+        loop.config, config, overrides, paths=paths, own_flags=_OWN, runs_dir=runs_dir
     )
     if resume:
         return _resume(runs_dir / name, loaded.model_dump(mode="json"))
@@ -119,15 +119,15 @@ def read_loop_config(
     overrides: Sequence[str],
     *,
     paths: Sequence[str],
-    own: Sequence[str],
+    own_flags: Sequence[str],
     runs_dir: Path,
 ) -> Any:
-    """The config of a file with flags over it; `own` are flags of the command itself. Its
+    """The config of a file with flags over it; `own_flags` are the command's. Its
     `run:NAME/PART` are of runs in `runs_dir`."""
     from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
-    check_flags(overrides, fields=model.model_fields, own=own)
+    check_flags(overrides, fields=model.model_fields, own_flags=own_flags)
     words = paths_from_here(overrides, paths=paths)
     find = in_folder(runs_dir)
     resolve = partial(resolve_references, find=find, later=model.resolved_later)
@@ -144,7 +144,7 @@ def _print_once(outcome: "Outcome[Any]") -> int:
 
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
     """A run has one config: the file and the flags must give the one that it was made with."""
-    from rookery.compose.running import resume
+    from rookery.compose.kinds import resume
     from rookery.runs import Run
     from rookery.runs.run_folder import find_changes
 
@@ -225,10 +225,9 @@ def sft(
 ) -> None:
     """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
 
-    The training is a run: its curves are on the page, and RUN/trained holds the adapter.
-
-    Any value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from.
-    An interrupted training goes on when the same command is given again.
+    The training is a run: its curves are on the page, and RUN/trained holds the adapter. Any
+    value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from. An
+    interrupted training goes on when the same command is given again.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
         rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
@@ -260,7 +259,7 @@ def sft(
 
     if str(out).startswith("--"):  # left out: a flag of the training config is in its place
         overrides, out = (str(out), *overrides), None
-    check_flags(overrides, fields=SftConfig.model_fields, own=_SFT_OWN)
+    check_flags(overrides, fields=SftConfig.model_fields, own_flags=_SFT_OWN)
     settings = load_config(SftConfig, config, overrides=overrides)
     log_warnings()
     outcome = start_sft(
@@ -276,7 +275,7 @@ def sft(
 
 def _describe(modules: Collection[str]) -> str:
     """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
-    layers = {found[1] for name in modules if (found := re.search(r"\blayers\.(\d+)\.", name))}
+    layers = {match[1] for name in modules if (match := re.search(r"\blayers\.(\d+)\.", name))}
     return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
 
 
@@ -299,8 +298,7 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
-        rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
-        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
+        rookery eval smollm2 tasks.jsonl --fleet http://gpu1:8000 --adapter out/poet
 
     Parameters
     ----------
@@ -348,17 +346,17 @@ def _read_service(url: str) -> dict[str, str] | None:
     return {"type": "service", "url": url} if url else None
 
 
-def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":
+def _read_fleet(words: tuple[str, ...]) -> "FleetConfig | None":
     """The servers that the command line names, checked."""
     from rookery.fleet import FleetConfig
 
-    if not given:
+    if not words:
         return None
-    urls = tuple(word for word in given if word.startswith(("http://", "https://")))
-    if urls and len(urls) < len(given):
+    urls = tuple(word for word in words if word.startswith(("http://", "https://")))
+    if urls and len(urls) < len(words):
         raise ConfigError(
-            f"--fleet is given as {' and '.join(given)}; give URLs alone, or one config file."
+            f"--fleet is given as {' and '.join(words)}; give URLs alone, or one config file."
         )
-    if not urls and len(given) > 1:
-        raise ConfigError(f"--fleet names {len(given)} config files; give one.")
-    return FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(given[0]))
+    if not urls and len(words) > 1:
+        raise ConfigError(f"--fleet names {len(words)} config files; give one.")
+    return FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(words[0]))

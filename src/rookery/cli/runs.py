@@ -123,10 +123,10 @@ def resume(
         Score the recorded answers again: all of them when a scorer changed, else those without a
         reward. They are not drawn again.
     """
-    from rookery.compose import running
+    from rookery.compose import kinds
 
     log_warnings()
-    return print_outcome(running.resume(_find(path, runs_dir), rescore=rescore))
+    return print_outcome(kinds.resume(_find(path, runs_dir), rescore=rescore))
 
 
 @runs.command
@@ -207,8 +207,8 @@ def ui(
         from rookery.ui.live.export import export_run
 
         run, out = export
-        found = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
-        export_run(found, out)
+        folder = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
+        export_run(folder, out)
         say(f"written to {out}")
         return 0
     from rookery.ui.live.server import open_page

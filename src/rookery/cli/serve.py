@@ -105,7 +105,7 @@ def serve(
     from rookery.runs.run_folder import in_folder, resolve_references
 
     log_warnings()
-    check_flags(overrides, fields=ServeConfig.model_fields, own=())
+    check_flags(overrides, fields=ServeConfig.model_fields, own_flags=())
     resolve = partial(resolve_references, find=in_folder("runs"))
     loaded = load_config(ServeConfig, config, overrides=overrides, resolve=resolve)
     loaded = loaded.from_folder(config.parent)

@@ -62,15 +62,17 @@ def say(line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Sequence[str]) -> None:
+def check_flags(
+    overrides: Sequence[str], *, fields: Collection[str], own_flags: Sequence[str]
+) -> None:
     """Refuse a misspelt flag of the command itself, which the config would not know how to spell.
 
     `--rezume` of a command with `--resume` reaches its config as an override.
     """
     for key, _ in parse_overrides(overrides):
         head = key.partition(".")[0].replace("-", "_")
-        near = difflib.get_close_matches(head, [*fields, *own], n=1)
-        if head not in fields and near and near[0] in own:
+        near = difflib.get_close_matches(head, [*fields, *own_flags], n=1)
+        if head not in fields and near and near[0] in own_flags:
             flag = near[0].replace("_", "-")
             raise ConfigError(f"--{key} is not a flag. Did you mean --{flag}?")
 

@@ -317,8 +317,8 @@ def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str,
     global _backend, _opening
     with _lock:
         shutdown_vllm_client()
-        given = _settings(config or {})
-        parsed = parse_config(BackendConfig, given, origin="the vLLM client's config")
+        settings = _settings(config or {})
+        parsed = parse_config(BackendConfig, settings, origin="the vLLM client's config")
         _opening = LoopThread(open_server(parsed), name="rookery-vllm")
         try:
             _backend = _Backend(parsed, _opening, _opening.wait_open())
@@ -540,8 +540,10 @@ def get_client_info() -> dict[str, Any]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config over what environment variables give, by config key."""
-    found = {name: os.environ.get(f"VLLM_{name.upper()}") for name in BackendConfig.model_fields}
-    known = {name: value for name, value in found.items() if value}
+    variables = {
+        name: os.environ.get(f"VLLM_{name.upper()}") for name in BackendConfig.model_fields
+    }
+    known = {name: value for name, value in variables.items() if value}
     if config.keys() & {"host", "port"}:
         known.pop("base_url", None)
     return {**known, **config}

@@ -3,12 +3,13 @@
     outcome = run_genome("mine.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
-running.py                      how every run is planned, opened, resumed and reported
+running.py                      how every run is planned, opened and reported
+kinds.py                        which kinds there are; an interrupted run goes on
 loop.py                         a loop that needs no assembly of its own, as a kind of run
 genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page
 grpo/                           the same, with its sweeps, its plan and its gateway
 pipeline.py                     loops that feed each other, as one run
-evolve.py, evolve_check.py      the same for programs, and a check of what a config names
+evolve.py, evolve_inputs.py     the same for programs and prompts; evolve_check.py: its models
 proposers.py, engine_models.py  the models that write programs
 serve.py, http_server.py        the service and the server it answers on
 

@@ -27,8 +27,8 @@ def end_token(folder: Path) -> int | None:
     config = require_decoder(folder)
     with boundary(ModelError, f"The generation config in {folder} cannot be read"):
         is_there = (folder / "generation_config.json").is_file()
-        own = transformers.GenerationConfig.from_pretrained(folder) if is_there else None
-    eos = None if own is None else own.eos_token_id
+        settings = transformers.GenerationConfig.from_pretrained(folder) if is_there else None
+    eos = None if settings is None else settings.eos_token_id
     if eos is None:
         eos = config.get_text_config().eos_token_id
     if isinstance(eos, list | tuple):

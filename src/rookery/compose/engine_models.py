@@ -162,13 +162,13 @@ class EngineLearner:
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
         began = time.perf_counter()
-        own, steps = self._config, list[SftStep]()
+        learn, steps = self._config, list[SftStep]()
         config = SftConfig(
-            rank=own.rank,
-            alpha=2.0 * own.rank,
-            epochs=own.epochs,
-            batch_size=own.batch_size,
-            learning_rate=own.learning_rate,
+            rank=learn.rank,
+            alpha=2.0 * learn.rank,
+            epochs=learn.epochs,
+            batch_size=learn.batch_size,
+            learning_rate=learn.learning_rate,
             seed=seed,
             trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
         )
@@ -177,8 +177,8 @@ class EngineLearner:
         return Trained(
             write=partial(write_adapter, adapter),
             num_rows=len(data),
-            num_tokens=own.epochs * sum(len(input_tokens(one)) for one in data),
-            num_answer_tokens=own.epochs * sum(len(one.targets) for one in data),
+            num_tokens=learn.epochs * sum(len(input_tokens(one)) for one in data),
+            num_answer_tokens=learn.epochs * sum(len(one.targets) for one in data),
             seconds=time.perf_counter() - began,
             loss=steps[-1].loss,
         )

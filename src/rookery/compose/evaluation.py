@@ -11,9 +11,9 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_adapters,
@@ -43,7 +43,7 @@ from rookery.reports import (
     TaskRecord,
     describe_task,
 )
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.runs.run_folder import in_folder, resolve_references
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
@@ -211,7 +211,7 @@ def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig
 
 
 def _plan(
-    config: EvaluationConfig, open_run: OpenRun, display: Display
+    config: EvaluationConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[EvaluationReport]:
     del open_run
     names = _names(config.adapters)
@@ -281,7 +281,7 @@ async def _measure(
     is_resumed = len(log) > 0 or log.has_answers
     with display.bar(taskset.name, total=len(models) * len(tasks), run=run) as bar:
 
-        def advance(progress: Progress) -> None:
+        def advance(progress: BlockProgress) -> None:
             bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
         evaluator = TasksetEvaluator(

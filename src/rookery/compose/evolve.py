@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,22 @@ from rookery.compat.openevolve import (
     Flags,
     LoadedConfig,
     list_checkpoints,
-    read_checkpoint,
     read_config,
     with_keys,
 )
+from rookery.compose.evolve_inputs import (
+    EvolveProblem,
+    EvolveRunConfig,
+    read_inputs,
+    resolve_problem,
+    run_config,
+)
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
-    digest,
-    join_digests,
+    RunOpener,
+    merge,
     on_same_inputs,
     resumable,
     run_async,
@@ -40,163 +45,41 @@ from rookery.compose.running import (
     write_page,
 )
 from rookery.concurrency import run_in_thread
-from rookery.config import Config
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration
-from rookery.loops.evolve.problem import FirstProgram, evaluation_spec, read_first_program
-from rookery.loops.evolve.program import ProgramRecord
-from rookery.loops.evolve.prompt_tasks import PromptTasks
 from rookery.ports import Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import (
     EVENTS,
-    Find,
     check_changes,
     find_changes,
     in_folder,
-    resolve_text,
 )
 from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
 
 __all__ = [
     "EVOLVE",
-    "EvolveRunConfig",
-    "Inputs",
     "IterationLines",
-    "Problem",
     "describe",
+    "evolve_prompt",
     "open_executor",
-    "read_inputs",
     "read_status",
-    "resolve_problem",
     "resume",
-    "run_config",
     "run_evolution",
     "run_evolve",
     "start",
 ]
 
-# What an evolution starts from: its files, read and checked, and where its programs are scored.
+# Where programs are scored.
 
 
-OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
 TELL_EVERY_S = 15.0
 """Between two lines while workers start."""
-
-
-class EvolveRunConfig(Config):
-    """All that an evolve run is made from."""
-
-    program: Path
-    """A file or a folder; of prompts, the first one."""
-    evaluator: Path | None = None
-    """null: the program is a prompt, scored by `settings.rookery.tasks`."""
-    output: Path
-    config_file: Path | None = None
-    """Where the keys of models are read again: they are not written with the run."""
-    warnings: tuple[str, ...] = ()
-    """Of the config file."""
-    extended_from: int = 0
-    """Iterations of the run when it had last finished and more were asked for."""
-    settings: EvolveConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What to evolve, and where to."""
-
-    program: Path
-    """A file or a folder."""
-    evaluator: Path | None
-    """None: the program is a prompt."""
-    output: Path | None = None
-    """None: `openevolve_output` beside the program, `prompt_output` beside a prompt."""
-    config_file: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        name = OUTPUT if self.evaluator is not None else PROMPT_OUTPUT
-        return (self.output or self.program.absolute().parent / name).absolute()
-
-
-def resolve_problem(problem: Problem, *, find: Find) -> Problem:
-    """With the paths of `run:NAME/PART`: a program may be what another run found."""
-    program = resolve_text(str(problem.program), find=find, key="program")
-    evaluator = problem.evaluator
-    if evaluator is not None:
-        evaluator = Path(resolve_text(str(evaluator), find=find, key="evaluator"))
-    return replace(problem, program=Path(program), evaluator=evaluator)
-
-
-def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
-    """What the run is made from, with absolute paths."""
-    file = problem.config_file
-    return EvolveRunConfig(
-        program=problem.program.absolute(),
-        evaluator=None if problem.evaluator is None else problem.evaluator.absolute(),
-        output=problem.folder,
-        config_file=None if file is None else file.absolute(),
-        warnings=loaded.warnings,
-        settings=loaded.config,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Everything that can be refused before a worker starts or a model is asked."""
-
-    programs: Sequence[FirstProgram | ProgramRecord]
-    spec: WorkerSpec | None
-    """Of the workers; None for prompts."""
-    tasks: PromptTasks | None = None
-    """Of prompts."""
-    warnings: tuple[str, ...]
-    digests: Mapping[str, str]
-    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
-
-
-def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
-    """Read the programs, the checkpoint and the evaluator's folder."""
-    own = settings.rookery
-    if own.tasks is not None:
-        from rookery.compose.evolve_prompt import read_prompt_inputs
-
-        return read_prompt_inputs(config, settings)
-    if config.evaluator is None:
-        raise ConfigError(
-            "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
-        )
-    paths = (config.program, *map(Path, own.first_programs))
-    firsts = [read_first_program(path, config=settings) for path in paths]
-    if not settings.llm.ensemble:
-        raise ConfigError(
-            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
-            "a model of your own."
-        )
-    programs: list[FirstProgram | ProgramRecord] = [*firsts]
-    if own.checkpoint is not None:
-        programs += read_checkpoint(Path(own.checkpoint)).programs
-    runs = config.output.parent
-    is_inside = runs != config.evaluator.parent and runs.is_relative_to(config.evaluator.parent)
-    spec = evaluation_spec(
-        settings,
-        evaluator=config.evaluator,
-        first=firsts[0],
-        output=runs if is_inside else config.output,
-    )
-    warnings = [warning for first in firsts for warning in first.warnings]
-    if own.sandbox.backend == "none":
-        warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
-    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
-    evaluator = digest([config.evaluator.read_bytes()])
-    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
-    warnings = [*config.warnings, *warnings]
-    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
 
 
 @asynccontextmanager
@@ -373,10 +256,10 @@ def run_evolve(
     of the outcome holds `best/`, the checkpoints, the report and its page.
     """
     file = Path(config) if isinstance(config, str | Path) else None
-    given = file if file is not None or not isinstance(config, Mapping) else config
+    source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
-    loaded = read_config(given, environment=os.environ, flags=Flags(values=values), find=find)
-    problem = Problem(
+    loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
+    problem = EvolveProblem(
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
@@ -385,16 +268,16 @@ def run_evolve(
     return start(resolve_problem(problem, find=find), loaded, Display())
 
 
-def _as_path(given: object, what: str) -> Path:
+def _as_path(value: object, what: str) -> Path:
     """OpenEvolve also takes code and functions here."""
-    is_path = isinstance(given, Path) or (isinstance(given, str) and "\n" not in given)
+    is_path = isinstance(value, Path) or (isinstance(value, str) and "\n" not in value)
     if not is_path:
-        kind = "code" if isinstance(given, str) else type(given).__name__
+        kind = "code" if isinstance(value, str) else type(value).__name__
         raise ConfigError(
             f"The {what} is given as {kind}: write it to a file and give the path. The sandbox "
             "runs files only."
         )
-    return Path(str(given))
+    return Path(str(value))
 
 
 def run_evolution(
@@ -412,29 +295,61 @@ def run_evolution(
     unknown = options.keys() - {"output_dir", "cleanup", "target_score", "checkpoint_path"}
     if unknown:
         raise ConfigError(f"run_evolution has no option {min(unknown)!r}.")
-    own = {
+    section = {
         "target_score": options.get("target_score"),
         "checkpoint": options.get("checkpoint_path"),
     }
-    values: dict[str, Any] = {"rookery": {k: v for k, v in own.items() if v is not None}}
+    values: dict[str, Any] = {"rookery": {k: v for k, v in section.items() if v is not None}}
     if iterations is not None:
         values["max_iterations"] = iterations
     output = options.get("output_dir")
     return run_evolve(initial_program, evaluator, config, output=output, **values)
 
 
-def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
+def evolve_prompt(
+    prompt: str | Path,
+    taskset: str | Path,
+    model: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[EvolveReport]:
+    """Evolve the prompt of a file on a taskset, with the model that answers, and proposes too
+    unless `llm` names another.
+
+    `values` are keys of the config: `max_iterations=50, rookery={"tasks": {"minibatch": 8}}`.
+    """
+    section = {"engine": {"model": str(model)}, "tasks": {"taskset": str(taskset)}}
+    file = Path(config) if isinstance(config, str | Path) else None
+    source = file if file is not None or not isinstance(config, Mapping) else config
+    values = merge({"rookery": section}, values)
+    if values["rookery"]["engine"].get("type") == "service":
+        values["rookery"].setdefault("tokenizer", str(model))
+    find = in_folder(RUNS)
+    loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
+    problem = EvolveProblem(
+        program=Path(prompt),
+        evaluator=None,
+        output=None if output is None else Path(output),
+        config_file=file,
+    )
+    return start(resolve_problem(problem, find=find), loaded, Display(is_quiet=not progress))
+
+
+def start(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
     """A new run in a folder that is new or empty."""
     folder = problem.folder
     _require_new(folder)
     config = run_config(problem, loaded)
     display.note(config.warnings)
-    open_run = OpenRun(lambda: _create(folder, config))
+    open_run = RunOpener(lambda: _create(folder, config))
     return _finish(config, loaded.config, open_run, display)
 
 
 def resume(
-    problem: Problem, loaded: LoadedConfig, display: Display, *, iterations: int | None
+    problem: EvolveProblem, loaded: LoadedConfig, display: Display, *, iterations: int | None
 ) -> Outcome[EvolveReport]:
     """The run in the folder, on to its end; `iterations` more if it is finished already.
 
@@ -474,7 +389,7 @@ def resume(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, OpenRun(reopen, folder=problem.folder), display)
+    return _finish(config, settings, RunOpener(reopen, folder=problem.folder), display)
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
@@ -487,7 +402,9 @@ def _extended_from(view: RunView, iterations: int | None) -> int:
     return int(view.config.get("extended_from", 0))
 
 
-def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Outcome[EvolveReport]:
+def _resume(
+    config: EvolveRunConfig, open_run: RunOpener, display: Display
+) -> Outcome[EvolveReport]:
     """On to the end; keys of models are read from its config file and the environment."""
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
@@ -503,14 +420,14 @@ EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume)
 
 
 def _finish(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     open_run = tracked(open_run, settings.rookery.track)
     return run_async(_evolve(config, settings, open_run, display))
 
 
 async def _evolve(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
     inputs = await asyncio.to_thread(read_inputs, config, settings)

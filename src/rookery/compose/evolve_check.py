@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from rookery.compat.openevolve import LoadedConfig
-from rookery.compose.evolve import Problem, open_executor, read_inputs, run_config
+from rookery.compose.evolve import open_executor
+from rookery.compose.evolve_inputs import EvolveProblem, read_inputs, run_config
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import run_async
 from rookery.errors import SandboxError
@@ -19,7 +20,7 @@ from rookery.loops.evolve.problem import (
 )
 from rookery.loops.evolve.search_state import search_config
 from rookery.ports import Executor, TextModel
-from rookery.sandbox import Outcome, decode_outcome
+from rookery.sandbox import EvaluationOutcome, decode_outcome
 from rookery.search.programs.program import numeric_metrics
 from rookery.types import Job, JobDone, Message, TextRequest
 from rookery.ui.display import Display
@@ -37,13 +38,13 @@ MARGIN_S = 60.0
 """Beyond the evaluator's own limits: then its worker is lost."""
 
 
-def check_evolve(problem: Problem, loaded: LoadedConfig, display: Display) -> list[str]:
+def check_evolve(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> list[str]:
     """A line for the sandbox, each first program and each model. The first thing that does not
     work is a RookeryError that says so."""
     return run_async(_check(problem, loaded, display))
 
 
-async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> list[str]:
+async def _check(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> list[str]:
     config = loaded.config
     config = config.model_copy(update={"rookery": config.rookery.model_copy(update={"workers": 1})})
     inputs = read_inputs(run_config(problem, loaded), config)
@@ -81,7 +82,7 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
 
 async def _score(
     program: FirstProgram, number: int, executor: Executor, *, limit_s: float, isolate: bool
-) -> Outcome:
+) -> EvaluationOutcome:
     payload = EvaluationRequest(code=program.code, isolate=isolate).encode()
     job = Job(attempt=number, epoch=int(not isolate), payload=payload, limit_s=limit_s)
     ended = await executor.submit(job)
@@ -90,7 +91,7 @@ async def _score(
     return decode_outcome(ended.output)
 
 
-def _require_score(outcome: Outcome) -> None:
+def _require_score(outcome: EvaluationOutcome) -> None:
     if outcome.unsupported:
         raise SandboxError(say_not_isolated(outcome))
     if outcome.failure is not None:
@@ -102,7 +103,7 @@ def _require_score(outcome: Outcome) -> None:
         )
 
 
-def _describe(outcome: Outcome) -> str:
+def _describe(outcome: EvaluationOutcome) -> str:
     metrics = ", ".join(f"{name} {value}" for name, value in outcome.metrics.items())
     return f"first program: {metrics} ({outcome.seconds:.1f} s)"
 

@@ -11,9 +11,9 @@ import torch
 
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest_adapters,
     digest_models,
@@ -38,7 +38,7 @@ from rookery.loops.genome.founders import (
 )
 from rookery.ports import Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS, SplitName
 from rookery.tasks.taskset import Taskset
@@ -103,7 +103,7 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
     return join_digests(tasks, init, digest_models({"the model": inputs.folder}))
 
 
-def _plan(config: GenomeConfig, open_run: OpenRun, display: Display) -> RunPlan[GenomeReport]:
+def _plan(config: GenomeConfig, open_run: RunOpener, display: Display) -> RunPlan[GenomeReport]:
     del open_run
     inputs = _read_inputs(config, display)
     return RunPlan(
@@ -241,7 +241,7 @@ class SearchBar(Observer[GenerationRecord]):
         """Of an answer of this phase, with its share in the reading."""
         self._expect(plan.search, ("founders", "select", "random search", "report"))
 
-    def answered(self, progress: Progress) -> None:
+    def answered(self, progress: BlockProgress) -> None:
         """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, worth=self._worth)
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 from rookery.compose.elsewhere import forget_states, sft_elsewhere
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_models,
@@ -21,7 +21,7 @@ from rookery.compose.running import (
 )
 from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, open_sampler
-from rookery.fleet.http.external import Codec
+from rookery.fleet.http.external import TextCodec
 from rookery.loops.comparison import warn_of_batches, warn_of_precision
 from rookery.loops.icm import (
     IcmConfig,
@@ -96,7 +96,7 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
     return digests | digest_models({"the model": inputs.folder})
 
 
-def _plan(config: IcmConfig, open_run: OpenRun, display: Display) -> RunPlan[IcmReport]:
+def _plan(config: IcmConfig, open_run: RunOpener, display: Display) -> RunPlan[IcmReport]:
     del open_run
     inputs = _read_inputs(config)
     return RunPlan(digests=partial(_digests, inputs), opened=_open(config, inputs, display))
@@ -111,7 +111,7 @@ async def _open(
 ) -> AsyncIterator[Callable[[Run], Awaitable[IcmReport]]]:
     if config.engine.type == "embedded":
         display.say(f"loading {config.engine.model}")
-    codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
+    codec = TextCodec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
     with display.launching() as show:
         async with open_sampler(config.engine, codec=codec, on_launch=show) as sampler:
             labeller = Labeller(

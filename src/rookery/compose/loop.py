@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from rookery.compose.running import (
-    OpenRun,
     RunKind,
+    RunOpener,
     RunPlan,
     digest_models,
     digest_scorers,
@@ -40,7 +40,7 @@ def kind_of(name: str, loop: Loop[Any]) -> RunKind[Any, LoopReport]:
 
 
 def _plan(
-    loop: Loop[Any], name: str, config: LoopConfig, open_run: OpenRun, display: Display
+    loop: Loop[Any], name: str, config: LoopConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[LoopReport]:
     del open_run
     tasksets = read_tasksets(config.tasksets, display)

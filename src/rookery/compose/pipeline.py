@@ -18,8 +18,8 @@ from typing import Self
 from pydantic import Field, field_validator
 
 from rookery.compose.evaluation import BASE, EvaluationConfig, plan_evaluation, read_inputs
-from rookery.compose.evolve import EvolveRunConfig
-from rookery.compose.running import ConfigSource, OpenRun, Outcome, RunKind, RunPlan, finisher
+from rookery.compose.evolve_inputs import EvolveRunConfig
+from rookery.compose.running import ConfigSource, Outcome, RunKind, RunOpener, RunPlan, finisher
 from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import (
     ADAPTERS,
@@ -67,9 +67,9 @@ class PipelineConfig(StepsConfig):
         return report
 
     def from_folder(self, folder: Path) -> Self:
-        own = super().from_folder(folder)
-        report = None if own.report is None else own.report.from_folder(own.folder)
-        return own.model_copy(update={"report": report})
+        pipeline = super().from_folder(folder)
+        report = None if pipeline.report is None else pipeline.report.from_folder(pipeline.folder)
+        return pipeline.model_copy(update={"report": report})
 
 
 def run_pipeline(
@@ -86,7 +86,9 @@ def run_pipeline(
     return PIPELINE.start(config, {}, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def _finish(config: PipelineConfig, open_run: OpenRun, display: Display) -> Outcome[PipelineReport]:
+def _finish(
+    config: PipelineConfig, open_run: RunOpener, display: Display
+) -> Outcome[PipelineReport]:
     """The steps one after the other, each as its own run; then the report."""
     settings = {name: read_step(config, name) for name in config.steps}
     require_order(config)
@@ -105,7 +107,7 @@ def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:
     return {n: folder for n, folder in folders.items() if (folder / "adapter_config.json").exists()}
 
 
-def _plan(config: PipelineConfig, open_run: OpenRun, display: Display) -> RunPlan[PipelineReport]:
+def _plan(config: PipelineConfig, open_run: RunOpener, display: Display) -> RunPlan[PipelineReport]:
     """What is left when all steps have ended."""
     assert open_run.folder is not None
     pipeline = open_run.folder

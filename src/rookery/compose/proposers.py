@@ -41,15 +41,15 @@ NO_SEED = "generativelanguage.googleapis.com"
 async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[Models]:
     """A model is asked for a word only where its API does not list it."""
     by_name = _models_by_name(config)
-    own = config.rookery.engine_models
+    engine_models = config.rookery.engine_models
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}
         learner: Learner | None = None
         answerer: Answerer | None = None
         for name, model in by_name.items():
-            if name not in own:
+            if name not in engine_models:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
-        names = [name for name in by_name if name in own]
+        names = [name for name in by_name if name in engine_models]
         rookery = config.rookery
         if names or rookery.tasks is not None or rookery.learn is not None:
             from rookery.compose.engine_models import open_engine_models

@@ -2,7 +2,7 @@
 
     GENOME = RunKind("genome", config=GenomeConfig, finish=finisher(plan), scored=(...))
     outcome = GENOME.start("mine.yaml", {"seed": 3}, name="", runs_dir="runs")
-    outcome = resume("runs/demo")
+    outcome = resume("runs/demo")                   # of kinds.py
 
     plan      read everything that the config names, and digest it      nothing is left behind
     open      the engine; refuse what it cannot do                      nothing is left behind
@@ -17,7 +17,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import pkgutil
 import shlex
 import time
 from collections.abc import (
@@ -44,7 +43,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rookery.compose import KINDS
 from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
 from rookery.environments import GameConfig
@@ -70,25 +68,24 @@ from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
 from rookery.types import Adapter, Task
 from rookery.ui.display import Display
+from rookery.ui.live.address import run_address
 from rookery.ui.live.export import render_run
 from rookery.ui.summary import render_summary
 
 if TYPE_CHECKING:
     from rookery.engines import AnyEngineConfig
-    from rookery.loops.contract import Loop
 
 __all__ = [
     "ConfigSource",
-    "OpenRun",
     "Outcome",
     "RunKind",
+    "RunOpener",
     "RunPlan",
     "digest",
     "digest_adapters",
     "digest_models",
     "digest_scorers",
     "digest_tasks",
-    "find_kind",
     "finisher",
     "is_first_process",
     "is_run",
@@ -103,7 +100,6 @@ __all__ = [
     "read_config",
     "read_tasksets",
     "resumable",
-    "resume",
     "run_async",
     "tracked",
     "write_page",
@@ -133,7 +129,7 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRun:
+class RunOpener:
     """Makes a run or goes on with one, when everything that can be refused has been read."""
 
     open: Callable[[], AbstractContextManager[Run]]
@@ -172,7 +168,7 @@ class RunKind(Generic[Settings, Report]):
 
     name: str
     config: type[Settings]
-    finish: Callable[[Settings, OpenRun, Display], Outcome[Report]]
+    finish: Callable[[Settings, RunOpener, Display], Outcome[Report]]
     scored: tuple[str, ...] | None = None
     """Kinds of events, beside rollouts, that follow from rewards; None: it has no scorer."""
 
@@ -192,13 +188,13 @@ class RunKind(Generic[Settings, Report]):
 
 
 def finisher(
-    plan: Callable[[Settings, OpenRun, Display], RunPlan[Report]],
+    plan: Callable[[Settings, RunOpener, Display], RunPlan[Report]],
     *,
     track: Callable[[Settings], Sequence[TrackerName]] = lambda _: (),
-) -> Callable[[Settings, OpenRun, Display], Outcome[Report]]:
+) -> Callable[[Settings, RunOpener, Display], Outcome[Report]]:
     """What takes a run of a kind to its end, from its beginning or from where it was."""
 
-    def finish(config: Settings, open_run: OpenRun, display: Display) -> Outcome[Report]:
+    def finish(config: Settings, open_run: RunOpener, display: Display) -> Outcome[Report]:
         open_run = tracked(open_run, track(config))
         quiet_libraries()
         planned = plan(config, open_run, display)
@@ -208,11 +204,11 @@ def finisher(
 
 
 async def _carry_out(
-    planned: RunPlan[Report], open_run: OpenRun, display: Display
+    planned: RunPlan[Report], open_run: RunOpener, display: Display
 ) -> Outcome[Report]:
     """What can be refused is refused before the run is made."""
 
-    def check() -> OpenRun:
+    def check() -> RunOpener:
         return on_same_inputs(open_run, planned.digests(), planned.scorers)
 
     async with AsyncExitStack() as stack:
@@ -273,7 +269,7 @@ def _is_other(section: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     return "type" in value and value["type"] != section.get("type", "embedded")
 
 
-def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
+def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> RunOpener:
     """The run that is made later, so that a model or an adapter that cannot be used leaves none.
 
     A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
@@ -290,10 +286,10 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     place = root / (name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name), place=place)
+    return RunOpener(lambda: Run.create(root, kind=kind, config=document, name=name), place=place)
 
 
-def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
+def tracked(open_run: RunOpener, names: Sequence[TrackerName]) -> RunOpener:
     """The run with trackers that follow its metrics; one that is not installed is refused now."""
     require_trackers(names)
 
@@ -329,7 +325,9 @@ def is_run(path: Path) -> bool:
 def resumable(path: Path, display: Display) -> Iterator[None]:
     """Says where to watch a run. What ends it before its end says how to go on with it: Ctrl-C,
     SIGTERM, and the loss of servers or workers. A run that left no folder is begun again."""
-    display.hint(f"See it live with: rookery ui {shlex.quote(str(path.parent))}")
+    address = run_address(path)
+    command = f"with: rookery ui {shlex.quote(str(path.parent))}"
+    display.hint(f"See it live {f'at {address}' if address else command}")
     resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield
@@ -447,12 +445,12 @@ def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
 
 
 def on_same_inputs(
-    open_run: OpenRun,
+    open_run: RunOpener,
     digests: Mapping[str, str],
     scorers: Mapping[str, str] | None = None,
     *,
     file: str = INPUTS,
-) -> OpenRun:
+) -> RunOpener:
     """The run with the digests of its data and its scorers, by name. One that was started on others
     is refused now, and stays as it is; with other scorers it may go on when all is scored again.
 
@@ -531,45 +529,6 @@ async def open_shown_engine(config: "AnyEngineConfig", display: Display) -> Asyn
     with display.launching() as show:
         async with open_engine(config, on_launch=show) as engine:
             yield engine
-
-
-# The kinds of runs there are, and how one that was interrupted goes on.
-
-
-def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) -> Outcome[Any]:
-    """Go on with the run in a folder from where its event log ends; nothing is done twice.
-
-    The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
-    With `rescore` its answers are scored again, and what follows from their rewards is made again:
-    all answers when a scorer changed, else those without a reward.
-    """
-    with Run.view(Path(path)) as run:
-        if run.kind not in KINDS:
-            raise RunError(
-                f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
-            )
-        kind = find_kind(run.kind)
-        if rescore and kind.scored is None:
-            raise RunError(
-                f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
-            )
-        place = run.path.absolute()
-        config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
-        if is_first_process():
-            run.require_free()
-    rescored = kind.scored if rescore else None
-    open_run = OpenRun(lambda: Run.open(place), folder=place, rescored=rescored)
-    return kind.finish(config, open_run, Display(is_quiet=not progress))
-
-
-def find_kind(name: str) -> RunKind[Any, Any]:
-    """The kind, or that of a loop that needs no assembly of its own."""
-    found: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
-    if isinstance(found, RunKind):
-        return found
-    from rookery.compose.loop import kind_of  # which needs this file
-
-    return kind_of(name, found)
 
 
 # Whether this process is one of several that torchrun started, from what it put into the

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
+from rookery.compose.kinds import resume
 from rookery.compose.running import (
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest_models,
     digest_tasks,
@@ -21,7 +22,6 @@ from rookery.compose.running import (
     join_digests,
     merge,
     new_run,
-    resume,
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
@@ -158,7 +158,7 @@ def _require_place(out: Path) -> None:
         )
 
 
-def _plan(config: SftRunConfig, open_run: OpenRun, display: Display) -> RunPlan[SftReport]:
+def _plan(config: SftRunConfig, open_run: RunOpener, display: Display) -> RunPlan[SftReport]:
     del open_run
     if config.out is not None:
         _require_place(config.out)

@@ -18,8 +18,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
-from rookery.compose.evolve import EvolveRunConfig, Problem, run_config
-from rookery.compose.running import OpenRun, find_kind, is_run, merge, resumable, resume
+from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
+from rookery.compose.kinds import find_kind, resume
+from rookery.compose.running import RunOpener, is_run, merge, resumable
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError
 from rookery.reports import PipelineStep
@@ -34,8 +35,10 @@ from rookery.runs.run_folder import (
     resolve_references,
     resolve_text,
 )
+from rookery.ui import wording
 from rookery.ui.display import Display
 from rookery.ui.headline import short_result
+from rookery.ui.steps import Steps
 
 __all__ = [
     "ADAPTERS",
@@ -103,21 +106,26 @@ def place_of(whole: Path, step: str) -> Path:
 
 def take_steps(
     begin: Callable[[Run], StepsConfig],
-    open_run: OpenRun,
+    open_run: RunOpener,
     display: Display,
     *,
     take: Take = lambda _run, _name, work: work(),
-) -> OpenRun:
+) -> RunOpener:
     """Begin the steps one after the other, go on with them, or find that they have ended; the run
     of the whole, to be gone on with. `begin` is given that run and says its steps; `take` is given
     what takes a step, and may leave it out."""
     with open_run() as run, resumable(run.path, display):
         config = begin(run)
-        for number, name in enumerate(config.steps, start=1):
-            display.say(f"step {number} of {len(config.steps)}: {name}")
-            take(run, name, partial(_take_step, config, name, whole=run.path, display=display))
-            run.append_blocking("pipeline/step", {"name": name}, key=name)
         path = run.path
+        steps = Steps({name: place_of(path, name) for name in config.steps})
+        with steps.told(run):
+            for number, name in enumerate(config.steps, start=1):
+                left_s = steps.left_s()
+                left = "" if left_s is None else f", {wording.duration(left_s)} left"
+                display.say(f"step {number} of {len(config.steps)}: {name}{left}")
+                take(run, name, partial(_take_step, config, name, whole=path, display=display))
+                run.append_blocking("pipeline/step", {"name": name}, key=name)
+                steps.end(name)
     return replace(open_run, open=lambda: Run.open(path), folder=path)
 
 
@@ -188,7 +196,7 @@ def _read_evolve_step(
         raise ConfigError(f"{origin}: settings should be the keys of an evolve config.")
     loaded = read_evolve_config(settings, environment=os.environ, folder=folder)
     place = folder.absolute()
-    problem = Problem(
+    problem = EvolveProblem(
         program=place / files.program,
         evaluator=None if files.evaluator is None else place / files.evaluator,
         output=output,

@@ -15,11 +15,11 @@ from itertools import accumulate
 import torch
 
 from rookery.embedded.decode import DecodeBatch
-from rookery.embedded.prefill import Prefill, Prompt
+from rookery.embedded.prefill import CachedPrompt, Prefill
 from rookery.embedded.sampling import (
-    Draw,
     StopSearch,
     TextDeltas,
+    TokenDraw,
     draw,
     logprobs_of,
     penalise,
@@ -53,13 +53,13 @@ class ScoreJob:
     """A score request on its way; `result` is set when it leaves."""
 
     request: ScoreRequest
-    prompt: Prompt
+    prompt: CachedPrompt
     result: Score | EngineError | None = None
     is_second_try: bool = False
 
     def restart(self) -> None:
         """Start over in an empty batcher."""
-        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.prompt = CachedPrompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.result, self.is_second_try = None, True
 
 
@@ -68,7 +68,7 @@ class SampleJob:
     """A sample request on its way, with its sequences; `result` is set when it leaves."""
 
     request: SampleRequest
-    prompt: Prompt
+    prompt: CachedPrompt
     max_tokens: int
     completions: dict[int, Completion] = field(default_factory=dict)
     texts: dict[int, TextDeltas] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class SampleJob:
 
     def restart(self) -> None:
         """Start over in an empty batcher."""
-        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.prompt = CachedPrompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.completions, self.num_started = {}, 0
         self.result, self.is_second_try = None, True
 
@@ -336,7 +336,7 @@ class Batcher:
         self._decoding[row] = self._decoding[moved]
         self._decoding.pop()
 
-    def _draw(self, logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[Draw]:
+    def _draw(self, logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[TokenDraw]:
         params = [s.job.request.params for s in sequences]
         if any(one.penalties is not None for one in params):
             logits = logits.clone()
@@ -347,7 +347,7 @@ class Batcher:
         uniforms = [uniform(s.job.request.params.seed, s.index, len(s.tokens)) for s in sequences]
         return draw(logits, params, uniforms)
 
-    def _append(self, sequence: _Sequence, drawn: Draw) -> bool:
+    def _append(self, sequence: _Sequence, drawn: TokenDraw) -> bool:
         """Add a token to a sequence; True when that ends it."""
         job = sequence.job
         if drawn.logprob != drawn.logprob:

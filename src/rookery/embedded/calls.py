@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rookery.embedded.batcher import Job, SampleJob, ScoreJob
-from rookery.embedded.prefill import Prompt
+from rookery.embedded.prefill import CachedPrompt
 from rookery.errors import EngineError, RookeryError
 from rookery.slots import ModelShape
 from rookery.types import ModelRef, Penalties, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
-__all__ = ["Calls", "Limits", "sample_job", "score_job"]
+__all__ = ["Calls", "RequestLimits", "sample_job", "score_job"]
 
 
 MIN_TEMPERATURE = 1e-6
@@ -30,7 +30,7 @@ PENALTIES = "a repetition above 0, presence and frequency from -2 to 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What no request can exceed: the model's context, and the memory of the device."""
 
     shape: ModelShape
@@ -39,7 +39,7 @@ class Limits:
     """What one cached token takes."""
 
 
-def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> SampleJob:
+def sample_job(request: SampleRequest, *, slot: int | None, limits: RequestLimits) -> SampleJob:
     """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
     shape = limits.shape
     if request.json_schema:
@@ -52,12 +52,12 @@ def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> S
     _check_tokens(request.params.stop_tokens, shape)
     return SampleJob(
         request=request,
-        prompt=Prompt(tokens=request.prompt, slot=slot),
+        prompt=CachedPrompt(tokens=request.prompt, slot=slot),
         max_tokens=min(request.params.max_tokens, shape.context_tokens - len(request.prompt)),
     )
 
 
-def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> ScoreJob:
+def score_job(request: ScoreRequest, *, slot: int | None, limits: RequestLimits) -> ScoreJob:
     _check_prompt(request.tokens, limits, reserve=0)
     _check_tokens(request.labels, limits.shape)
     _check_counts({"start": request.start, "top_logprobs": request.top_logprobs})
@@ -67,10 +67,10 @@ def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> Sco
             f"A score request starts at {request.start} of {len(request.tokens)} tokens; it may "
             "start at 1 to their number: the first token has nothing to be predicted from."
         )
-    return ScoreJob(request=request, prompt=Prompt(tokens=request.tokens, slot=slot))
+    return ScoreJob(request=request, prompt=CachedPrompt(tokens=request.tokens, slot=slot))
 
 
-def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
+def _check_prompt(tokens: TokenIds, limits: RequestLimits, *, reserve: int) -> None:
     if len(tokens) == 0:
         raise EngineError("A request has no prompt tokens; give at least one.")
     shape = limits.shape
@@ -136,16 +136,16 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
         (_are_penalties(params.penalties), "penalties", params.penalties, PENALTIES),
         (_are_texts(params.stop), "stop", params.stop, "a tuple of non-empty strings"),
     )
-    for is_fine, name, given, allowed in rules:
+    for is_fine, name, value, allowed in rules:
         if not is_fine:
-            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
+            raise EngineError(f"{name} is {value!r}; it must be {allowed}.")
 
 
-def _are_penalties(own: Penalties | None) -> bool:
-    if own is None:
+def _are_penalties(penalties: Penalties | None) -> bool:
+    if penalties is None:
         return True
-    is_fine = 0 < own.repetition < math.inf
-    return is_fine and abs(own.presence) <= 2 and abs(own.frequency) <= 2
+    is_fine = 0 < penalties.repetition < math.inf
+    return is_fine and abs(penalties.presence) <= 2 and abs(penalties.frequency) <= 2
 
 
 def _are_texts(stop: tuple[str, ...]) -> bool:

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded.batcher import Batcher
-from rookery.embedded.calls import Calls, Limits, sample_job, score_job
+from rookery.embedded.calls import Calls, RequestLimits, sample_job, score_job
 from rookery.embedded.prefix import NO_MEMORY, is_short_memory, memory_bytes
 from rookery.errors import EngineDownError, EngineError, RookeryError, boundary
 from rookery.slots import SlottedModel
@@ -134,6 +134,11 @@ class EngineConfig(Config):
         check_int4(self.weights, device=self.device, dtype=self.dtype)
         return self
 
+    @property
+    def rounding(self) -> str | None:
+        """What its weights are rounded to; None: they have the type that it computes in."""
+        return None if self.weights == "auto" else self.weights
+
 
 def check_int4(weights: str, *, device: str, dtype: str) -> None:
     """ValueError for keys of a config that do not go together."""
@@ -172,7 +177,7 @@ class EmbeddedEngine:
         self._model = model
         self._thread = thread
         token_bytes = model.shape.token_bytes(model.dtype)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             shape=model.shape,
             memory_bytes=memory_bytes(model.device),
             token_bytes=token_bytes,

@@ -27,7 +27,7 @@ from rookery.slots.attention import (
     has_varlen,
 )
 
-__all__ = ["Prefill", "Prompt"]
+__all__ = ["CachedPrompt", "Prefill"]
 
 
 # Attention of a prefill pass: each new token sees its own path through the prefix tree.
@@ -133,7 +133,7 @@ class _Paths:
         counts = [len(node.tokens) for node in nodes], [len(path) for path in paths]
         self._keys = torch.cat(paths).to(device)
         self._longest = (max(counts[0]), max(counts[1]))
-        ends = torch.tensor([[0, *accumulate(own)] for own in counts], dtype=torch.int32)
+        ends = torch.tensor([[0, *accumulate(lengths)] for lengths in counts], dtype=torch.int32)
         queries, keys = ends.to(device)
         self._ends = (queries, keys)
 
@@ -214,7 +214,7 @@ SLOT_BLOCK = 16
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class CachedPrompt:
     """A token sequence on its way through the cache, for one slot (None: the base model)."""
 
     tokens: tuple[int, ...]
@@ -293,7 +293,7 @@ class Prefill:
             capacity=self._cache_tokens if layers else 1,
         )
 
-    def advance(self, prompts: Sequence[Prompt], *, budget: int) -> None:
+    def advance(self, prompts: Sequence[CachedPrompt], *, budget: int) -> None:
         """Plan the prompts in order until `budget` new tokens, and compute what was planned."""
         self._evict(headroom=budget)
         planned: _Planned = []
@@ -305,7 +305,7 @@ class Prefill:
         self._run_trunk(planned)
         self._run_branches(planned)
 
-    def _plan(self, prompt: Prompt, planned: _Planned, budget: int) -> int:
+    def _plan(self, prompt: CachedPrompt, planned: _Planned, budget: int) -> int:
         tree = self._branches.get(prompt.slot)
         if tree is None:
             tree = self._branches[prompt.slot] = PrefixTree(self._branch_pool)
@@ -323,7 +323,7 @@ class Prefill:
         planned.append((node, prompt.slot, prompt.tokens[:stop]))
         return stop - matched
 
-    def _hold(self, prompt: Prompt, leaf: Node, trunk: Node | None) -> None:
+    def _hold(self, prompt: CachedPrompt, leaf: Node, trunk: Node | None) -> None:
         self.release(prompt)
         prompt.leaf, prompt.trunk = leaf, trunk
         prompt.pools = (self._trunk_pool, self._branch_pool)
@@ -331,19 +331,19 @@ class Prefill:
         if trunk is not None:
             trunk.pins += 1
 
-    def release(self, prompt: Prompt) -> None:
+    def release(self, prompt: CachedPrompt) -> None:
         """The prompt needs its nodes no longer; they stay until memory is short."""
         for node in (prompt.leaf, prompt.trunk):
             if node is not None:
                 node.pins -= 1
         prompt.leaf = prompt.trunk = prompt.pools = None
 
-    def hidden(self, prompt: Prompt, start: int) -> torch.Tensor:
+    def hidden(self, prompt: CachedPrompt, start: int) -> torch.Tensor:
         """What the last layer made of the tokens from `start` to the end: [tokens, hidden]."""
         assert prompt.leaf is not None and prompt.pools is not None
         return prompt.pools[1].hidden[prompt.leaf.path_places()[start:]]
 
-    def keys_and_values(self, prompt: Prompt) -> torch.Tensor:
+    def keys_and_values(self, prompt: CachedPrompt) -> torch.Tensor:
         """[layers, 2, KV heads, tokens, head size] of the whole prompt, all layers, copied."""
         assert prompt.leaf is not None and prompt.pools is not None
         trunk, branch = prompt.pools

@@ -13,9 +13,9 @@ import torch
 from rookery.types import Penalties, SamplingParams, TopLogprobs
 
 __all__ = [
-    "Draw",
     "StopSearch",
     "TextDeltas",
+    "TokenDraw",
     "draw",
     "logprobs_of",
     "penalise",
@@ -133,7 +133,7 @@ _BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class TokenDraw:
     """A token, its log-probability under the distribution drawn from, and the likeliest ones."""
 
     token: int
@@ -151,7 +151,7 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> list[Draw]:
+) -> list[TokenDraw]:
     """One draw per row of logits [rows, vocabulary]."""
     temperatures = [p.temperature if p.temperature > 0 else 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
@@ -163,7 +163,7 @@ def draw(
     tokens = _choose(logits, normaliser, params, uniforms)
     drawn = logprobs_of(logits, tokens[:, None])[:, 0].tolist()
     return [
-        Draw(
+        TokenDraw(
             token=token,
             logprob=logprob,
             top=top_logprobs(logits[row], normaliser[row], params[row].top_logprobs),

@@ -24,8 +24,8 @@ from rookery.executors.folder import hold_folder
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
-    Answer,
     Frame,
+    JobReply,
     WorkerGone,
     WorkerRefused,
     WorkerSpec,
@@ -102,9 +102,9 @@ class LocalWorker:
             raise WorkerRefused(text, info=self.info)
         self.info = replace(self.info, about=text)
 
-    async def run(self, job: Job) -> Answer:
+    async def run(self, job: Job) -> JobReply:
         frame = await self._ask(Frame({"kind": "job"}, job.payload))
-        return Answer(
+        return JobReply(
             is_error=frame.header["is_error"] is True,
             content=frame.content,
             seconds=float(str(frame.header["seconds"])),

@@ -17,7 +17,7 @@ from rookery.errors import ConfigError, ExecutorError, boundary
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
-    Answer,
+    JobReply,
     WorkerGone,
     WorkerRefused,
     WorkerSpec,
@@ -50,12 +50,12 @@ class ModalWorker:
             raise WorkerRefused(text, info=self.info)
         self.info = replace(self.info, about=text)
 
-    async def run(self, job: Job) -> Answer:
+    async def run(self, job: Job) -> JobReply:
         result = await self._first(self._call_run(job.payload))
         if isinstance(result, str):
             raise WorkerGone(result)
         is_error, content, seconds = result
-        return Answer(is_error=is_error, content=content, seconds=seconds)
+        return JobReply(is_error=is_error, content=content, seconds=seconds)
 
     def kill(self) -> None:
         if not self.gone.done():

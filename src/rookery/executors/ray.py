@@ -24,7 +24,7 @@ from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
-    Answer,
+    JobReply,
     WorkerGone,
     WorkerHost,
     WorkerRefused,
@@ -117,7 +117,7 @@ class RayHost:
             task, settings, digest=digest, fetch=lambda: bytes(ray.get(content[0]))
         )
 
-    async def run(self, payload: bytes) -> Answer:
+    async def run(self, payload: bytes) -> JobReply:
         return await self._host.run(payload)
 
     async def stay(self) -> None:
@@ -152,8 +152,8 @@ class RayWorker:
             raise WorkerRefused(text, info=self.info)
         self.info = replace(self.info, about=text)
 
-    async def run(self, job: Job) -> Answer:
-        answer: Answer = await self._result(self._actor.run.remote(job.payload))
+    async def run(self, job: Job) -> JobReply:
+        answer: JobReply = await self._result(self._actor.run.remote(job.payload))
         return answer
 
     def kill(self) -> None:

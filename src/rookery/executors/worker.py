@@ -20,8 +20,8 @@ from rookery.types import Job, Json, WorkerInfo
 __all__ = [
     "CLOSE_S",
     "MAX_MESSAGE_BYTES",
-    "Answer",
     "Frame",
+    "JobReply",
     "Worker",
     "WorkerGone",
     "WorkerHost",
@@ -107,7 +107,7 @@ def _require_own(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class JobReply:
     """What a worker sends back for one job."""
 
     is_error: bool
@@ -139,7 +139,7 @@ async def open_task(name: str, settings: bytes, folder: Path | None) -> WorkerTa
     return await opening(settings, folder)
 
 
-async def run_task(task: WorkerTask, payload: bytes) -> Answer:
+async def run_task(task: WorkerTask, payload: bytes) -> JobReply:
     """Run one job; an exception of the task is an answer too."""
     start = time.perf_counter()
     try:
@@ -150,12 +150,12 @@ async def run_task(task: WorkerTask, payload: bytes) -> Answer:
         return _failed(str(error), start)
     except Exception:  # noqa: BLE001  any exception of the task is its answer, the worker lives on
         return _failed(traceback.format_exc()[-MAX_ERROR_CHARS:], start)
-    return Answer(is_error=False, content=content, seconds=time.perf_counter() - start)
+    return JobReply(is_error=False, content=content, seconds=time.perf_counter() - start)
 
 
-def _failed(error: str, start: float) -> Answer:
+def _failed(error: str, start: float) -> JobReply:
     seconds = time.perf_counter() - start
-    return Answer(is_error=True, content=error.encode(errors="replace"), seconds=seconds)
+    return JobReply(is_error=True, content=error.encode(errors="replace"), seconds=seconds)
 
 
 class WorkerGone(Exception):
@@ -181,7 +181,7 @@ class Worker(Protocol):
         """Resolves to the reason when the worker ends, also while it is idle."""
         ...
 
-    async def run(self, job: Job) -> Answer:
+    async def run(self, job: Job) -> JobReply:
         """One job at a time. Raises WorkerGone, soon after `kill` at the latest."""
         ...
 
@@ -212,7 +212,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
         self._task: WorkerTask | None = None
-        self._running: asyncio.Task[Answer] | None = None
+        self._running: asyncio.Task[JobReply] | None = None
 
     async def open(
         self, task: str, settings: bytes, *, digest: str | None, fetch: Callable[[], bytes]
@@ -236,7 +236,7 @@ class WorkerHost:
         self._stack.push_async_callback(self._task.close)
         return True, self._task.about
 
-    async def run(self, payload: bytes) -> Answer:
+    async def run(self, payload: bytes) -> JobReply:
         assert self._task is not None
         self._running = asyncio.create_task(run_task(self._task, payload))
         return await self._running

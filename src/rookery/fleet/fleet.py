@@ -40,7 +40,7 @@ from rookery.fleet.http.wire import (
     read_reading,
     sample_fields,
 )
-from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.perturbed import PerturbedFactors, StepPopulation
 from rookery.fleet.residency import ServedAdapters, clear_left, require_adapter
 from rookery.fleet.routing.load import PromptRequest, Spread, make_batches
 from rookery.fleet.routing.paused import CallExclusion
@@ -116,7 +116,7 @@ class Fleet:
         )
         self._staging = staging
         self._exclusion = CallExclusion()
-        self._population: tuple[Population, Population] | None = None
+        self._population: tuple[StepPopulation, StepPopulation] | None = None
         """The last one that an adapter was a member of, and as servers get it."""
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)
@@ -311,11 +311,8 @@ class Fleet:
                 max_sequences=self.config.batch,
             )
             batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
-            self._served.begin(uses)
-            try:
+            async with self._served.using(uses, retire=self._retire):
                 answers = await self.pool.submit([batch.call for batch in batches])
-            finally:
-                await asyncio.gather(*map(self._retire, self._served.end(uses)))
         choices_by_entry: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
             for position, entry_choices in zip(batch.positions, choices, strict=True):

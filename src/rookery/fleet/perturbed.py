@@ -1,6 +1,6 @@
 """Members of a population: a centre plus noise from a seed, made only where it is needed.
 
-    population = Population.around(centre, like=adapter, rank=1)
+    population = StepPopulation.around(centre, like=adapter, rank=1)
     member = population.member("e003-p05-pos", seed=4711, amount=0.01)     # an Adapter
     member.factors["model.layers.0.self_attn.q_proj"]                      # made now, all layers
 
@@ -19,11 +19,11 @@ from rookery.types import Adapter, LoraFactors
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PerturbedFactors", "Population", "moved"]
+__all__ = ["PerturbedFactors", "StepPopulation", "moved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Population:
+class StepPopulation:
     """What all members of one step have in common."""
 
     centre: Adapter
@@ -36,7 +36,7 @@ class Population:
     """Of what members are made from; their seeds and amounts come besides."""
 
     @classmethod
-    def around(cls, centre: Adapter, *, like: Adapter, rank: int) -> "Population":
+    def around(cls, centre: Adapter, *, like: Adapter, rank: int) -> "StepPopulation":
         """Members in the dtypes of `like`, with noise of this rank in each factor."""
         dtypes = {
             layer: (like.factors[layer].a.dtype, like.factors[layer].b.dtype)
@@ -55,7 +55,7 @@ class Population:
             version=_digest(self.version, str(seed), float(amount).hex()),
         )
 
-    def fitted(self, centre: Adapter) -> "Population":
+    def fitted(self, centre: Adapter) -> "StepPopulation":
         """The same members of the same centre, whose layers have the names that servers know."""
         dtypes = dict(zip(centre.factors, self.dtypes.values(), strict=True))
         return replace(self, centre=centre, dtypes=dtypes)
@@ -64,7 +64,7 @@ class Population:
 class PerturbedFactors(Mapping[str, LoraFactors]):
     """The factors of one member, made when the first of them is read."""
 
-    def __init__(self, population: Population, *, seed: int, amount: float) -> None:
+    def __init__(self, population: StepPopulation, *, seed: int, amount: float) -> None:
         self.population, self.seed, self.amount = population, seed, amount
         self._made: dict[str, LoraFactors] | None = None
 
@@ -116,8 +116,8 @@ def moved(
     used = [(seed, amount) for seed, amount in zip(seeds, amounts, strict=True) if amount]
     for _, drawn, weights in draws(noise, [s for s, _ in used], [a for _, a in used], device):
         for total, sums in zip(totals, noise.sums(drawn, weights), strict=True):
-            for own, summed in zip(total, sums, strict=True):
-                own.add_(summed)
+            for accumulated, summed in zip(total, sums, strict=True):
+                accumulated.add_(summed)
     return {
         layer: LoraFactors(a=a.cpu(), b=b.cpu(), scale=lora.scale)
         for (layer, lora), (a, b) in zip(factors.items(), totals, strict=True)

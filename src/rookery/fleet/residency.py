@@ -20,8 +20,17 @@ import secrets
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterator,
+    Sequence,
+    Set,
+)
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -188,14 +197,13 @@ def _machine() -> str:
 #     async with served.changing(ref):         # a load or a retirement, one at a time
 #         if not served.add_load(ref):         # it is new: the caller checks it, then
 #             served.add(ref, adapter)
-#     served.begin([ref])                      # requests are in flight
-#     unused = served.end([ref])               # the adapters to retire
+#     async with served.using([ref], retire=retire):  # requests are in flight
 #     is_unused = served.release(ref)          # True: retire it
 #     async with served.changing(ref):
 #         if served.remove_unused(ref): ...    # nothing uses it: the caller takes it off the
 # servers
 #
-# Counts only, no I/O: what is to be done is returned, and `fleet.py` does it.
+# Counts only, no I/O: `fleet.py` does what is to be done.
 
 
 @dataclass(slots=True)
@@ -265,16 +273,20 @@ class ServedAdapters:
         self._published[ref.name] = ref
         return previous
 
-    def begin(self, refs: Collection[ModelRef]) -> None:
-        """Requests that name them are in flight until `end`: they are not retired meanwhile."""
+    @asynccontextmanager
+    async def using(
+        self, refs: Collection[ModelRef], *, retire: Callable[[ModelRef], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """The block of requests that name them: none is retired before its end, and those that
+        nothing uses any more are then."""
         for ref in refs:
             self._served[ref].num_in_flight += 1
-
-    def end(self, refs: Collection[ModelRef]) -> list[ModelRef]:
-        """Undo one `begin`; those of them that nothing uses any more."""
-        for ref in refs:
-            self._served[ref].num_in_flight -= 1
-        return [ref for ref in refs if self._served[ref].is_unused]
+        try:
+            yield
+        finally:
+            for ref in refs:
+                self._served[ref].num_in_flight -= 1
+            await asyncio.gather(*(retire(ref) for ref in refs if self._served[ref].is_unused))
 
     def remove_unused(self, ref: ModelRef) -> bool:
         """Forget it if nothing uses it; inside `changing`."""

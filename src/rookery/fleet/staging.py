@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from rookery.errors import AdapterError, boundary
-from rookery.fleet.perturbed import PerturbedFactors, Population
+from rookery.fleet.perturbed import PerturbedFactors, StepPopulation
 from rookery.fleet.residency import Owner, claim_folder, find_left
 from rookery.fleet.vllm_plugin.population import CENTRE, CENTRE_FORMAT, NUMBERS
 from rookery.fleet.vllm_plugin.shared_memory import BUFFER, FORMAT, MANIFEST
@@ -333,7 +333,7 @@ class Staging:
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def _write_centre(folder: Path, population: Population) -> None:
+def _write_centre(folder: Path, population: StepPopulation) -> None:
     """As `population.py` of the servers reads it."""
     import torch
 

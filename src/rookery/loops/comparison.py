@@ -71,7 +71,7 @@ def compare(
 
     winner, reference = list(rewards)[:2]
     rows = []
-    for name, own in rewards.items():
+    for name, earned in rewards.items():
         rng = stream(seed, "report", name)
         interval = (
             bootstrap_mean(whole[name], rng=rng, strata=strata, limits=limits)
@@ -88,8 +88,8 @@ def compare(
                 high=mean.high,
                 gain=difference(name, reference, "gain"),
                 lead=difference(name, winner, "lead"),
-                by_source=dict(complete_means(own, tasks)),
-                num_failed=sum(task.id not in own for task in tasks),
+                by_source=dict(complete_means(earned, tasks)),
+                num_failed=sum(task.id not in earned for task in tasks),
                 small="" if interval is None else interval.small,
             )
         )
@@ -108,11 +108,11 @@ class _Paired:
             clusters=tuple(question_of(task) for task in tasks),
         )
         self.whole = {
-            name: [own[task.id] for task in tasks]
-            for name, own in rewards.items()
-            if all(task.id in own for task in tasks)
+            name: [by_task[task.id] for task in tasks]
+            for name, by_task in rewards.items()
+            if all(task.id in by_task for task in tasks)
         }
-        earned = [reward for own in rewards.values() for reward in own.values()]
+        earned = [reward for by_task in rewards.values() for reward in by_task.values()]
         self.limits = (min([0.0, *earned]), max([1.0, *earned]))
 
     def difference(self, ours: str, theirs: str, *, rng: np.random.Generator) -> Estimate | None:
@@ -133,17 +133,19 @@ def compare_pairs(
     """How much each entry earned above each later one, paired by task; entries that miss a task are
     left out."""
     paired = _Paired(rewards, tasks, weights)
-    found = {
+    differences = {
         (ours, theirs): paired.difference(ours, theirs, rng=stream(seed, "pair", ours, theirs))
         for ours, theirs in combinations(paired.whole, 2)
     }
-    return {pair: difference for pair, difference in found.items() if difference is not None}
+    return {pair: difference for pair, difference in differences.items() if difference is not None}
 
 
 def mean_rewards(rewards: Sequence[Rewards]) -> dict[str, float]:
     """What several earned on average, of tasks that all have a reward for."""
-    common = set.intersection(*(set(own) for own in rewards))
-    return {task: fmean(own[task] for own in rewards) for task in rewards[0] if task in common}
+    common = set.intersection(*(set(by_task) for by_task in rewards))
+    return {
+        task: fmean(by_task[task] for by_task in rewards) for task in rewards[0] if task in common
+    }
 
 
 class ReportConfig(Config):
@@ -216,18 +218,22 @@ def _sampled(
 ) -> SampledRecord:
     rewards = [[r.reward for r in g.rollouts if r.reward is not None] for g in groups]
     num = len(groups[0].rollouts)
-    num_failed = sum(len(own) < num for own in rewards)
+    num_failed = sum(len(drawn) < num for drawn in rewards)
     if num_failed:
         return SampledRecord(num=num, num_failed=num_failed)
     sizes = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < num]
     return SampledRecord(
         num=num,
         pass_at={
-            k: interval(f"pass@{k}", [best_of(own, k) for own in rewards]) for k in [*sizes, num]
+            k: interval(f"pass@{k}", [best_of(drawn, k) for drawn in rewards])
+            for k in [*sizes, num]
         },
         majority=interval(
             "majority",
-            [elected(map(read, g.rollouts), own) for g, own in zip(groups, rewards, strict=True)],
+            [
+                elected(map(read, g.rollouts), drawn)
+                for g, drawn in zip(groups, rewards, strict=True)
+            ],
         ),
     )
 
@@ -246,9 +252,9 @@ def best_of(rewards: Sequence[float], k: int) -> float:
 
 def elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
     """What the answer that most gave has earned; that of the first where none can be read."""
-    found = list(answers)
-    most = vote(found)
-    return rewards[0 if most is None else found.index(most)]
+    known = list(answers)
+    most = vote(known)
+    return rewards[0 if most is None else known.index(most)]
 
 
 def complete_means(
@@ -303,10 +309,10 @@ def warn_of_batches(engine: Engine) -> list[str]:
 
 def warn_of_precision(engine: "AnySamplerConfig") -> list[str]:
     """Of weights that were rounded to fewer bits than numbers are computed in."""
-    if engine.type != "embedded" or engine.weights == "auto":
+    if engine.rounding is None:
         return []
     return [
-        f"The linear layers had {engine.weights} weights (`weights: {engine.weights}`), so that "
+        f"The linear layers had {engine.rounding} weights (`weights: {engine.rounding}`), so that "
         "answers differ from those in float32: measure what you keep as it will be served."
     ]
 

@@ -24,7 +24,7 @@ from rookery.embedded.batcher import Batcher, Job
 from rookery.errors import RookeryError, TrainError, boundary
 from rookery.slots import SlottedModel
 from rookery.train import LoraTrainer
-from rookery.train.processes import STEP_S, Call, Processes
+from rookery.train.processes import STEP_S, Processes, RankCall
 from rookery.train.running_request import Turn
 from rookery.types import Adapter, Datum
 
@@ -95,7 +95,7 @@ class RanksTrainer(LoraTrainer):
         with self._processes.together():
             super().compute(turns)
 
-    def do_part(self, call: Call) -> None:
+    def do_part(self, call: RankCall) -> None:
         with suppress(RookeryError):  # it fails in all ranks alike, and the first tells its caller
             super().do_part(call)
 

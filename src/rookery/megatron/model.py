@@ -33,7 +33,7 @@ from rookery.errors import ModelError, boundary
 from rookery.megatron.engine import Ranks
 from rookery.model_names import model_names
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
-from rookery.slots.attention import Attend, Heads, Probe, agree, gap
+from rookery.slots.attention import Attend, Heads, PositionProbe, agree, gap
 from rookery.slots.linear import SlottedLinear
 from rookery.slots.rows import SlotFactors
 
@@ -258,7 +258,7 @@ def load_parallel_model(
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - {"full_attention"}:
         raise ModelError(f"{folder}: layers of the type {', '.join(sorted(kinds))} cannot be run.")
-    probe = Probe(text.vocab_size, text.max_position_embeddings, device=model.device)
+    probe = PositionProbe(text.vocab_size, text.max_position_embeddings, device=model.device)
     with torch.inference_mode():
         expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     known = model_names(str(folder), str(folder.resolve()), *names)
@@ -268,7 +268,7 @@ def load_parallel_model(
     return parallel
 
 
-def _check(model: "ParallelModel", probe: Probe, expected: torch.Tensor) -> None:
+def _check(model: "ParallelModel", probe: PositionProbe, expected: torch.Tensor) -> None:
     attend = CausalAttend(probe.lengths, device=model.device)
     with torch.inference_mode():
         hidden = model.embed(probe.tokens.flatten())

@@ -1,6 +1,4 @@
-"""The models of a service as an Engine.
-
-The connection to a service: requests with their retries, results, the session.
+"""A service elsewhere as an Engine, and the connection to it: retries, results, the session.
 
 Every request that changes something has a number, so that one whose answer was lost is sent again
 and done once. A service that is killed and started again is waited for.
@@ -18,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -41,9 +39,9 @@ from rookery.types import (
 )
 
 __all__ = [
-    "Answer",
     "Connection",
     "EngineFacts",
+    "HttpReply",
     "Samplers",
     "ServiceClientConfig",
     "ServiceEngine",
@@ -69,6 +67,7 @@ _NOBODY = frozenset({401, 403, 410})
 class ServiceClientConfig(Config):
     """A service (`rookery serve`), and the base model of it."""
 
+    rounding: ClassVar[None] = None
     type: Literal["service"] = "service"
     url: str = "http://127.0.0.1:8000"
     """Where it answers."""
@@ -95,7 +94,7 @@ class _Away(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpReply:
     """A status below 400, or 408, and what came with it."""
 
     status: int
@@ -128,14 +127,14 @@ class Connection:
         """The answer to a JSON request."""
         return (await self.request("POST", path, json.dumps(body).encode())).document()
 
-    async def submit(self, path: str, body: Mapping[str, Any], *, accept: str = "") -> Answer:
+    async def submit(self, path: str, body: Mapping[str, Any], *, accept: str = "") -> HttpReply:
         """The result of a request that takes its turn."""
         reply = await self.post(path, body)
         return await self._result(str(reply["request_id"]), accept=accept)
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, *, accept: str = ""
-    ) -> Answer:
+    ) -> HttpReply:
         """One request, sent again while the service is away."""
         if self._http.closed:
             raise ServiceDownError("The client of the service is closed: open it with open_client.")
@@ -164,14 +163,14 @@ class Connection:
             if refusal.status != 404:
                 raise
 
-    async def _result(self, request_id: str, *, accept: str) -> Answer:
+    async def _result(self, request_id: str, *, accept: str) -> HttpReply:
         body = json.dumps({"request_id": request_id}).encode()
         while True:
             answer = await self.request("POST", "retrieve_future", body, accept=accept)
             if answer.status != 408:
                 return answer
 
-    async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> Answer:
+    async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> HttpReply:
         headers = {"content-type": "application/json", "accept": accept or "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=POLL_S, sock_read=POLL_S)
         try:
@@ -183,7 +182,7 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _Away(" ".join(str(error).split()) or type(error).__name__) from error
         if status < 400 or (status == 408 and url.endswith("/retrieve_future")):
-            return Answer(status, content, kind)
+            return HttpReply(status, content, kind)
         sentence = _sentence(content)
         if status in _NOBODY:
             raise ServiceDownError(f"The service at {self._config.url} says: {sentence}")
@@ -278,6 +277,11 @@ class Samplers:
             sampler.num_requests -= 1
             if not sampler.num_holders and not sampler.num_requests:
                 await self._end(sampler)
+
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        """The adapters that requests can name, oldest first."""
+        return tuple(ref for ref in self._samplers if ref != self._base)
 
     def hold(self, ref: ModelRef) -> bool:
         """Use one that is there once more; False when it is not there."""
@@ -394,6 +398,10 @@ class ServiceEngine:
     def context_tokens(self) -> int | None:
         return self._facts.context_tokens
 
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        return self._samplers.loaded
+
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         return await together(self._sample(request) for request in requests)
 
@@ -506,7 +514,7 @@ def _refused(kind: type[RookeryError]) -> Iterator[None]:
         raise kind(str(refusal)) from refusal
 
 
-def _failure(answer: Answer) -> EngineError:
+def _failure(answer: HttpReply) -> EngineError:
     return EngineError(str(answer.document().get("error", "The service answered no sample.")))
 
 

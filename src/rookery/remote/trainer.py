@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from rookery.concurrency import together
 from rookery.errors import TrainError
-from rookery.remote.engine import Answer, Connection, Samplers, ServiceRefusal, upload
+from rookery.remote.engine import Connection, HttpReply, Samplers, ServiceRefusal, upload
 from rookery.remote.records import read_output, train_document
 from rookery.runs.disk import write_file
 from rookery.types import (
@@ -246,7 +246,7 @@ class ServiceTrainer:
         return state
 
 
-def _checked(answer: Answer) -> dict[str, Any]:
+def _checked(answer: HttpReply) -> dict[str, Any]:
     document = answer.document()
     if "error" in document:
         raise TrainError(str(document["error"]))

@@ -23,9 +23,9 @@ __all__ = [
     "FinalistRow",
     "LearnedRow",
     "OperatorRow",
+    "PaidTokensRecord",
     "ProgramRow",
     "TasksReport",
-    "TokensRecord",
     "parse_evolve_report",
 ]
 
@@ -79,7 +79,7 @@ class FailureRecord(Record):
     first_message: Text = ""
 
 
-class TokensRecord(Record):
+class PaidTokensRecord(Record):
     """Tokens paid for; missing when a model does not report them."""
 
     prompt: int | None = None
@@ -143,7 +143,7 @@ class BaselineRecord(Record):
     best: Measured = None
     num_iterations: int = 0
     num_failed: int = 0
-    tokens: TokensRecord = TokensRecord()
+    tokens: PaidTokensRecord = PaidTokensRecord()
     num_tuning_evaluations: int = 0
     note: Text = ""
 
@@ -225,7 +225,7 @@ class EvolveReport(Report):
     """Programs that looked like the best and did not when they were scored again."""
     staleness: dict[Text, int] = Field(default_factory=dict)
     """Iterations decided between the plan of an iteration and its decision -> how many."""
-    tokens: TokensRecord = TokensRecord()
+    tokens: PaidTokensRecord = PaidTokensRecord()
     usd: Measured = None
     """By the prices of the config; missing when there are none."""
     seconds: Measured = None

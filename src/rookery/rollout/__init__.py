@@ -6,7 +6,7 @@ asking.py     how tasks are put to a model; groups to train on; text models over
 
 from rookery.rollout.asking import EngineTextModel, GroupSampler
 from rookery.rollout.evaluator import (
-    Progress,
+    BlockProgress,
     RolloutLog,
     TasksetEvaluator,
     mean_by_source,
@@ -14,9 +14,9 @@ from rookery.rollout.evaluator import (
 )
 
 __all__ = [
+    "BlockProgress",
     "EngineTextModel",
     "GroupSampler",
-    "Progress",
     "RolloutLog",
     "TasksetEvaluator",
     "mean_by_source",

@@ -260,8 +260,8 @@ class GroupSampler:
         judged = iter(await together(self._judge(draw.task, answer) for draw, answer in answers))
         rollouts = [tuple(next(judged) for _ in range(self._params.n)) for _ in draws]
         return [
-            Group(task=draw.task, model=model, rollouts=own)
-            for draw, own in zip(draws, rollouts, strict=True)
+            Group(task=draw.task, model=model, rollouts=drawn)
+            for draw, drawn in zip(draws, rollouts, strict=True)
         ]
 
     async def _answers(

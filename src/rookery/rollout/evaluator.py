@@ -41,7 +41,7 @@ from rookery.types import (
     Task,
 )
 
-__all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
+__all__ = ["BlockProgress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
 
 # The rollouts of a run, so that nothing is asked twice and a failed answer stays failed.
 #
@@ -178,7 +178,7 @@ NUM_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class BlockProgress:
     """What one finished block adds: answers, and the tokens of those that were not known yet."""
 
     num_rollouts: int
@@ -195,7 +195,7 @@ class TasksetEvaluator:
         template: Template,
         tasksets: Sequence[Taskset],
         log: RolloutLog | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[BlockProgress], None] | None = None,
     ) -> None:
         self._sampler = sampler
         self._template = template
@@ -329,7 +329,7 @@ class TasksetEvaluator:
     def _tell_progress(self, num_rollouts: int, asked: Iterable[Rollouts]) -> None:
         if self._on_progress is not None:
             num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
-            self._on_progress(Progress(num_rollouts=num_rollouts, num_tokens=num_tokens))
+            self._on_progress(BlockProgress(num_rollouts=num_rollouts, num_tokens=num_tokens))
 
     def _count(self, known: Mapping[str, Rollouts]) -> None:
         for key, rollouts in known.items():

@@ -7,7 +7,7 @@ list_runs(Path("runs"))
 """
 
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.disk import Owner, is_locked, read_owner
+from rookery.runs.disk import LockOwner, is_locked, read_owner
 from rookery.runs.event_log import FORMER, Event, EventLog, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.metrics import MetricsRow, read_metrics, read_rows
@@ -42,10 +42,10 @@ __all__ = [
     "EventLog",
     "EventView",
     "Journal",
+    "LockOwner",
     "MetricsRow",
     "NewEvent",
     "Outcome",
-    "Owner",
     "Run",
     "RunDetails",
     "RunSummary",

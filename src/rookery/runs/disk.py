@@ -35,7 +35,7 @@ from rookery.runtime.file_lock import FileLock
 from rookery.runtime.guard import process_start
 
 __all__ = [
-    "Owner",
+    "LockOwner",
     "RunLock",
     "canonical",
     "decode",
@@ -319,8 +319,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The process that wrote the lock file: `Owner(pid=412, host="ada", ...)`."""
+class LockOwner:
+    """The process that wrote the lock file: `LockOwner(pid=412, host="ada", ...)`."""
 
     pid: int
     host: str
@@ -405,10 +405,10 @@ def require_free(path: Path) -> None:
         raise RunError(_refusal(path))
 
 
-def read_owner(path: Path) -> Owner | None:
+def read_owner(path: Path) -> LockOwner | None:
     """Who wrote the lock file; None when nobody did or it is being written just now."""
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return LockOwner(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -447,13 +447,13 @@ def _refusal(path: Path) -> str:
     )
 
 
-def _describe_self() -> Owner:
+def _describe_self() -> LockOwner:
     pid = os.getpid()
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return Owner(
+    return LockOwner(
         pid=pid,
         host=socket.gethostname(),
         since=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,7 +9,7 @@ metrics.jsonl   numbers per step                    journal.db      requests of 
 A config takes `run:NAME/PART` wherever a file or a folder may stand:
 
     resolve_references({"init": {"path": "run:tutor/trained"}}, find=in_folder(Path("runs")))
-    find_sources(config)          [Source(key="init.path", run=Path(".../tutor"), part="trained")]
+    find_sources(config)         [TakenPart(key="init.path", run=Path(".../tutor"), part="trained")]
 
 It becomes that path when a config is read, so that a run's own config.json names the path, and by
 it the run that it was made from.
@@ -40,7 +40,7 @@ __all__ = [
     "SCRATCH",
     "Changes",
     "Find",
-    "Source",
+    "TakenPart",
     "check_changes",
     "check_free_name",
     "check_name",
@@ -204,7 +204,7 @@ Find = Callable[[str], Path]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TakenPart:
     """What a value of a config takes from another run."""
 
     key: str
@@ -282,11 +282,11 @@ def _parts(folder: Path) -> list[str]:
 
 def find_names(document: Any) -> list[tuple[str, str, str]]:
     """(key, reference, name of the run) of every reference in a document."""
-    found = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
-    return [(key, ref[0], ref["name"]) for key, ref in found if ref is not None]
+    matches = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
+    return [(key, ref[0], ref["name"]) for key, ref in matches if ref is not None]
 
 
-def find_sources(config: Mapping[str, Any]) -> list[Source]:
+def find_sources(config: Mapping[str, Any]) -> list[TakenPart]:
     """What a run's config takes from other runs: each path in it that lies in a run's folder."""
     return [source for key, text in _texts(config, "") if (source := _source(key, text))]
 
@@ -302,10 +302,10 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, str(value)
 
 
-def _source(key: str, text: str) -> Source | None:
+def _source(key: str, text: str) -> TakenPart | None:
     path = Path(text.partition("?")[0])
     with suppress(OSError):  # a prompt that begins with a slash is too long for a path
         for folder in path.parents if path.is_absolute() else ():
             if (folder / EVENTS).is_file():
-                return Source(key, folder, str(path.relative_to(folder)))
+                return TakenPart(key, folder, str(path.relative_to(folder)))
     return None

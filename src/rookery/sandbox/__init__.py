@@ -11,10 +11,10 @@ server    the fork server, its output and processes     inside/       what runs 
 from rookery.sandbox.jail import BackendName, EvaluatorConfig, SandboxConfig
 from rookery.sandbox.outcome import (
     Artifact,
+    EvaluationOutcome,
     Failure,
     FailureKind,
     Metric,
-    Outcome,
     decode_outcome,
     encode_outcome,
 )
@@ -31,11 +31,11 @@ from rookery.sandbox.server import Program
 __all__ = [
     "Artifact",
     "BackendName",
+    "EvaluationOutcome",
     "EvaluatorConfig",
     "Failure",
     "FailureKind",
     "Metric",
-    "Outcome",
     "Probe",
     "Program",
     "Sandbox",

@@ -21,7 +21,7 @@ from rookery.errors import SandboxError
 from rookery.runtime.file_lock import FileLock
 from rookery.sandbox.inside.isolation import empty_folder
 
-__all__ = ["Box", "Cgroup", "make_cgroup", "open_box"]
+__all__ = ["Cgroup", "SandboxPaths", "make_cgroup", "open_box"]
 
 # A control group of a sandbox: limits on memory and processes that the kernel holds.
 #
@@ -138,7 +138,7 @@ _SKIPPED = ("__pycache__", "node_modules", "openevolve_output")
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class SandboxPaths:
     """Where things are. `evaluator` is relative to `inside`."""
 
     folder: Path
@@ -164,7 +164,7 @@ class Box:
 
 
 @contextmanager
-def open_box(evaluator: Path) -> Iterator[Box]:
+def open_box(evaluator: Path) -> Iterator[SandboxPaths]:
     """Make the box and copy the evaluator's folder; remove it at the end. Blocks on the disk."""
     if not evaluator.is_file():
         raise SandboxError(f"There is no evaluator file {evaluator}.")
@@ -173,7 +173,7 @@ def open_box(evaluator: Path) -> Iterator[Box]:
     with FileLock(folder / "lock") as lock:
         try:
             lock.wait()
-            box = Box(folder=folder, evaluator=Path("evaluator") / evaluator.name)
+            box = SandboxPaths(folder=folder, evaluator=Path("evaluator") / evaluator.name)
             box.scratch.mkdir(mode=0o700)
             _copy(Path(__file__).parent / "inside", box.inside / "rookery_inside")
             _copy(evaluator.absolute().parent, box.inside / "evaluator")

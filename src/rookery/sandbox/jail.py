@@ -23,7 +23,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import SandboxError
-from rookery.sandbox.box import Box
+from rookery.sandbox.box import SandboxPaths
 from rookery.sandbox.inside.isolation import MACHINES, OWN_PROCESSES
 
 __all__ = [
@@ -107,13 +107,13 @@ class Jail:
     depend on the name of a temporary folder."""
 
 
-def box_aliases(box: Box) -> dict[str, str]:
+def box_aliases(box: SandboxPaths) -> dict[str, str]:
     """For backends without mounts: the names that the same places have in bubblewrap."""
     return {str(box.scratch): "/tmp", str(box.inside): "/rookery"}
 
 
 def server_command(
-    config: SandboxConfig, box: Box, *, inside: Path, scratch: Path, isolation: Isolation
+    config: SandboxConfig, box: SandboxPaths, *, inside: Path, scratch: Path, isolation: Isolation
 ) -> list[str]:
     """Python, the code of the server and its settings. `inside` is where the jail shows it."""
     settings = {
@@ -180,7 +180,7 @@ def readable_paths(config: SandboxConfig) -> list[Path]:
 # No jail: a plain process with limits. A generated program can do what its user can do.
 
 
-def unsafe_jail(config: SandboxConfig, box: Box) -> Jail:
+def unsafe_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
     """The server's command as it is. Only the environment is hidden."""
     command = server_command(config, box, inside=box.inside, scratch=box.scratch, isolation="none")
     return Jail(
@@ -200,7 +200,7 @@ _INSIDE = Path("/rookery")
 _USER = "1000"
 
 
-def bubblewrap_jail(config: SandboxConfig, box: Box) -> Jail:
+def bubblewrap_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
     """The command line of `bwrap`."""
     program = shutil.which("bwrap")
     if program is None:
@@ -273,7 +273,7 @@ _SERVER_PROCESSES = 2 + OWN_PROCESSES
 """The server, one more while it tries something, and the candidate's that are ours."""
 
 
-def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
+def sandlock_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
     """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
@@ -308,7 +308,7 @@ def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     )
 
 
-BACKENDS: dict[BackendName, Callable[[SandboxConfig, Box], Jail]] = {
+BACKENDS: dict[BackendName, Callable[[SandboxConfig, SandboxPaths], Jail]] = {
     "bubblewrap": bubblewrap_jail,
     "sandlock": sandlock_jail,
     "unsafe": unsafe_jail,

@@ -31,11 +31,11 @@ from rookery.sandbox.jail import EvaluatorConfig
 __all__ = [
     "MAX_LINES",
     "Artifact",
+    "EvaluationOutcome",
     "Failure",
     "FailureKind",
     "Metric",
-    "Outcome",
-    "Report",
+    "ResultLines",
     "decode_outcome",
     "encode_outcome",
     "make_outcome",
@@ -78,7 +78,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class EvaluationOutcome:
     """What one evaluation gave. `failure` is None if and only if the metrics may be used."""
 
     metrics: Mapping[str, Metric]
@@ -96,7 +96,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Report:
+class ResultLines:
     """What the lines of a result say so far."""
 
     stage: str = ""
@@ -119,7 +119,7 @@ def make_outcome(
     seconds: float,
     output_tail: str,
     is_forgeable: bool = False,
-) -> Outcome:
+) -> EvaluationOutcome:
     """The outcome of a result and of why the candidate was stopped or died, if it was."""
     report = _read(result)
     failure = stopped or report.failure
@@ -132,7 +132,7 @@ def make_outcome(
     if failure is not None and failure.kind != "not_finite":
         flags, notes = _failure_tables(report.stage, failure, evaluator)
         metrics, artifacts = metrics | flags, artifacts | notes
-    return Outcome(
+    return EvaluationOutcome(
         metrics=metrics,
         artifacts=artifacts,
         seconds=seconds,
@@ -144,7 +144,7 @@ def make_outcome(
     )
 
 
-def encode_outcome(outcome: Outcome) -> bytes:
+def encode_outcome(outcome: EvaluationOutcome) -> bytes:
     """JSON, for a queue or another machine."""
     document = asdict(outcome) | {
         "artifacts": {
@@ -157,17 +157,19 @@ def encode_outcome(outcome: Outcome) -> bytes:
     return json.dumps(document).encode()
 
 
-def decode_outcome(data: bytes) -> Outcome:
+def decode_outcome(data: bytes) -> EvaluationOutcome:
     """What `encode_outcome` wrote."""
     document = json.loads(data)
     failure = document.pop("failure")
     artifacts = {name: _decode(value) for name, value in document.pop("artifacts").items()}
-    return Outcome(**document, artifacts=artifacts, failure=Failure(**failure) if failure else None)
+    return EvaluationOutcome(
+        **document, artifacts=artifacts, failure=Failure(**failure) if failure else None
+    )
 
 
-def _read(result: bytes) -> Report:
+def _read(result: bytes) -> ResultLines:
     """Follow the lines up to the first that ends the result; what follows is not read."""
-    report = Report()
+    report = ResultLines()
     try:
         for number, line in enumerate(io.BytesIO(result)):
             if number == MAX_LINES:
@@ -181,7 +183,7 @@ def _read(result: bytes) -> Report:
     return report
 
 
-def _follow(report: Report, line: Any) -> None:
+def _follow(report: ResultLines, line: Any) -> None:
     if isinstance(line, dict):
         report.unsupported = _clean(str(line.get("unsupported", "")))
     match line:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from rookery.errors import SandboxError
-from rookery.sandbox.box import Box, open_box
+from rookery.sandbox.box import SandboxPaths, open_box
 from rookery.sandbox.jail import (
     BACKENDS,
     SAFE_BACKENDS,
@@ -26,7 +26,7 @@ from rookery.sandbox.jail import (
     SandboxConfig,
     find_remedy,
 )
-from rookery.sandbox.outcome import Outcome
+from rookery.sandbox.outcome import EvaluationOutcome
 from rookery.sandbox.server import ForkServer, Program
 
 __all__ = ["Probe", "Sandbox", "choose_backend", "open_sandbox", "probe", "probe_backend"]
@@ -46,7 +46,7 @@ class Sandbox:
         self._evaluator = evaluator
         self._stack = AsyncExitStack()
         self._server: ForkServer | None = None
-        self._box: Box | None = None
+        self._box: SandboxPaths | None = None
         # Callers of `evaluate` wait here; whoever holds it has limits on all its waits.
         self._turn = asyncio.Lock()
 
@@ -66,7 +66,9 @@ class Sandbox:
         self._box = None
         await self._stack.aclose()
 
-    async def evaluate(self, program: Program, *, seed: int = 0, isolate: bool = True) -> Outcome:
+    async def evaluate(
+        self, program: Program, *, seed: int = 0, isolate: bool = True
+    ) -> EvaluationOutcome:
         """Run the evaluator on a program: one file's text, or a folder's by relative path.
 
         `seed` is what random generators start from. Without `isolate` the program runs in the
@@ -88,7 +90,7 @@ class Sandbox:
                     await self._close_server()
             return outcome
 
-    async def _running_server(self, box: Box) -> ForkServer:
+    async def _running_server(self, box: SandboxPaths) -> ForkServer:
         if self._server is not None and not self._server.is_alive:
             await self._close_server()
         if self._server is None:

@@ -27,7 +27,7 @@ from rookery.errors import SandboxError, signal_name
 from rookery.sandbox.box import Cgroup, make_cgroup
 from rookery.sandbox.inside.isolation import OWN_PROCESSES
 from rookery.sandbox.jail import EvaluatorConfig, Jail, SandboxConfig
-from rookery.sandbox.outcome import MAX_LINES, Failure, FailureKind, Outcome, make_outcome
+from rookery.sandbox.outcome import MAX_LINES, EvaluationOutcome, Failure, FailureKind, make_outcome
 
 __all__ = ["ForkServer", "PipeReader", "Program", "Usage", "descendants", "measure"]
 
@@ -275,7 +275,7 @@ class ForkServer:
         *,
         seed: int,
         isolate: bool,
-    ) -> Outcome:
+    ) -> EvaluationOutcome:
         """Run one candidate. Cancelling it leaves a server to be closed."""
         started = time.monotonic()
         with ExitStack() as stack:

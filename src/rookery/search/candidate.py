@@ -68,8 +68,8 @@ class Fitness:
     """How far constraints are missed, summed; 0 is feasible."""
 
     def __post_init__(self) -> None:
-        given = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
-        if not all(math.isfinite(value) for value in given):
+        numbers = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
+        if not all(math.isfinite(value) for value in numbers):
             raise ValueError(
                 f"Got {self}: a fitness is made of finite numbers. "
                 "A measurement that could not be made is Fitness(score=None)."
@@ -136,16 +136,16 @@ def score_factors(
     `sources` and `task_weights` are the tasks' own; without weights all sources, or all tasks,
     count alike. Two sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
     """
-    own: NDArray[np.float64] = np.array(task_weights or [1.0] * len(sources))
-    by_source = np.full(len(sources), len(sources) / math.fsum(own))
+    by_task: NDArray[np.float64] = np.array(task_weights or [1.0] * len(sources))
+    by_source = np.full(len(sources), len(sources) / math.fsum(by_task))
     if weights is not None:
-        sizes = {s: math.fsum(own[[source == s for source in sources]]) for s in set(sources)}
+        sizes = {s: math.fsum(by_task[[source == s for source in sources]]) for s in set(sources)}
         total = math.fsum(weights[source] for source in sizes)
         if total <= 0:
             raise TaskError("The search split holds no tasks of a taskset with a weight above 0.")
         worth = {s: weights[s] / total * len(sources) / size for s, size in sizes.items()}
         by_source = np.array([worth[source] for source in sources])
-    factors: NDArray[np.float64] = own * by_source
+    factors: NDArray[np.float64] = by_task * by_source
     return factors
 
 

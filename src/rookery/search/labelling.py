@@ -184,8 +184,8 @@ class PrefixCache:
         mixed = (tokens + np.uint64(salt + 1)) * _FACTOR
         mixed ^= mixed >> np.uint64(29)
         sums = np.cumsum(mixed * self._powers[: len(tokens)])
-        found: list[int] = sums[self._block - 1 :: self._block].tolist()
-        return found
+        ends: list[int] = sums[self._block - 1 :: self._block].tolist()
+        return ends
 
 
 # Every way to give items labels so that all rules hold: propagation first, then trying.
@@ -228,7 +228,7 @@ def assignments(
         item = search.undecided(allowed)
         if item is None:
             num_steps = 0
-            yield tuple(allowed[own].bit_length() - 1 for own in items)
+            yield tuple(allowed[place].bit_length() - 1 for place in items)
             continue
         num_steps += 1
         if num_steps > MAX_STEPS:
@@ -256,7 +256,7 @@ class _Search:
 
     def undecided(self, allowed: Allowed) -> int | None:
         """The first item that may still have more than one label."""
-        return next((own for own in self._items if allowed[own] & (allowed[own] - 1)), None)
+        return next((item for item in self._items if allowed[item] & (allowed[item] - 1)), None)
 
     def children(self, allowed: Allowed, item: int) -> Iterator[dict[int, int]]:
         """What is left with each label of the item that does not break a rule at once."""
@@ -361,8 +361,10 @@ def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
             return int(not holds)
         case EqualAnswer(members=members, answers=answers, label=label):
             pairs = zip(answers, (labels[m] for m in members), strict=True)
-            found = Counter((answer, own) for answer, own in pairs if own != UNLABELLED)
-            return _num_unlike(found) + _num_both(found, label)
+            counts = Counter(
+                (answer, carried) for answer, carried in pairs if carried != UNLABELLED
+            )
+            return _num_unlike(counts) + _num_both(counts, label)
         case AsymmetricPair(first=first, second=second, mirror=mirror):
             one, other = labels[first], labels[second]
             return int(UNLABELLED not in (one, other) and mirror[one] != other)
@@ -378,7 +380,7 @@ def _num_unlike(held: Counter[tuple[str, int]]) -> int:
 
 def _num_both(held: Counter[tuple[str, int]], label: int) -> int:
     """Pairs of different answers that both carry the label."""
-    carriers = [number for (_, own), number in held.items() if own == label]
+    carriers = [number for (_, held_label), number in held.items() if held_label == label]
     return comb(sum(carriers), 2) - sum(comb(number, 2) for number in carriers)
 
 
@@ -442,11 +444,15 @@ class Constraints:
         self._num_labels = num_labels
         self.components = _components(self._all, range(num_items))
         """Every item in one component, by first item; an item without constraints is its own."""
-        self._component = {item: own for own in self.components for item in own}
-        self._own: dict[int, list[Constraint]] = {own[0]: [] for own in self.components}
+        self._component = {item: component for component in self.components for item in component}
+        self._by_first: dict[int, list[Constraint]] = {
+            component[0]: [] for component in self.components
+        }
         for constraint in self._all:
-            self._own[self._component[_members(constraint)[0]][0]].append(constraint)
-        self.contradictions = tuple(own for own in self.components if not self._num_options(own))
+            self._by_first[self._component[_members(constraint)[0]][0]].append(constraint)
+        self.contradictions = tuple(
+            component for component in self.components if not self._num_options(component)
+        )
         """Components for which there is no consistent labelling."""
 
     def num_violated(self, labels: Labels) -> int:
@@ -463,7 +469,7 @@ class Constraints:
         held = [member for member in component if labels[member] != UNLABELLED]
         if len(held) == len(component):
             return component
-        parts = _components(self._own[component[0]], held)
+        parts = _components(self._by_first[component[0]], held)
         return next((part for part in parts if item in part), ())
 
     def repairs(self, labels: Labels, *, item: int, label: int) -> tuple[Labels, ...]:
@@ -500,16 +506,18 @@ class Constraints:
             if item not in seen:
                 tied = self.tied(labels, item)
                 seen.update(tied)
-                least += min((own.count(label) for own in self._assignments(tied)), default=0)
+                least += min(
+                    (assignment.count(label) for assignment in self._assignments(tied)), default=0
+                )
         return least
 
     def _assignments(self, members: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        constraints = self._own[self._component[members[0]][0]] if members else []
+        constraints = self._by_first[self._component[members[0]][0]] if members else []
         rules = [Rule(members=_members(c), narrow=partial(_narrow, c)) for c in constraints]
         return assignments(members, rules, num_labels=self._num_labels)
 
     def _is_broken(self, labels: Labels, item: int) -> bool:
-        constraints = self._own[self._component[item][0]]
+        constraints = self._by_first[self._component[item][0]]
         return any(num_violations(constraint, labels) for constraint in constraints)
 
     def _num_options(self, component: tuple[int, ...]) -> int:
@@ -554,10 +562,10 @@ def _components(
         for other in held[1:]:
             low, high = sorted((find(held[0]), find(other)))
             root[high] = low
-    found: dict[int, list[int]] = {}
+    by_root: dict[int, list[int]] = {}
     for item in items:
-        found.setdefault(find(item), []).append(item)
-    return tuple(tuple(members) for members in found.values())
+        by_root.setdefault(find(item), []).append(item)
+    return tuple(tuple(members) for members in by_root.values())
 
 
 def _num_changes(one: Labels, other: Labels) -> int:

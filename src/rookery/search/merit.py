@@ -193,9 +193,9 @@ def merits_at(
         "certainty": certainties,
         "log_certainty": np.maximum(0.0, 1.0 + np.log2(np.maximum(certainties, 1e-30)) / spans),
     }
-    own = np.mean([parts[name] for name in (MIXED if merit == "mixed" else (merit,))], axis=0)
-    found: Array = np.where(np.array(num_choices) > 0, own, certainties)
-    return found
+    merits = np.mean([parts[name] for name in (MIXED if merit == "mixed" else (merit,))], axis=0)
+    mixed: Array = np.where(np.array(num_choices) > 0, merits, certainties)
+    return mixed
 
 
 def _log_odds(probabilities: Array) -> Array:

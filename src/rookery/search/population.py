@@ -1,6 +1,6 @@
 """One generation of a population as a pure plan: ask for children, tell their fitness.
 
-    population = found(fitness_by_id, config=config, seed=seed)
+    population = make_population(fitness_by_id, config=config, seed=seed)
     while population.generation < 10:
         plans = ask(population, config=config, seed=seed)
         fitness = evaluate(carry_out(plans))             # every plan's id -> Fitness
@@ -46,7 +46,7 @@ __all__ = [
     "PopulationConfig",
     "SurvivalConfig",
     "ask",
-    "found",
+    "make_population",
     "pair_plans",
     "random_plans",
     "random_weights",
@@ -210,7 +210,7 @@ class Population:
         return self.generation - (self.best.generation if self.best is not None else 0)
 
 
-def found(
+def make_population(
     fitness: Mapping[str, Fitness], *, config: PopulationConfig, seed: int, prefix: str = ""
 ) -> Population:
     """Generation 0: the founders with their fitness, at most `size` of them."""

@@ -504,8 +504,8 @@ def start(
         )
     order = shuffled(tasks, rng=rng)
     named = [sources[task] for task in order]
-    own = None if task_weights is None else [task_weights[task] for task in order]
-    factors = score_factors(named, weights=weights, task_weights=own)
+    ordered_weights = None if task_weights is None else [task_weights[task] for task in order]
+    factors = score_factors(named, weights=weights, task_weights=ordered_weights)
     race = Race(candidates, order, config=config, factors=factors)
     race.open_tests(named, floors or {})
     for id, rewards in (known or {}).items():

@@ -273,7 +273,7 @@ def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
     rows: dict[str, dict[str, list[tuple[Hashable, float]]]] = {}
     for name, cluster, value in zip(strata.names, clusters, values, strict=True):
         rows.setdefault(joined[name], {}).setdefault(name, []).append((cluster, float(value)))
-    return [_source(own, shares) for own in rows.values()]
+    return [_source(cells, shares) for cells in rows.values()]
 
 
 def _join_sources(names: Sequence[str], clusters: Sequence[Hashable]) -> dict[str, str]:
@@ -283,7 +283,7 @@ def _join_sources(names: Sequence[str], clusters: Sequence[Hashable]) -> dict[st
     for name, cluster in zip(names, clusters, strict=True):
         one, other = joined[first.setdefault(cluster, name)], joined[name]
         if one != other:
-            joined = {key: one if own == other else own for key, own in joined.items()}
+            joined = {key: one if group == other else group for key, group in joined.items()}
     return joined
 
 
@@ -291,16 +291,16 @@ def _source(
     rows: Mapping[str, Sequence[tuple[Hashable, float]]], shares: Mapping[str, float]
 ) -> _Source:
     """The rows of sources that share clusters, (cluster, value) by source."""
-    known = [cluster for own in rows.values() for cluster, _ in own]
+    known = [cluster for cells in rows.values() for cluster, _ in cells]
     places = {cluster: place for place, cluster in enumerate(dict.fromkeys(known))}
     count, share = len(places), math.fsum(shares[name] for name in rows)
     clustered, is_nonzero, plain = np.zeros(count), np.zeros(count, dtype=bool), 0.0
     cluster_weights = np.zeros(count)
-    for name, own in rows.items():
-        values = np.array([value for _, value in own])
-        codes = np.array([places[cluster] for cluster, _ in own])
-        sizes = count * np.bincount(codes, minlength=count) / len(own)
-        sums = count / len(own) * np.bincount(codes, weights=values, minlength=count)
+    for name, cells in rows.items():
+        values = np.array([value for _, value in cells])
+        codes = np.array([places[cluster] for cluster, _ in cells])
+        sizes = count * np.bincount(codes, minlength=count) / len(cells)
+        sums = count / len(cells) * np.bincount(codes, weights=values, minlength=count)
         own_values = sums - (sizes - 1.0) * values.mean()
         # A large cluster draws the mean to itself, and so seems nearer to it than it is.
         drawn = (1.0 - 1.0 / count) / np.maximum(1.0 - sizes / count, 1.0 / count) - 1.0
@@ -308,7 +308,7 @@ def _source(
         part = shares[name] / share if share else 1.0 / len(rows)
         clustered += part * (own_values + (added - added.mean()))
         cluster_weights += part * sizes / count
-        plain += part**2 * float(values.var()) / len(own)
+        plain += part**2 * float(values.var()) / len(cells)
         is_nonzero[codes[values != 0]] = True
     num_nonzero = int(is_nonzero.sum())
     num_equal = min(float(count), 1.0 / float((cluster_weights**2).sum()))

@@ -1,7 +1,7 @@
 """A model of every task's answer as a function of merge coefficients, and what it would try next.
 
     surrogate = Surrogate(points, certainties, num_blocks=4)    # [n, d], [n, tasks], NaN: not asked
-    points = propose(surrogate, starts=best, box=Box(0.0, 1.5), worth=worth, count=10, rng=rng)
+    points = propose(surrogate, starts=best, box=Bounds(0.0, 1.5), worth=worth, count=10, rng=rng)
 
 The log-odds of a task's right answer change almost linearly with the coefficients x of a sum of
 adapters. What the answers of all tasks are worth does not: it has its best somewhere between, and
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rookery.search.population import random_weights
 
-__all__ = ["Box", "Surrogate", "Worth", "propose"]
+__all__ = ["Bounds", "Surrogate", "Worth", "propose"]
 
 Array = NDArray[np.float64]
 Worth = Callable[[Array], Array]
@@ -57,7 +57,7 @@ NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Bounds:
     """The limits of every coefficient."""
 
     low: float
@@ -105,7 +105,7 @@ class Surrogate:
         most = MOST_PARTS * FEW_POINTS**2 // max(FEW_POINTS, len(points)) ** 2 or 1
         some = parts[:: -(-len(parts) // most) or 1]
         fits = {options: self._fit(some, *options) for options in product(CURVATURES, NOISES)}
-        self._best = self._fit(parts, *max(fits, key=lambda own: fits[own].log_likelihood))
+        self._best = self._fit(parts, *max(fits, key=lambda options: fits[options].log_likelihood))
 
     @property
     def points(self) -> Array:
@@ -121,9 +121,9 @@ class Surrogate:
         fit = self._best
         cross = self._kernel(points, self._points, fit.curvature)
         linear = np.square(points).sum(axis=1) / self.num_blocks
-        own = BASE + linear + fit.curvature * linear**2
+        variance = BASE + linear + fit.curvature * linear**2
         known = np.einsum("pn,np->p", cross, np.linalg.solve(fit.gram, cross.T))
-        deviation: Array = np.sqrt(fit.scale * np.maximum(own - known, 0.0))
+        deviation: Array = np.sqrt(fit.scale * np.maximum(variance - known, 0.0))
         return deviation
 
     def draw(self, points: Array, *, rng: np.random.Generator) -> Iterator[Array]:
@@ -131,9 +131,9 @@ class Surrogate:
         as those of a task that all points were asked."""
         fit, mean = self._best, self.mean(points)
         cross = self._kernel(points, self._points, fit.curvature)
-        own = self._kernel(points, points, fit.curvature)
-        spread = own - cross @ np.linalg.solve(fit.gram, cross.T)
-        jitter = 1e-6 * float(np.trace(own)) / len(own)
+        prior = self._kernel(points, points, fit.curvature)
+        spread = prior - cross @ np.linalg.solve(fit.gram, cross.T)
+        jitter = 1e-6 * float(np.trace(prior)) / len(prior)
         lower = np.linalg.cholesky(fit.scale * (spread + jitter * np.eye(len(spread))))
         while True:
             yield mean + lower @ rng.standard_normal(mean.shape)
@@ -149,12 +149,12 @@ class Surrogate:
         weights = np.zeros((num, self._num_tasks))
         squares, count, logs = 0.0, 0, 0.0
         for part in parts:
-            own = gram[np.ix_(part.points, part.points)]
-            solved = np.linalg.solve(own, part.odds)
+            block = gram[np.ix_(part.points, part.points)]
+            solved = np.linalg.solve(block, part.odds)
             weights[np.ix_(part.points, part.tasks)] = solved
             squares += float((part.odds * solved).sum())
             count += solved.size
-            logs += len(part.tasks) * float(np.log(np.diag(np.linalg.cholesky(own))).sum())
+            logs += len(part.tasks) * float(np.log(np.diag(np.linalg.cholesky(block))).sum())
         scale = max(squares, 1e-12) / max(count, 1)
         likelihood = -0.5 * count * float(np.log(scale)) - logs
         return _Fit(curvature, gram, scale, weights, likelihood)
@@ -175,7 +175,7 @@ def propose(
     surrogate: Surrogate,
     *,
     starts: Array,
-    box: Box,
+    box: Bounds,
     worth: Worth,
     count: int,
     rng: np.random.Generator,
@@ -223,7 +223,7 @@ def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
     return total
 
 
-def _around(centres: Array, box: Box, num_blocks: int, rng: np.random.Generator) -> Array:
+def _around(centres: Array, box: Bounds, num_blocks: int, rng: np.random.Generator) -> Array:
     """Points near these, half of them moved in all blocks alike; of many founders each one moves
     less, so that the whole step is as long."""
     size = centres.shape[1]

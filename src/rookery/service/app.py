@@ -24,7 +24,7 @@ from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
 from rookery.service.drawing import Drawn, encode_prompts
 from rookery.service.keys import Keys
-from rookery.service.records import Rows
+from rookery.service.records import JsonRows
 from rookery.service.request_context import (
     DrawingRoute,
     JsonRoute,
@@ -33,11 +33,11 @@ from rookery.service.request_context import (
     find_source,
     write_answer,
 )
-from rookery.service.requests import DrawOptions, Prompt
+from rookery.service.requests import DrawOptions, PromptPieces
 from rookery.service.service import Service, new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire import IN_SLICES
-from rookery.service.work import Draw, Refusal, bad, missing, status_of
+from rookery.service.work import DrawWork, Refusal, bad, missing, status_of
 from rookery.types import LoraShape, TokenIds
 
 __all__ = [
@@ -112,7 +112,7 @@ class PlainSample(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     prompts: Annotated[list[str | Annotated[list[int], IN_SLICES]], IN_SLICES] = []
-    prompt: Prompt | None = None
+    prompt: PromptPieces | None = None
     model_id: str | None = None
     """A registered adapter, a tinker:// path or a base model; by default the first base model."""
     adapter_id: str | None = None
@@ -221,7 +221,7 @@ def _draw(
     model: tuple[str, str],
     prompt: TokenIds,
     asked: tuple[PlainSample, int],
-) -> Draw:
+) -> DrawWork:
     body, place = asked
     options = body.sampling_params
     request_id = new_id("plain")
@@ -230,7 +230,7 @@ def _draw(
     )
     seed = stream_seed(0, request_id) if options.seed is None else stream_seed(options.seed, place)
     params = options.params(max_tokens=max_tokens, seed=seed, n=body.num_samples or options.n)
-    return Draw(
+    return DrawWork(
         id=request_id,
         tenant=tenant,
         base_model=model[0],
@@ -246,7 +246,7 @@ def _answer(answers: list[Drawn]) -> dict[str, Any]:
     scores = [None if s.logprobs is None else list(s.logprobs) for _, s in answers]
     has_scores = any(row is not None for row in scores)
     return {
-        "sequences": Rows(
+        "sequences": JsonRows(
             [(one.finish_reason, one.tokens, one.logprobs) for one in completions],
             lambda row: dict(zip(("stop_reason", "tokens", "logprobs"), row, strict=True)),
         ),

@@ -21,14 +21,14 @@ from rookery.ports import AdapterFolders, Codec
 from rookery.seeding import stream_seed
 from rookery.service.context import ServiceContext, Throughput
 from rookery.service.fair_queue import FairSemaphore
-from rookery.service.records import Rows, SamplingSession, encode
+from rookery.service.records import JsonRows, SamplingSession, encode
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire import ScoreBody, score_document
 from rookery.service.work import (
     GIVEN_UP,
     Array,
     Command,
-    Draw,
+    DrawWork,
     PromptScores,
     Refusal,
     Result,
@@ -47,10 +47,10 @@ from rookery.types import (
 
 __all__ = [
     "ANSWER_MIB",
+    "BlobResidency",
     "Drawing",
     "Drawn",
-    "Residency",
-    "Samples",
+    "OpenSamples",
     "encode_prompts",
     "read_draw",
 ]
@@ -69,7 +69,7 @@ class _Resident:
     num_users: int = 0
 
 
-class Residency:
+class BlobResidency:
     """Which blobs are loaded, in order of their last use."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Drawing:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self.turns = FairSemaphore(context.config.samples_in_flight)
-        self._residencies: dict[int, Residency] = {}
+        self._residencies: dict[int, BlobResidency] = {}
         """By the identity of the backend: names may share one."""
         self.throughput = Throughput()
         """In tokens that were asked for: answers that end early make it higher."""
@@ -134,7 +134,7 @@ class Drawing:
         """Of the draws that are waited for."""
         self._is_stopped = False
 
-    async def draw(self, draw: Draw) -> Drawn:
+    async def draw(self, draw: DrawWork) -> Drawn:
         """Wait for a turn, then for the engine. Refused when the service stops before the answer:
         nobody draws it at the next start."""
         if self._is_stopped:
@@ -159,7 +159,7 @@ class Drawing:
             limit.reschedule(0)
 
     @asynccontextmanager
-    async def drawn(self, draw: Draw) -> AsyncIterator[Drawn]:
+    async def drawn(self, draw: DrawWork) -> AsyncIterator[Drawn]:
         """The same, for who computes on inside the block: others have the turn meanwhile, and the
         request is blamed for what happens there."""
         params, work = draw.params, self._context.pending.get(draw.id)
@@ -175,7 +175,7 @@ class Drawing:
             tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
             yield completions, scores
 
-    async def _ask(self, draw: Draw, model: ModelRef) -> Drawn:
+    async def _ask(self, draw: DrawWork, model: ModelRef) -> Drawn:
         engine = self._context.backend(draw.base_model).engine
         request = SampleRequest(
             model=model,
@@ -228,14 +228,14 @@ class Drawing:
         residency = self._residencies.get(id(backend))
         if residency is None:
             blobs = self._context.wal.run.blobs
-            residency = self._residencies[id(backend)] = Residency(
+            residency = self._residencies[id(backend)] = BlobResidency(
                 backend.folders,
                 folder_of=lambda blob: blobs.path(blob) / ADAPTER,
                 limit=self._context.config.loaded_adapters,
             )
         return residency.use(blob)
 
-    async def _scores(self, draw: Draw, model: ModelRef) -> PromptScores:
+    async def _scores(self, draw: DrawWork, model: ModelRef) -> PromptScores:
         logprobs, top = None, None
         if draw.scored:
             score = await self._score(draw, model)
@@ -255,7 +255,7 @@ class Drawing:
             alternatives=(alternatives[0], alternatives[1]) if alternatives else None,
         )
 
-    async def _score(self, draw: Draw, model: ModelRef) -> Score:
+    async def _score(self, draw: DrawWork, model: ModelRef) -> Score:
         start = max(1, len(draw.prompt) - draw.scored)
         request = ScoreRequest(
             model=model, tokens=draw.prompt, start=start, top_logprobs=draw.top_k
@@ -263,7 +263,7 @@ class Drawing:
         [score] = await self._context.backend(draw.base_model).engine.score([request])
         return score
 
-    async def _targets(self, draw: Draw, model: ModelRef) -> list[Array]:
+    async def _targets(self, draw: DrawWork, model: ModelRef) -> list[Array]:
         if draw.targets is None:
             return []
         rows = [tuple(row[row >= 0].tolist()) for row in draw.targets]
@@ -281,7 +281,7 @@ class Drawing:
             answers[place, draw.targets[place] >= 0] = score.label_logprobs
         return [answers]
 
-    async def _alternatives(self, draw: Draw, model: ModelRef) -> list[Array]:
+    async def _alternatives(self, draw: DrawWork, model: ModelRef) -> list[Array]:
         if not draw.alternatives:
             return []
         requests = [
@@ -329,7 +329,7 @@ ANSWER_MIB = 256
 cannot take ends the service."""
 
 
-class Samples:
+class OpenSamples:
     """The samples that wait or are drawn. The task group ends them with the service."""
 
     def __init__(self, context: ServiceContext, drawing: Drawing) -> None:
@@ -392,7 +392,7 @@ class Samples:
         sampler = self._context.state.sampler(work.tenant, work.owner)
         body = ScoreBody.model_validate_json(work.body)
         async with self._drawing.scored(work, sampler, body) as score:
-            rows = Rows(score.top_logprobs, list)
+            rows = JsonRows(score.top_logprobs, list)
             document = {**score_document(score), "top_logprobs": rows}
             return Result(await asyncio.to_thread(encode, document))
 
@@ -426,7 +426,7 @@ def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[Toke
     return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
-def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> Draw:
+def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> DrawWork:
     """What an accepted sample asks for; a refusal when it can never be drawn."""
     sampler = context.state.sampler(work.tenant, work.owner)
     max_tokens = partial(drawing.max_tokens, sampler.base_model)

@@ -24,7 +24,7 @@ __all__ = [
     "READERS",
     "FairQueue",
     "FairSemaphore",
-    "Place",
+    "QueuePlace",
 ]
 
 Item = TypeVar("Item", bound=Hashable)
@@ -34,7 +34,7 @@ _CHANGES_PER_LINE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePlace:
     """Where an item is: how many are taken before it, and how many tokens those have."""
 
     ahead: int
@@ -152,7 +152,7 @@ class FairQueue(Generic[Item]):
         """Take an item out of its line; False when it does not wait. It pays all the same."""
         return self._entered.pop(item, None) is not None
 
-    def place(self, item: Item) -> Place | None:
+    def place(self, item: Item) -> QueuePlace | None:
         """An estimate: other tenants are taken in turn with this one. None when not waiting."""
         entered = self._entered.get(item)
         if entered is None:
@@ -164,7 +164,7 @@ class FairQueue(Generic[Item]):
         own_items, own_tokens = self._sizes.get(tenant, (0, 0))
         others = self._items.total(ahead + 1) - min(own_items, ahead + 1)
         tokens_of_others = self._tokens.total(tokens + 1) - min(own_tokens, tokens + 1)
-        return Place(ahead=ahead + others, tokens_ahead=tokens + tokens_of_others)
+        return QueuePlace(ahead=ahead + others, tokens_ahead=tokens + tokens_of_others)
 
     def _look_at_sizes(self) -> None:
         if self._num_changes > len(self._sizes) // _CHANGES_PER_LINE:
@@ -228,14 +228,14 @@ class FairSemaphore:
         async with self.take(tenant, tokens=tokens, width=1):
             return await run_in_thread(call)
 
-    def place(self, id: str) -> Place | None:
+    def place(self, id: str) -> QueuePlace | None:
         """Where it is in the queue; None when it has its turn."""
         if id == self._next:
-            return Place(0, 0)
+            return QueuePlace(0, 0)
         place = self._queue.place(id)
         if place is None:
             return None
-        return Place(place.ahead + (self._next is not None), place.tokens_ahead)
+        return QueuePlace(place.ahead + (self._next is not None), place.tokens_ahead)
 
     @property
     def num_waiting(self) -> int:

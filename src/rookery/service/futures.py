@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from rookery.service.records import Rows
+from rookery.service.records import JsonRows
 from rookery.service.work import Result, bad, missing
 
 __all__ = ["Future", "Futures"]
@@ -222,7 +222,7 @@ class Futures:
             if future.owner in owners:
                 self.set_fetched(future)
 
-    def read(self) -> Rows:
+    def read(self) -> JsonRows:
         """All of them as they are now, for a document; results that were fetched are left out, with
         their futures, but for those whose answer may have been lost on its way."""
         limit = time.monotonic() - LOST_S
@@ -231,7 +231,7 @@ class Futures:
             for future in self._futures.values()
             if future.fetched is None or future.fetched > limit or future.result is None
         ]
-        return Rows(values, _describe)
+        return JsonRows(values, _describe)
 
     @classmethod
     def restore(cls, rows: list[dict[str, Any]]) -> "Futures":

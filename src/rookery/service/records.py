@@ -15,9 +15,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointKind",
     "CustomLoss",
+    "JsonRows",
     "Model",
     "RegisteredAdapter",
-    "Rows",
     "SamplingSession",
     "Session",
     "StoredSequence",
@@ -38,20 +38,20 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class JsonRows:
     """Values that do not change any more, and what makes JSON of each."""
 
     values: Sequence[Any]
     describe: Callable[[Any], Any]
 
 
-def read_records(records: Iterable[Any]) -> Rows:
+def read_records(records: Iterable[Any]) -> JsonRows:
     """Dataclasses of one kind. What their fields hold is replaced, never changed."""
     kept = list(records)
     names = tuple(field.name for field in fields(kept[0])) if kept else ()
     read = attrgetter(*names) if kept else tuple
     values = [read(record) for record in kept]
-    return Rows(values, lambda row: {n: _plain(v) for n, v in zip(names, row, strict=True)})
+    return JsonRows(values, lambda row: {n: _plain(v) for n, v in zip(names, row, strict=True)})
 
 
 def _plain(value: Any) -> Any:
@@ -62,13 +62,13 @@ SLICE = 1024
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """JSON of mappings whose ends are Rows or plain values."""
+    """JSON of mappings whose ends are JsonRows or plain values."""
     return b"".join(encode_parts(document))
 
 
 def encode_parts(value: Any) -> Iterator[bytes]:
     """The same a row at a time, and long lists of plain values a slice at a time."""
-    if isinstance(value, Rows):
+    if isinstance(value, JsonRows):
         yield b"["
         for number, row in enumerate(value.values):
             yield b"," if number else b""
@@ -94,7 +94,7 @@ def _is_short(value: Any) -> bool:
     """Whether it is written at once."""
     if isinstance(value, Mapping):
         return all(map(_is_short, value.values()))
-    return not isinstance(value, Rows) and not (
+    return not isinstance(value, JsonRows) and not (
         isinstance(value, list | tuple) and len(value) > SLICE
     )
 

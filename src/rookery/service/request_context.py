@@ -30,12 +30,12 @@ from rookery.service.work import Command, Form, Refusal, bad
 
 __all__ = [
     "Body",
+    "DrawSource",
     "DrawingRoute",
     "Handler",
     "JsonRoute",
     "RequestContext",
     "SlicedResponse",
-    "Source",
     "Tenant",
     "digest_of",
     "encode_answer",
@@ -155,28 +155,28 @@ def digest_of(data: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DrawSource:
     """What is drawn from; without a blob the base model."""
 
     base_model: str
     blob: str = ""
 
 
-def find_source(api: RequestContext, tenant: str, name: str | None) -> Source:
+def find_source(api: RequestContext, tenant: str, name: str | None) -> DrawSource:
     """The weights of a name; None: the first base model."""
     context = api.service.context
     if name is None:
-        return Source(next(iter(context.backends)))
+        return DrawSource(next(iter(context.backends)))
     if name in context.backends:
-        return Source(name)
+        return DrawSource(name)
     if name.startswith("tinker://"):
         checkpoint = context.state.weights(tenant, name, now=api.now())
-        return Source(checkpoint.base_model, checkpoint.blob)
+        return DrawSource(checkpoint.base_model, checkpoint.blob)
     adapter = context.state.adapters.get((tenant, name))
     if adapter is None:
         known = ", ".join(model_names(api, tenant))
         raise Refusal(404, f"There is no model {name!r:.200}. There are: {known:.600}.")
-    return Source(adapter.base_model, adapter.blob)
+    return DrawSource(adapter.base_model, adapter.blob)
 
 
 def model_names(api: RequestContext, tenant: str) -> list[str]:

@@ -28,10 +28,10 @@ __all__ = [
     "GetInfo",
     "JoinSamplingSession",
     "LoadWeights",
-    "LoraConfig",
+    "NewLora",
     "OptimStepRequest",
     "PenaltyOptions",
-    "Prompt",
+    "PromptPieces",
     "RetrieveFuture",
     "RetrieveFutures",
     "Sample",
@@ -118,7 +118,7 @@ class FinishSession(_Request):
     detail: str | None = None
 
 
-class LoraConfig(_Request):
+class NewLora(_Request):
     """The shape of a new adapter."""
 
     rank: int = Field(default=32, ge=1)
@@ -141,7 +141,7 @@ class CreateModel(_Request):
     model_seq_id: Seq
     base_model: str
     user_metadata: UserMetadata | None = None
-    lora_config: LoraConfig = LoraConfig()
+    lora_config: NewLora = NewLora()
     optimizer_config: OptimizerConfig | None = None
 
 
@@ -272,7 +272,7 @@ class Chunk(_Request):
     tokens: Annotated[list[int], IN_SLICES] = []
 
 
-class Prompt(_Request):
+class PromptPieces(_Request):
     """Tokens, in pieces."""
 
     chunks: list[Chunk] = Field(default=[], max_length=MOST_CHUNKS)
@@ -368,7 +368,7 @@ class SamplingOptions(_Request, PenaltyOptions):
 class Sample(_Request):
     """Draw samples, or score the prompt."""
 
-    prompt: Prompt
+    prompt: PromptPieces
     sampling_params: SamplingOptions = SamplingOptions()
     num_samples: int = Field(default=1, ge=1)
     sampling_session_id: str | None = None

@@ -27,7 +27,7 @@ from rookery.runs import Run
 from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
 from rookery.service.context import Metrics, ServiceContext
-from rookery.service.drawing import Drawing, Samples
+from rookery.service.drawing import Drawing, OpenSamples
 from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.futures import Future
 from rookery.service.records import Model
@@ -207,7 +207,7 @@ class Service:
         """What download links are signed with, also after a restart."""
         self.training = TrainingLoop(context)
         self.drawing = Drawing(context)
-        self.samples = Samples(context, self.drawing)
+        self.samples = OpenSamples(context, self.drawing)
         self.admission = Admission(context)
         self.blob_lock = asyncio.Lock()
         """Held by who stores a blob and has not named it in the state yet, and while unused blobs

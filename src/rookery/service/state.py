@@ -1,8 +1,7 @@
-"""Everything the service knows of its tenants, in memory; one document saves and restores it.
+"""What the service knows of its tenants, in memory, and the write-ahead log that restores it.
 
-Lookups name the tenant: what another tenant has looks as if it did not exist.
-
-The write-ahead log: what was accepted and what was done, in the journal of a run.
+One document saves the state. Lookups name the tenant: what another tenant has looks as if it did
+not exist. The log says what was accepted and what was done, in the journal of a run:
 
 | entry    | written                           | after a crash                                 |
 |----------|-----------------------------------|-----------------------------------------------|
@@ -31,9 +30,9 @@ from rookery.runs import Entry, Run
 from rookery.service.records import (
     Checkpoint,
     CustomLoss,
+    JsonRows,
     Model,
     RegisteredAdapter,
-    Rows,
     SamplingSession,
     Session,
     StoredSequence,
@@ -197,7 +196,7 @@ class State:
         for adapter in self.adapters.values():
             yield adapter.blob
 
-    def read(self) -> dict[str, Rows]:
+    def read(self) -> dict[str, JsonRows]:
         """All of it as it is now, for a document."""
         return {
             "sessions": read_records(self.sessions.values()),
@@ -300,7 +299,7 @@ class Wal:
     async def finish_snapshot(
         self, document: Mapping[str, Any], *, seq: int, oldest_pending: int | None
     ) -> None:
-        """Make the document, whose ends may be Rows, durable; then drop the entries that nobody
+        """Make the document, whose ends may be JsonRows, durable; then drop the entries that nobody
         needs any more."""
         cut = seq if oldest_pending is None else min(seq, oldest_pending - 1)
         blob = await run_in_thread(lambda: self.run.blobs.put_bytes(encode(document)))

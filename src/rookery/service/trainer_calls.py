@@ -38,9 +38,9 @@ from rookery.types import OptimStep, TrainOutput
 __all__ = [
     "ADAPTER",
     "STATE",
-    "Outcome",
     "PassRecord",
     "TrainerCalls",
+    "WorkOutcome",
     "finish_pass",
 ]
 
@@ -69,7 +69,7 @@ class PassRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WorkOutcome:
     """Of one work."""
 
     work: Command
@@ -80,12 +80,12 @@ class Outcome:
     error: tuple[str, Category] | None = None
 
     @classmethod
-    def failure(cls, work: Command, sentence: str, category: Category) -> "Outcome":
+    def failure(cls, work: Command, sentence: str, category: Category) -> "WorkOutcome":
         return cls(work=work, result=failed(sentence, category), error=(sentence, category))
 
 
 async def finish_pass(
-    context: ServiceContext, outcomes: Sequence[Outcome], record: PassRecord | None
+    context: ServiceContext, outcomes: Sequence[WorkOutcome], record: PassRecord | None
 ) -> None:
     """Change the state, make the pass durable, then let the results be fetched. A pass that has a
     record is durable: it is repeated after a restart."""
@@ -111,7 +111,7 @@ async def finish_pass(
         context.futures.finish(outcome.work.id, outcome.result)
 
 
-def _check_repeated(outcomes: Sequence[Outcome], record: PassRecord) -> None:
+def _check_repeated(outcomes: Sequence[WorkOutcome], record: PassRecord) -> None:
     """What succeeded before a restart must succeed again: without it the weights are others."""
     for outcome in outcomes:
         if outcome.error is not None and outcome.work.id not in record.failures:
@@ -122,7 +122,7 @@ def _check_repeated(outcomes: Sequence[Outcome], record: PassRecord) -> None:
             )
 
 
-def _apply(context: ServiceContext, outcome: Outcome) -> None:
+def _apply(context: ServiceContext, outcome: WorkOutcome) -> None:
     work, state = outcome.work, context.state
     model = state.models[work.owner]
     model.next_seq = work.seq + 1
@@ -146,7 +146,7 @@ def _apply(context: ServiceContext, outcome: Outcome) -> None:
         state.samplers[sampler.id] = sampler
 
 
-def _outnumbered(context: ServiceContext, outcomes: Sequence[Outcome]) -> list[str]:
+def _outnumbered(context: ServiceContext, outcomes: Sequence[WorkOutcome]) -> list[str]:
     """Paths of all but the last K of a kind that was saved now, where the config says so. Published
     ones stay."""
     if context.config.keep_last is None:
@@ -186,33 +186,35 @@ class TrainerCalls:
 
     def sort_out(
         self, works: Sequence[Command], record: PassRecord | None
-    ) -> tuple[list[Command], list[Outcome]]:
+    ) -> tuple[list[Command], list[WorkOutcome]]:
         """The works that can be computed, and outcomes of the others: refused when they came,
         failed before the restart, or of a model that is gone."""
         doable: list[Command] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[WorkOutcome] = []
         for work in works:
             model = self._context.state.models[work.owner]
             if record is not None and work.id in record.failures:
-                outcomes.append(Outcome.failure(work, *record.failures[work.id]))
+                outcomes.append(WorkOutcome.failure(work, *record.failures[work.id]))
             elif work.kind == "refused":
-                outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
+                outcomes.append(WorkOutcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
             elif record is None and self._context.pending.is_given_up(work):
-                outcomes.append(Outcome.failure(work, GIVEN_UP, "user"))
+                outcomes.append(WorkOutcome.failure(work, GIVEN_UP, "user"))
             elif not model.is_live and record is None:
                 outcomes.append(
-                    Outcome.failure(work, "This model was unloaded, or its session ended.", "user")
+                    WorkOutcome.failure(
+                        work, "This model was unloaded, or its session ended.", "user"
+                    )
                 )
             elif model.failure:
                 sentence = f"The model could not be made: {model.failure}"
-                outcomes.append(Outcome.failure(work, sentence, "user"))
+                outcomes.append(WorkOutcome.failure(work, sentence, "user"))
             else:
                 doable.append(work)
         return doable, outcomes
 
-    async def call(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
+    async def call(self, works: Sequence[Command], record: PassRecord | None) -> list[WorkOutcome]:
         """Works of one kind and one base model; one outcome each."""
         match works[0].kind:
             case "forward_backward" | "forward":
@@ -226,7 +228,7 @@ class TrainerCalls:
             case _:
                 return [await self._save(work) for work in works]
 
-    async def _train(self, works: Sequence[Command]) -> list[Outcome]:
+    async def _train(self, works: Sequence[Command]) -> list[WorkOutcome]:
         backend = self._context.backend(works[0].base_model)
         context_tokens = backend.engine.context_tokens
         trained, failures = await asyncio.to_thread(
@@ -251,45 +253,45 @@ class TrainerCalls:
 
     def _read_each(
         self, works: Sequence[Command], read: Callable[[Command], Read]
-    ) -> tuple[list[Read], list[Outcome]]:
+    ) -> tuple[list[Read], list[WorkOutcome]]:
         """What the works ask for, and outcomes of those that cannot be read: what was right when it
         came may not be any more, as its loss may be gone. That is the result of this work alone."""
         requests: list[Read] = []
-        failures: list[Outcome] = []
+        failures: list[WorkOutcome] = []
         for work in works:
             try:
                 with boundary(ServiceError, "Reading the request failed"):
                     requests.append(read(work))
             except RookeryError as error:
-                failures.append(Outcome.failure(work, self._context.sentence(error), "user"))
+                failures.append(WorkOutcome.failure(work, self._context.sentence(error), "user"))
         return requests, failures
 
-    async def _step(self, works: Sequence[Command]) -> list[Outcome]:
+    async def _step(self, works: Sequence[Command]) -> list[WorkOutcome]:
         steps, outcomes = self._read_each(works, lambda work: (work, _optim_step(work)))
         trainer = self._context.backend(works[0].base_model).trainer
         outputs = await trainer.optim_step([step for _, step in steps])
         for (work, _), output in zip(steps, outputs, strict=True):
             if output.error:
-                outcomes.append(Outcome.failure(work, output.error, "user"))
+                outcomes.append(WorkOutcome.failure(work, output.error, "user"))
                 continue
             metrics = {f"{k.removeprefix('train/')}:mean": v for k, v in output.metrics.items()}
-            outcomes.append(Outcome(work=work, result=finished({"metrics": metrics})))
+            outcomes.append(WorkOutcome(work=work, result=finished({"metrics": metrics})))
         return outcomes
 
-    async def _create(self, work: Command) -> Outcome:
+    async def _create(self, work: Command) -> WorkOutcome:
         model = self._model(work)
         await self._context.backend(model.base_model).trainees.create(model.id, model.lora)
         result = finished({"type": "create_model", "model_id": model.id})
-        return Outcome(work=work, result=result)
+        return WorkOutcome(work=work, result=result)
 
-    async def _save(self, work: Command) -> Outcome:
+    async def _save(self, work: Command) -> WorkOutcome:
         model = self._model(work)
         request: Any = _save_request(work)
         is_external = work.kind == "save_weights_external"
         path = f"tinker://{model.id}/{_KINDS[work.kind]}/{request.path}"
         may_replace = work.kind == "save_weights" and request.overwrite
         if request.path is not None and path in self._context.state.checkpoints and not may_replace:
-            return Outcome.failure(
+            return WorkOutcome.failure(
                 work, f"There is a checkpoint {path} already: save under another name.", "user"
             )
         blob, size_bytes = await self._store(
@@ -316,25 +318,25 @@ class TrainerCalls:
             size_bytes = await asyncio.to_thread(_size, folder)
             return await run_in_thread(blobs.put_folder, folder), size_bytes
 
-    async def _load(self, work: Command, record: PassRecord | None) -> Outcome:
+    async def _load(self, work: Command, record: PassRecord | None) -> WorkOutcome:
         model = self._model(work)
         request = LoadWeights.model_validate_json(work.body)
         backend = self._context.backend(model.base_model)
         try:
             blob = self._source(work, model, request, record)
         except Refusal as refusal:
-            return Outcome.failure(work, str(refusal), "user")
+            return WorkOutcome.failure(work, str(refusal), "user")
         folder = self._context.wal.run.blobs.path(blob)
         if request.optimizer:
             if not (folder / STATE).exists():
                 sentence = f"{request.path} has no optimizer state: load it without the optimizer."
-                return Outcome.failure(work, sentence, "user")
+                return WorkOutcome.failure(work, sentence, "user")
             await backend.trainer.load(model.id, folder / STATE)
         else:
             await backend.trainees.create(model.id, folder / ADAPTER)
             model.has_loaded = True
         document = {"type": "load_weights", "path": request.path, "model_id": model.id}
-        return Outcome(work=work, result=finished(document), effect={"loaded": blob})
+        return WorkOutcome(work=work, result=finished(document), effect={"loaded": blob})
 
     def _source(
         self, work: Command, model: Model, request: LoadWeights, record: PassRecord | None
@@ -354,10 +356,10 @@ class TrainerCalls:
         return self._context.state.models[work.owner]
 
 
-def _trained(work: Command, training: Training, output: TrainOutput) -> Outcome:
+def _trained(work: Command, training: Training, output: TrainOutput) -> WorkOutcome:
     if output.error:
-        return Outcome.failure(work, output.error, "user")
-    return Outcome(work=work, result=training.result(output))
+        return WorkOutcome.failure(work, output.error, "user")
+    return WorkOutcome(work=work, result=training.result(output))
 
 
 def _optim_step(work: Command) -> OptimStep:
@@ -399,7 +401,7 @@ def _effect(
     return {"checkpoint": row}
 
 
-def _saved(work: Command, effect: Any) -> Outcome:
+def _saved(work: Command, effect: Any) -> WorkOutcome:
     """The result of a save, made of what it changed."""
     document: dict[str, Any] = {"type": work.kind}
     if (sampler := effect.get("sampler")) is not None:
@@ -410,7 +412,7 @@ def _saved(work: Command, effect: Any) -> Outcome:
         document["path"] = f"tinker://{work.owner}/{row['kind']}/{row['name']}"
         if work.kind == "save_weights_external":
             document["size_bytes"] = row["size_bytes"]
-    return Outcome(work=work, result=finished(document), effect=effect)
+    return WorkOutcome(work=work, result=finished(document), effect=effect)
 
 
 def _merge(backend: Backend, folder: Path) -> None:

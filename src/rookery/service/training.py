@@ -22,7 +22,7 @@ from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.context import ServiceContext, Throughput
 from rookery.service.fair_queue import FairQueue
 from rookery.service.records import Model
-from rookery.service.trainer_calls import Outcome, PassRecord, TrainerCalls, finish_pass
+from rookery.service.trainer_calls import PassRecord, TrainerCalls, WorkOutcome, finish_pass
 from rookery.service.work import Command
 
 __all__ = [
@@ -321,7 +321,9 @@ class TrainingLoop:
         self._count(works)
         await finish_pass(self._context, outcomes, record)
 
-    async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
+    async def _outcomes(
+        self, works: Sequence[Command], record: PassRecord | None
+    ) -> list[WorkOutcome]:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
         doable, outcomes = self._calls.sort_out(works, record)
         if doable:
@@ -332,7 +334,7 @@ class TrainingLoop:
                         outcomes += await self._calls.call(doable, record)
             except RookeryError as error:
                 sentence = self._context.sentence(error)
-                outcomes += [Outcome.failure(work, sentence, "server") for work in doable]
+                outcomes += [WorkOutcome.failure(work, sentence, "server") for work in doable]
         by_id = {outcome.work.id: outcome for outcome in outcomes}
         return [by_id[work.id] for work in works]
 
@@ -351,7 +353,7 @@ class TrainingLoop:
                 f"{self._context.config.gap_s:g} s: send its requests with numbers that follow "
                 "each other."
             )
-            outcomes = [Outcome.failure(work, sentence, "user") for work in lost]
+            outcomes = [WorkOutcome.failure(work, sentence, "user") for work in lost]
             await finish_pass(self._context, outcomes, None)
 
     async def _remove_models(self) -> None:

@@ -1,6 +1,4 @@
-"""Raw request bodies: their size, their compression, and which format a client speaks.
-
-Records of the ports as JSON, both ways: what Rookery's own client sends, and what it gets.
+"""Request bodies: their size and compression, and records of the ports as JSON, both ways.
 
     body = train_body("S:train:0", 3, request, forward_only=False)     # at the client
     call = read_record_call(json.loads(body))                          # at the service

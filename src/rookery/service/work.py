@@ -1,9 +1,8 @@
 """One accepted request on its way: what was asked, by whom, what it costs; and its result.
 
-What the service asks of the format that its clients speak: the bodies of accepted requests as
-requests to the trainer and the engine, and what came of them as bodies.
-
-The journal has bodies as they came, so that they are read again after a restart.
+`Format` is what the service asks of its clients' format: bodies as requests to the trainer and the
+engine, and what came of them as bodies. The journal has bodies as they came, so that they are read
+again after a restart.
 """
 
 import json
@@ -35,7 +34,7 @@ __all__ = [
     "Backend",
     "Category",
     "Command",
-    "Draw",
+    "DrawWork",
     "Form",
     "Format",
     "Known",
@@ -162,7 +161,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class DrawWork:
     """What to draw from which model, and what to tell of the prompt."""
 
     id: str
@@ -237,11 +236,11 @@ class Format(Protocol):
 
     def read_draw(
         self, work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
-    ) -> Draw:
+    ) -> DrawWork:
         """What an accepted sample asks for; a refusal when it can never be drawn. `max_tokens` is
         `Drawing.max_tokens` of the sampler's model."""
 
     def write_samples(
-        self, draw: Draw, completions: Sequence[Completion], scores: PromptScores
+        self, draw: DrawWork, completions: Sequence[Completion], scores: PromptScores
     ) -> Result:
         """What its client gets."""

@@ -20,7 +20,7 @@ __all__ = [
     "CausalAttend",
     "Heads",
     "HeadsSeen",
-    "Probe",
+    "PositionProbe",
     "agree",
     "attend_alike",
     "attend_heads",
@@ -257,7 +257,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 wrong pass is far off."""
 
 
-class Probe:
+class PositionProbe:
     """Two sequences of the same tokens, [2, tokens]: at the start of the context and at its end.
 
     Tokens are spread over the vocabulary: its first ones are special in most models, and half

@@ -18,7 +18,7 @@ from rookery.slots.attention import (
     CausalAttend,
     Heads,
     HeadsSeen,
-    Probe,
+    PositionProbe,
     agree,
     gap,
     register,
@@ -193,7 +193,7 @@ def _slotted(
     context_tokens = PositionEncoding(model.get_decoder()).fixed_tokens(
         text.max_position_embeddings
     )
-    probe = Probe(text.vocab_size, context_tokens, device=model.device)
+    probe = PositionProbe(text.vocab_size, context_tokens, device=model.device)
     with torch.inference_mode(), _reading_by_layers(model):
         expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     _check_finite(model, expected, folder)
@@ -248,7 +248,7 @@ def _check_finite(
 
 
 def _check_probe(
-    model: SlottedModel, probe: Probe, expected: torch.Tensor, folder: Path
+    model: SlottedModel, probe: PositionProbe, expected: torch.Tensor, folder: Path
 ) -> list[Heads]:
     attend = HeadsSeen(CausalAttend(probe.lengths, device=model.device))
     with torch.inference_mode():
@@ -335,8 +335,10 @@ def _shapes(model: "transformers.PreTrainedModel") -> dict[str, tuple[int, ...]]
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _set_weights(model: "transformers.PreTrainedModel", given: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in given.items():
+def _set_weights(
+    model: "transformers.PreTrainedModel", weights: Mapping[str, torch.Tensor]
+) -> None:
+    for name, tensor in weights.items():
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))

@@ -23,7 +23,7 @@ from torch import nn
 
 from rookery.errors import AdapterError, ModelError, boundary
 from rookery.model_names import is_named
-from rookery.slots.attention import Attend, CausalAttend, HeadsSeen, Probe, agree
+from rookery.slots.attention import Attend, CausalAttend, HeadsSeen, PositionProbe, agree
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
 from rookery.slots.linear import (
     FLOAT32,
@@ -251,7 +251,7 @@ class SlottedModel:
 
     def _agreeing_fusion(self) -> list[FusedLayer] | None:
         """The layers fused, if that computes what transformers' own layers compute."""
-        probe = Probe(self.shape.vocab_size, self.shape.context_tokens, device=self.device)
+        probe = PositionProbe(self.shape.vocab_size, self.shape.context_tokens, device=self.device)
         attend = HeadsSeen(CausalAttend(probe.lengths, device=self.device))
         indices = range(self.shape.num_layers)
         with torch.inference_mode():

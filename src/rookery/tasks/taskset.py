@@ -529,8 +529,8 @@ def options_start(spec: str, folder: Path = Path()) -> int:
     """Where the options of a file or a folder begin; its length if it has none. Names hold `?`
     too: what is there comes first."""
     ends = [place for place, char in enumerate(spec) if char == "?"]
-    found = (end for end in (len(spec), *ends) if end and _is_there(folder, spec[:end]))
-    return next(found, ends[0] if ends else len(spec))
+    there = (end for end in (len(spec), *ends) if end and _is_there(folder, spec[:end]))
+    return next(there, ends[0] if ends else len(spec))
 
 
 def _is_there(folder: Path, name: str) -> bool:

@@ -31,7 +31,7 @@ from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.packing import PackedPass
-from rookery.train.processes import ALONE, Call, Processes
+from rookery.train.processes import ALONE, Processes, RankCall
 from rookery.train.running_request import MixedRows, RunningRequest, Turn, mixed_turns
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import Stacks, Trunk, padding_rows, pads_alone
@@ -197,7 +197,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         del self.trainees[trainee]
         self._worker.submit(self.cache.forget, removed)
 
-    def do_part(self, call: Call) -> None:
+    def do_part(self, call: RankCall) -> None:
         match call.method, call.argument:
             case "add", Adapter() as start:
                 self.add(call.trainee, start)
@@ -316,7 +316,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         stacks = Stacks(
             [trainee for trainee, _ in members],
             model,
-            num_rows=[len(pass_rows) for pass_rows in rows.own],
+            num_rows=[len(pass_rows) for pass_rows in rows.unpadded],
         )
         cut, lengths = self._cut(members[0][0]), rows.lengths
         hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))
@@ -325,7 +325,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             lengths.append(padding)
         slots = stacks.rows(rows.spans, len(hidden), block=rows.block)
         hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots)
-        parts = list(zip(passes, rows.own, strict=True))
+        parts = list(zip(passes, rows.unpadded, strict=True))
         head_rows = partial(stacks.rows, layer="lm_head")
         return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)
 

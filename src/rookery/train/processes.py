@@ -26,7 +26,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rookery.errors import TrainError, boundary
 from rookery.types import Datum
 
-__all__ = ["ALONE", "Call", "Method", "Processes", "fill", "join_processes", "own_part", "whole"]
+__all__ = [
+    "ALONE",
+    "Method",
+    "Processes",
+    "RankCall",
+    "fill",
+    "join_processes",
+    "own_part",
+    "whole",
+]
 
 # Tensors that are spread over processes (torch's DTensor) beside plain ones.
 #
@@ -63,7 +72,7 @@ Method = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankCall:
     """What the first process begins to do, for the others to do their part."""
 
     method: Method

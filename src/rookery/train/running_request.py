@@ -227,7 +227,7 @@ class MixedRows:
         self._length = longest if longest * len(order) <= room else None
         """The rows of each sequence with its padding; None: there is none."""
         self.sequences: list[TokenIds] = []
-        self.own: list[list[int]] = [[] for _ in passes]
+        self.unpadded: list[list[int]] = [[] for _ in passes]
         """Of each pass: where its rows are, in its own order."""
         self.spans: list[list[int]] = [[] for _ in passes]
         """The same with padding."""
@@ -235,7 +235,7 @@ class MixedRows:
         for length, part, number in order if self._length else sorted(order):
             num = self._length or length
             self.sequences.append(passes[part].sequences[number])
-            self.own[part].extend(range(self.num_rows, self.num_rows + length))
+            self.unpadded[part].extend(range(self.num_rows, self.num_rows + length))
             self.spans[part].extend(range(self.num_rows, self.num_rows + num))
             self.num_rows += num
 

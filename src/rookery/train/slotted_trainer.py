@@ -25,7 +25,7 @@ from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Adapters, Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.packing import PackedPass
-from rookery.train.processes import ALONE, Call, Method, Processes
+from rookery.train.processes import ALONE, Method, Processes, RankCall
 from rookery.train.running_request import RunningRequest, join_parts
 from rookery.train.trainee import Trainee
 from rookery.types import (
@@ -308,16 +308,16 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def broadcast(self, method: Method, trainee: str, argument: object = None) -> None:
         """Let the other processes do their part of a call that this one, the first, begins."""
         if self._processes.is_first:
-            self._processes.broadcast(Call(method, trainee, argument))
+            self._processes.broadcast(RankCall(method, trainee, argument))
 
     def serve_rank(self) -> object:
         """In a process that is not the first: do its part of every call of that one. Blocks until
         it tells something else than a call, which is returned."""
-        while isinstance(told := self._processes.receive(), Call):
+        while isinstance(told := self._processes.receive(), RankCall):
             self.do_part(told)
         return told
 
-    def do_part(self, call: Call) -> None:
+    def do_part(self, call: RankCall) -> None:
         """The part of this process of a call."""
         trainee = self.trainee(call.trainee)
         match call.method, call.argument:

@@ -3,6 +3,7 @@
 display    progress while something runs               wording  numbers and rows as people read them
 headline   the result of a search in one sentence      loops    the same of other loops
 summary    the top of any report, as HTML too          time_left  how long a run still takes
+steps      the same of a run of several runs
 live/      the page: `rookery ui` over all runs, `report.html` of one
 vendor/    the chart library, as published
 

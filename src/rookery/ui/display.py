@@ -39,7 +39,10 @@ from rookery.ui.time_left import PROGRESS, TimeLeft
 if TYPE_CHECKING:
     from rookery.fleet import LaunchProgress
 
-__all__ = ["Bar", "Display", "PlainConsole"]
+__all__ = ["WRITE_EVERY_S", "Bar", "Display", "PlainConsole", "ProgressFile", "every"]
+
+Progressed = tuple[float, float | None, float | None]
+"""What is done, of how much, and the seconds left."""
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress in a log: a minute of it fits on a screen."""
@@ -119,9 +122,10 @@ class Display:
         task = progress.tasks[line]
         with progress, ExitStack() as stack:
             if not self.is_quiet and not can_draw:
-                stack.enter_context(_every(LINE_EVERY_S, lambda: self.say(_line(task))))
+                stack.enter_context(every(LINE_EVERY_S, lambda: self.say(_line(task))))
             if run is not None:
-                stack.enter_context(_every(WRITE_EVERY_S, _ProgressFile(run, task, noun).write))
+                file = ProgressFile(run, noun, lambda: (task.completed, task.total, _left_s(task)))
+                stack.enter_context(every(WRITE_EVERY_S, file.write))
             try:
                 yield Bar(progress, line, left)
             finally:
@@ -165,7 +169,7 @@ class Display:
 
 
 @contextmanager
-def _every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
+def every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
     """Do it so often, and once at the end, in a thread: what runs meanwhile may be busy."""
     has_ended = threading.Event()
 
@@ -183,11 +187,11 @@ def _every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
         work()
 
 
-class _ProgressFile:
+class ProgressFile:
     """Tells the page where a run is. The run goes on where it cannot be written."""
 
-    def __init__(self, run: Run, task: Task, noun: str) -> None:
-        self._run, self._task, self._noun = run, task, noun
+    def __init__(self, run: Run, noun: str, look: Callable[[], Progressed]) -> None:
+        self._run, self._noun, self._look = run, noun, look
         self._written: tuple[float, float | None] | None = None
         self._written_s = 0.0
         self._had_left = False
@@ -195,10 +199,8 @@ class _ProgressFile:
 
     def write(self) -> None:
         """What stays the same is seldom written again: then the time left may be another."""
-        task, now = self._task, time.time()
-        done, total = counts = (task.completed, task.total)
-        left_s = _left_s(task)  # asked every time: it looks at what other jobs take
-        has_left = left_s is not None
+        done, total, left_s = self._look()
+        now, counts, has_left = time.time(), (done, total), left_s is not None
         is_soon = not has_left or now < self._written_s + LINE_EVERY_S
         if counts == self._written and has_left == self._had_left and is_soon:
             return

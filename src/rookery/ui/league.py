@@ -126,12 +126,12 @@ def pair_table(report: LeagueReport) -> tuple[tuple[str, ...], list[tuple[str, .
     """Columns and rows: how much each entrant earned above each that ranks below it. `*`: the 95 %
     interval is on one side of zero."""
     names = [row.name for row in report.rows if row.mean is not None]
-    found = {(pair.first, pair.second): pair.difference for pair in report.pairs}
+    differences = {(pair.first, pair.second): pair.difference for pair in report.pairs}
     rows = []
     for place, name in enumerate(names[:-1]):
         cells = [""] * place
         for other in names[place + 1 :]:
-            difference = found.get((name, other))
+            difference = differences.get((name, other))
             if difference is None:
                 cells.append(wording.MISSING)
                 continue

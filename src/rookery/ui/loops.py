@@ -86,10 +86,10 @@ def prompt_context(tasks: TasksReport) -> str:
 def prompt_rows(report: EvolveReport, tasks: TasksReport) -> list[tuple[str, ...]]:
     """The chosen prompt and the first one, under PROMPT_COLUMNS."""
     first = "" if report.first is None else report.first.id
-    found = {row.id: row for row in tasks.finalists}
+    finalists = {row.id: row for row in tasks.finalists}
     rows: list[tuple[str, ...]] = []
     for row, id in zip(tasks.rows, (tasks.chosen, first), strict=False):
-        finalist = found.get(id, FinalistRow())
+        finalist = finalists.get(id, FinalistRow())
         scores = (wording.score(finalist.search), wording.score(finalist.select))
         ends = wording.interval(row)
         rows.append((row.name, *scores, wording.score(row.mean), ends, wording.gain(row.gain)))
@@ -200,10 +200,10 @@ def grpo_context(report: GrpoReport) -> str:
 
 def _how_measured(report: GrpoReport) -> str:
     """`greedily`, `at temperature 0.7`, or both; empty where the report does not tell."""
-    found = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
+    temperatures = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
     return " and ".join(
         f"at temperature {temperature:g}" if temperature else "greedily"
-        for temperature in found
+        for temperature in temperatures
         if temperature is not None
     )
 
@@ -259,10 +259,10 @@ def icm_contexts(report: IcmReport) -> list[str]:
     support = report.support
     said = []
     if support is not None and support.gain is not None and support.random_gain is not None:
-        own, random = (round(gain, 1) + 0.0 for gain in (support.gain, support.random_gain))
+        found_gain, random = (round(gain, 1) + 0.0 for gain in (support.gain, support.random_gain))
         said.append(
-            f"The labels raise one another's log-odds by {own:.1f} standard deviations of what "
-            f"random labels do; the best labels of a random model reach {random:.1f}."
+            f"The labels raise one another's log-odds by {found_gain:.1f} standard deviations "
+            f"of what random labels do; the best labels of a random model reach {random:.1f}."
         )
     unknown = all(row.accuracy is None for row in report.rows)
     missing = " No true labels were given to compare with." if unknown else ""

@@ -164,5 +164,5 @@ def sampled_rows(rows: Sequence[AnyRow]) -> list[tuple[str, ...]]:
 
 def _shown(rows: Sequence[AnyRow]) -> tuple[int, int]:
     """1 and the number of answers; report.json has what lies between too."""
-    found: list[SampledRecord] = [row.sampled for row in rows if row.sampled is not None]
-    return 1, found[0].num
+    samples: list[SampledRecord] = [row.sampled for row in rows if row.sampled is not None]
+    return 1, samples[0].num

@@ -1,7 +1,7 @@
 """Mutation on two levels: whether a candidate changes, and which of its numbers do.
 
     mutation = mutate(adapter, method=GaussianConfig(gene_rate=0.1), key=(seed, generation, child))
-    mutation.adapter, mutation.sigma, mutation.is_mutated
+    mutation.adapter, mutation.sigma
 
 `sigma` is the candidate's own strength: it changes, and is inherited, where children are planned
 (`search.children.SigmaConfig`). A `sigma` of the method is used instead, for all candidates alike.
@@ -120,11 +120,10 @@ _SIGMA = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """What came of one candidate. When `is_mutated` is false the adapter is the one given."""
+    """What came of one candidate: another adapter, or the one given."""
 
     adapter: Adapter
     sigma: float
-    is_mutated: bool
 
 
 def mutate(
@@ -136,13 +135,13 @@ def mutate(
     """
     strength = next((chosen for chosen in (method.sigma, sigma) if chosen is not None), _SIGMA)
     if bulk_stream("mutate", *key).random() >= method.candidate_rate:
-        return Mutation(adapter=adapter, sigma=strength, is_mutated=False)
+        return Mutation(adapter=adapter, sigma=strength)
     factors = {
         layer: _gaussian(method, lora, strength, bulk_stream("mutate", layer, *key))
         for layer, lora in adapter.factors.items()
     }
     changed = make_adapter(adapter.name, base=adapter.base, factors=factors)
-    return Mutation(adapter=changed, sigma=strength, is_mutated=True)
+    return Mutation(adapter=changed, sigma=strength)
 
 
 def _gaussian(

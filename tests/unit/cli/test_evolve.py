@@ -9,7 +9,7 @@ from driving import Command
 from scripted import Scripted, serve_scripted
 from tiny import write_chat_model
 
-from rookery.compose.evolve_prompt import evolve_prompt
+from rookery.compose.evolve import evolve_prompt
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
 

@@ -26,7 +26,7 @@ from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.compose.grpo.plan import plan_grpo
-from rookery.compose.running import resume
+from rookery.compose.kinds import resume
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
@@ -160,7 +160,7 @@ KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.plan import plan_grpo
-from rookery.compose.running import resume
+from rookery.compose.kinds import resume
 from rookery.runs import Run
 from rookery.runs.journal import Journal
 

@@ -16,6 +16,7 @@ import rookery
 from rookery.compat.openevolve import read_config, with_keys
 from rookery.compose import evolve
 from rookery.compose.evolve import describe
+from rookery.compose.evolve_inputs import EvolveProblem
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import resumable
 from rookery.errors import (
@@ -300,7 +301,7 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
         run.extend(old, may_change=["*"])
     loaded = read_config(document(model), environment={})
     assert loaded.config.database.strategy == "adaptive"
-    files = evolve.Problem(program=problem / "program.py", evaluator=problem / "evaluator.py")
+    files = EvolveProblem(program=problem / "program.py", evaluator=problem / "evaluator.py")
     longer = evolve.resume(files, loaded, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
 

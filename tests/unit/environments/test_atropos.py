@@ -172,7 +172,7 @@ def test_an_environment_that_is_silent_no_longer_holds_up_batches() -> None:
     assert registry.minimums == {0: 0.5}
     now[0] = SILENT_S
     assert registry.minimums == {}
-    registry.hear(0)
+    registry.note_seen(0)
     assert registry.minimums == {0: 0.5}
 
 

@@ -10,7 +10,7 @@ from executors.jobs import job
 from rookery.errors import ExecutorError
 from rookery.executors import pool as pool_module
 from rookery.executors.pool import WorkerPool, open_pool
-from rookery.executors.worker import Answer, WorkerGone, WorkerRefused
+from rookery.executors.worker import JobReply, WorkerGone, WorkerRefused
 from rookery.runtime.retry import Backoff
 from rookery.types import Job, JobCancelled, JobDone, WorkerInfo, WorkerLost
 
@@ -24,11 +24,11 @@ class ScriptedWorker:
         self.info = WorkerInfo(name=name)
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.jobs: list[Job] = []
-        self.answers: asyncio.Queue[Answer | WorkerGone] = asyncio.Queue()
+        self.answers: asyncio.Queue[JobReply | WorkerGone] = asyncio.Queue()
         self.num_kills = 0
         self.is_closed = False
 
-    async def run(self, job: Job) -> Answer:
+    async def run(self, job: Job) -> JobReply:
         self.jobs.append(job)
         answer = await self.answers.get()
         if isinstance(answer, WorkerGone):
@@ -42,7 +42,7 @@ class ScriptedWorker:
         self.is_closed = True
 
     def answer(self, content: bytes) -> None:
-        self.answers.put_nowait(Answer(is_error=False, content=content, seconds=0.5))
+        self.answers.put_nowait(JobReply(is_error=False, content=content, seconds=0.5))
 
     def die(self, reason: str) -> None:
         self.gone.set_result(reason)

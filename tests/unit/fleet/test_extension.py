@@ -16,7 +16,7 @@ from fleet.stub import Stub, serve
 
 from rookery.errors import FleetError
 from rookery.fleet.http.client import Client, ClientConfig, open_session
-from rookery.fleet.perturbed import Population
+from rookery.fleet.perturbed import StepPopulation
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.servers.settings import FleetConfig, LaunchConfig
 from rookery.fleet.staging import open_staging
@@ -335,7 +335,7 @@ def test_slots_filled_from_seeds_hold_what_the_members_as_adapters_would(
         layer: LoraFactors(a=lora.a.to(dtype), b=lora.b.to(dtype), scale=lora.scale)
         for layer, lora in centre.factors.items()
     }
-    population = Population.around(centre, like=replace(centre, factors=like), rank=1)
+    population = StepPopulation.around(centre, like=replace(centre, factors=like), rank=1)
     members = {
         number: population.member(f"m{number}", seed=1000 + number, amount=amount)
         for number, amount in ((2, 0.1), (3, -0.1), (4, 0.3))
@@ -369,7 +369,7 @@ def test_a_centre_goes_with_its_last_member_and_one_that_is_gone_is_refused(
 ) -> None:
     manager = attached()
     centre = make_small("centre", rank=2)
-    population = Population.around(centre, like=centre, rank=1)
+    population = StepPopulation.around(centre, like=centre, rank=1)
     members = [population.member(f"m{seed}", seed=seed, amount=0.1) for seed in (1, 2)]
     refs = [ModelRef(name=member.name, version=member.version) for member in members]
     with open_staging(tmp_path) as staging:

@@ -15,13 +15,13 @@ from fleet.stub import serve_routes
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError
 from rookery.fleet import ServerRefusal
-from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.fleet.http.external import ExternalConfig, ExternalSampler, TextCodec, open_external
 from rookery.ports import Sampler
 from rookery.runtime.retry import Backoff
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "yes", "no"]
-CODEC = Codec(
+CODEC = TextCodec(
     encode=lambda text: tuple(WORDS.index(word) for word in text.split()),
     decode=lambda tokens: " ".join(WORDS[t] for t in tokens),
 )

@@ -154,7 +154,7 @@ def dead_mark() -> WeightsMark:
     """Of a process that has ended."""
     with subprocess.Popen(["true"]) as process:
         pass
-    return replace(WeightsMark.own("step-3"), pid=process.pid)
+    return replace(WeightsMark.made_here("step-3"), pid=process.pid)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["ends", "is stopped"])
@@ -191,7 +191,7 @@ async def test_weights_that_a_killed_program_left_are_replaced() -> None:
 
 @pytest.mark.parametrize("where", ["this", "another"])
 async def test_weights_in_training_are_refused(where: str) -> None:
-    mark = replace(WeightsMark.own("step-3"), pid=1, start="")
+    mark = replace(WeightsMark.made_here("step-3"), pid=1, start="")
     if where == "another":
         mark = replace(dead_mark(), machine="elsewhere")
     else:
@@ -206,7 +206,7 @@ async def test_weights_in_training_are_refused(where: str) -> None:
 
 
 async def test_a_second_fleet_of_the_training_program_is_refused_while_it_trains() -> None:
-    mark = str(WeightsMark.own("step-3"))
+    mark = str(WeightsMark.made_here("step-3"))
     async with serve(TrainedStub(weights="half", weight_version=mark)) as [stub]:
         lock = TrainerLock.take(stub.url)
         assert lock is not None
@@ -247,7 +247,7 @@ async def test_a_server_that_keeps_trained_weights_keeps_their_name(
 def others_mark() -> str:
     """Of another process, which is alive."""
     pid = os.getppid()
-    return str(replace(WeightsMark.own("theirs"), pid=pid, start=process_start(pid)))
+    return str(replace(WeightsMark.made_here("theirs"), pid=pid, start=process_start(pid)))
 
 
 async def test_weights_of_another_training_are_not_overwritten() -> None:

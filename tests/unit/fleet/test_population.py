@@ -10,7 +10,7 @@ import pytest
 import torch
 from weights.made import made
 
-from rookery.fleet.perturbed import Population, moved
+from rookery.fleet.perturbed import StepPopulation, moved
 from rookery.fleet.vllm_plugin.population import LayerNoise
 from rookery.search import es
 from rookery.search.candidate import Fitness
@@ -86,7 +86,7 @@ def test_noise_is_standard_normal_and_its_own_for_each_seed_and_layer() -> None:
 
 def test_members_are_mirrored_and_the_update_is_the_sum_of_their_noise() -> None:
     centre = made(3)
-    population = Population.around(centre, like=centre, rank=1)
+    population = StepPopulation.around(centre, like=centre, rank=1)
     pairs = [
         [population.member("m", seed=seed, amount=amount) for amount in (0.5, -0.5)]
         for seed in (1, 2)
@@ -112,8 +112,8 @@ def test_members_are_rounded_to_the_dtype_of_the_adapter() -> None:
         for layer, lora in centre.factors.items()
     }
     like = Adapter(name="like", base="tiny", factors=halves, version="1")
-    member = Population.around(centre, like=like, rank=1).member("m", seed=1, amount=0.1)
-    exact = Population.around(centre, like=centre, rank=1).member("m", seed=1, amount=0.1)
+    member = StepPopulation.around(centre, like=like, rank=1).member("m", seed=1, amount=0.1)
+    exact = StepPopulation.around(centre, like=centre, rank=1).member("m", seed=1, amount=0.1)
     for layer, lora in member.factors.items():
         assert torch.equal(lora.a, exact.factors[layer].a.bfloat16())
         assert torch.equal(lora.b, exact.factors[layer].b.half())
@@ -133,7 +133,7 @@ def climb(shape: Callable[[dict[str, float]], dict[str, float]]) -> float:
     start, exact = distance(centre), dict(centre.factors)
     search = es.Es(config=es.EsConfig(num_pairs=16, sigma=0.1, learning_rate=16), seed=5)
     for _ in range(15):
-        population = Population.around(
+        population = StepPopulation.around(
             Adapter(name="c", base="", factors=exact, version="c"), like=centre, rank=1
         )
         heights = {

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
 from rookery.fleet.http.capabilities import Fit, check_fit, read_head, read_shapes
-from rookery.fleet.perturbed import Population
+from rookery.fleet.perturbed import StepPopulation
 from rookery.fleet.residency import claim_folder
 from rookery.fleet.staging import BufferFile, Staging, _layout, open_staging
 from rookery.fleet.vllm_plugin.population import CENTRE, NUMBERS
@@ -280,7 +280,7 @@ def test_the_last_member_of_a_centre_goes_while_others_come(
     tmp_path: Path,
 ) -> None:
     centre = make_small("a", seed=3)
-    population = Population.around(centre, like=centre, rank=1)
+    population = StepPopulation.around(centre, like=centre, rank=1)
 
     def come_and_go(seed: int) -> None:
         member = population.member(f"m{seed}", seed=seed, amount=0.1)

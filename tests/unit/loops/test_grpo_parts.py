@@ -330,6 +330,24 @@ async def test_a_batch_does_not_depend_on_when_its_groups_end(
     assert singly.num_stopped <= too_many and (useful_share < 1 or too_many == 0)
 
 
+async def test_every_position_has_random_numbers_of_its_own_by_the_seed() -> None:
+    """A task that comes again in the next epoch is answered with other random numbers."""
+    asked: list[list[Draw]] = []
+
+    class Recorder(ScriptedDrawer):
+        async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+            asked.append(list(draws))
+            return await super().draw(model, draws)
+
+    task, model = Task(id="0", prompt="?", reference=""), ModelRef(name="p", version="a")
+    for seed in (1, 1, 2):
+        config = make_config(groups_per_step=2, group_size=2, seed=seed)
+        recorder = Recorder([True] * 4, delays=[0] * 4)
+        await BatchDrawer(recorder, tasks=[task], config=config).draw_from(5, 4, model)
+    first, again, other = ([draw.seed for draw in draws] for draws in asked)
+    assert first == again and len({*first, *other}) == 8
+
+
 async def test_an_equal_group_is_replaced_while_others_are_drawn() -> None:
     config = make_config(groups_per_step=2, group_size=2)
     drawer = ScriptedDrawer([False, True, True], delays=[0, 50, 0])

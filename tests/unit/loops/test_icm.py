@@ -17,12 +17,11 @@ from rookery.errors import ConfigError, EngineError, TaskError
 from rookery.loops.icm import IcmConfig, IcmInputs, label, read_gold, read_items
 from rookery.loops.icm.baselines import INVERTED, Baselines
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
-from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
+from rookery.loops.icm.label_scorer import ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.prompts import Encoder
 from rookery.reports import IcmReport, parse_icm_report
 from rookery.runs import Run
-from rookery.search.labelling import TreeOrder
 from rookery.testing import BASE
 from rookery.types import Datum, ModelRef, Score, ScoreRequest, TokenIds
 
@@ -48,6 +47,13 @@ def decisions(path: Path) -> list[tuple[str, Any]]:
         return [(event.key, event.payload) for event in run.events("decision")]
 
 
+class Forgetful(ScoreStore):
+    """Every context is asked for again."""
+
+    def __contains__(self, key: str) -> bool:
+        return False
+
+
 MakeProblem = Callable[..., tuple[Oracle, Problem, IcmConfig]]
 
 
@@ -61,13 +67,8 @@ def problem(tmp_path: Path) -> MakeProblem:
         oracle = Oracle(num_items, **changes)
         config = make_config(write_items(tmp_path / "items.jsonl", oracle))
         items = read_items(config.data)
-        opened = open_problem(config, items, labeller=oracle.labeller, store=ScoreStore())
-        if scorer == "plain":
-            prompts = Prompts(items, encoder=oracle.labeller.encoder, data=config.data)
-            order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
-            plain = PlainLabelScorer(oracle.sampler, prompts=prompts, order=order, model=BASE)
-            opened = replace(opened, scorer=plain)
-        return oracle, opened, config
+        store = ScoreStore() if scorer == "shared" else Forgetful()
+        return oracle, open_problem(config, items, labeller=oracle.labeller, store=store), config
 
     return make
 

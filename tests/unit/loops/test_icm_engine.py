@@ -15,7 +15,7 @@ from rookery.errors import AdapterError
 from rookery.loops.icm import IcmConfig, Labeller, load_encoder, read_items
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.prompts import BatchPrompts
 from rookery.search.labelling import PrefixCache, TreeOrder
 from rookery.slots import SlottedModel
 from rookery.weights import write_adapter
@@ -49,7 +49,7 @@ async def test_reads_are_those_of_transformers_and_tokens_those_planned(
 ) -> None:
     items = read_items(config.data)
     encoder = load_encoder(tiny_folder)
-    prompts = Prompts(items, encoder=encoder, data=config.data)
+    prompts = BatchPrompts(items, encoder=encoder, data=config.data)
     order = TreeOrder([(i, i + 1) for i in range(0, 8, 2)])
     labels = (0, 1) * 4
     contexts = [prompts.context(labels, i, order=order.of(i)) for i in order.leaves]

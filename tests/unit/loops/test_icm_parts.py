@@ -16,7 +16,7 @@ from rookery.loops.icm.baselines import invert, most_likely
 from rookery.loops.icm.exports import ExportsConfig, LabelRecord, make_pairs
 from rookery.loops.icm.items import DataConfig, Item, batch_items, read_gold, read_items
 from rookery.loops.icm.objective import ObjectiveConfig, assess, build_constraints, predict
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.search.labelling import UNLABELLED, Constraints, Exclusive, TreeOrder
 
 
@@ -148,16 +148,16 @@ def test_batches_hold_every_item_once_and_whole_groups(groups: list[int], size: 
             assert homes.setdefault(one.group, number) == number
 
 
-def made_prompts(items: list[Item], **changes: Any) -> Prompts:
+def made_prompts(items: list[Item], **changes: Any) -> BatchPrompts:
     data = DataConfig.model_validate({"path": "x", "prompt": "{{ x }} is", **changes})
-    return Prompts(items, encoder=Encoder(encode=Words(), first=(99,)), data=data)
+    return BatchPrompts(items, encoder=Encoder(encode=Words(), first=(99,)), data=data)
 
 
 def test_a_context_is_the_tokens_of_its_text() -> None:
     words = Words()
     data = DataConfig.model_validate({"path": "x", "prompt": "{{ x }} is", "preamble": "Judge:"})
     items = [item("a"), item("b"), item("c")]
-    prompts = Prompts(items, encoder=Encoder(encode=words, first=(99,)), data=data)
+    prompts = BatchPrompts(items, encoder=Encoder(encode=words, first=(99,)), data=data)
     labels = (0, UNLABELLED, 1)
     tokens = prompts.context(labels, 1, order=(2, 0))
     assert tokens == (99, *words("Judge:\n\nc is False\n\na is True\n\nb is"))
@@ -193,7 +193,7 @@ def test_pieces_that_do_not_join_are_refused() -> None:
 
     data = DataConfig.model_validate({"path": "x", "prompt": "{{ x }} is"})
     with pytest.raises(TaskError, match="Item x: its text and the label 'True' do not join"):
-        Prompts([item("a"), item("x")], encoder=Encoder(encode=greedy), data=data)
+        BatchPrompts([item("a"), item("x")], encoder=Encoder(encode=greedy), data=data)
 
 
 def constraints(configs: list[dict[str, Any]], items: list[Item], **keys: Any) -> Constraints:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from rookery.errors import TaskError
 from rookery.loops.icm.items import DataConfig, Item
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.search.labelling import UNLABELLED, Labels, PrefixCache, TreeOrder
 from rookery.types import TokenIds
 
@@ -139,14 +139,14 @@ def test_contexts_are_exact_or_refused_with_a_separator_that_works(
 ) -> None:
     own, data = encoder(name), make_data(separator=separator, preamble=preamble)
     try:
-        prompts = Prompts(make_items(texts), encoder=own, data=data)
+        prompts = BatchPrompts(make_items(texts), encoder=own, data=data)
     except TaskError as error:
         found = re.search(r"write data\.separator: (\".*\")\.", str(error))
         if found is None:
             assert "do not work either" in str(error) or "do not join" in str(error)
             return
         data = make_data(separator=json.loads(found[1]), preamble=preamble)
-        prompts = Prompts(make_items(texts), encoder=own, data=data)
+        prompts = BatchPrompts(make_items(texts), encoder=own, data=data)
     labels = draw.draw(st.tuples(*[st.integers(-1, 1)] * len(texts)))
     target = draw.draw(st.integers(0, len(texts) - 1))
     order = [i for i in draw.draw(st.permutations(range(len(texts)))) if i != target]
@@ -163,7 +163,7 @@ def test_contexts_are_exact_or_refused_with_a_separator_that_works(
 def test_the_default_separator_works_and_prefixes_are_shared(name: str, preamble: str) -> None:
     texts = [f"Review: film {n} is {'good' if n % 2 else 'bad'}.\nPositive:" for n in range(16)]
     own, data = encoder(name), make_data(preamble=preamble)
-    prompts = Prompts(make_items(texts), encoder=own, data=data)
+    prompts = BatchPrompts(make_items(texts), encoder=own, data=data)
     order, labels = TreeOrder([(n, n + 1) for n in range(0, 16, 2)]), (0, 1) * 8
     contexts = [prompts.context(labels, n, order=order.of(n)) for n in order.leaves]
     for target, tokens in zip(order.leaves, contexts, strict=True):
@@ -185,10 +185,10 @@ def test_line_breaks_before_a_word_are_other_tokens_than_at_the_end_of_a_text() 
 def test_a_separator_that_tokens_reach_across_is_refused_and_another_one_named() -> None:
     items = make_items(["Review: A\nPositive:", "Review: B\nPositive:"])
     with pytest.raises(TaskError) as refused:
-        Prompts(items, encoder=encoder("sticky"), data=make_data())
+        BatchPrompts(items, encoder=encoder("sticky"), data=make_data())
     assert 'data.separator is "\\n\\n"' in str(refused.value)
     assert str(refused.value).endswith('write data.separator: "\\n".')
-    Prompts(items, encoder=encoder("sticky"), data=make_data(separator="\n"))
+    BatchPrompts(items, encoder=encoder("sticky"), data=make_data(separator="\n"))
 
 
 def test_pieces_are_never_encoded_apart_to_make_them_fit() -> None:
@@ -204,4 +204,4 @@ def test_pieces_are_never_encoded_apart_to_make_them_fit() -> None:
     texts = ["Review: A\nPositive:", "Review: B\nPositive:"]
     for encode in (drifting, sealed):
         with pytest.raises(TaskError):
-            Prompts(make_items(texts), encoder=Encoder(encode=encode), data=make_data())
+            BatchPrompts(make_items(texts), encoder=Encoder(encode=encode), data=make_data())

@@ -11,7 +11,7 @@ import pytest
 from marks import long
 
 from rookery.loops.icm.baselines import BaselinesConfig
-from rookery.loops.icm.chain import Batch, Chain, Problem
+from rookery.loops.icm.chain import Chain, ItemBatch, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer, Part, ScoreStore
@@ -161,7 +161,7 @@ async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> IcmR
         )
         found = await Chain(problem, config=AnnealingConfig(), seed=0).run(labels)
         assert found.labels == labels
-        batch = Batch(
+        batch = ItemBatch(
             index=index,
             items=tuple(item(f"{index}-{i}") for i in range(len(labels))),
             problem=problem,
@@ -174,7 +174,7 @@ async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> IcmR
     return await report_on(made, AnnealingConfig())
 
 
-async def report_on(batches: Sequence[Batch], search: AnnealingConfig) -> IcmReport:
+async def report_on(batches: Sequence[ItemBatch], search: AnnealingConfig) -> IcmReport:
     config = IcmConfig(
         data=DataConfig(path=Path("items.jsonl"), prompt="{{ text }} is"),
         baselines=BaselinesConfig(inverted=False),
@@ -216,7 +216,7 @@ async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None
     found = await Chain(problem, config=search, seed=0).run((0, 1) * 3)
     assert found.labels == (0, 1) * 3 and found.is_settled
     items = tuple(item(str(i)) for i in range(6))
-    batch = Batch(
+    batch = ItemBatch(
         index=0,
         items=items,
         problem=problem,
@@ -284,7 +284,7 @@ async def report_of_a_model(kind: str, num_items: int, seed: int, questions: int
         scorer=Coupled(couplings, own),
         objective=ObjectiveConfig(),
     )
-    batch = Batch(
+    batch = ItemBatch(
         index=0,
         items=tuple(replace(item(f"i{i}"), group=f"q{q}") for i, q in enumerate(groups)),
         problem=problem,

@@ -22,7 +22,7 @@ from rookery.megatron.engine import Ranks, RanksEngine, RanksTrainer
 from rookery.ports import Engine, Trainer
 from rookery.slots import load_model
 from rookery.train import AdapterPublisher, LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
-from rookery.train.processes import Call
+from rookery.train.processes import RankCall
 from rookery.types import (
     Adapter,
     Datum,
@@ -254,7 +254,7 @@ async def test_a_rank_that_is_told_every_call_ends_in_the_same_state(tiny_folder
         await engine.sample(requests[1:])
         await engine.unload(ref)
         for call in map(pickle.loads, ranks.told):
-            (other_trainer if isinstance(call, Call) else other).do_part(call)
+            (other_trainer if isinstance(call, RankCall) else other).do_part(call)
         assert other.stats.decoded_tokens == engine.stats.decoded_tokens > 0
         assert other.num_jobs == 0
         assert other_trainer.adapter("policy").version == trainer.adapter("policy").version

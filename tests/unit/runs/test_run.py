@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from rookery.errors import ConfigError, RunError
 from rookery.runs import NewEvent, Run
 from rookery.runs.run_folder import (
-    Source,
+    TakenPart,
     find_changes,
     find_sources,
     in_folder,
@@ -21,6 +24,36 @@ from rookery.runs.run_folder import (
 
 def make(root: Path, name: str = "poet") -> Run:
     return Run.create(root, kind="genome", name=name, config={"population": 8, "seed": 1})
+
+
+def test_what_is_written_is_on_disk_before_it_has_its_name_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut would test: of a file, of a folder's files, and of a blob."""
+    done: list[str] = []
+    sync, replace, rename = os.fsync, os.replace, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    def record_name(move: Callable[..., None], *paths: Path) -> None:
+        done.append("named")
+        move(*paths)
+
+    with make(tmp_path) as run:
+        monkeypatch.setattr(os, "fsync", record_sync)
+        monkeypatch.setattr(os, "replace", partial(record_name, replace))
+        monkeypatch.setattr(os, "rename", partial(record_name, rename))
+        for write in (
+            lambda: run.write_json("report.json", {"score": 1}),
+            lambda: run.write_folder("winner", lambda f: (f / "a.txt").write_text("a")),
+            lambda: run.blobs.put_bytes(b"program"),
+        ):
+            done.clear()
+            write()
+            named = done.index("named")
+            assert "file" in done[:named] and "folder" in done[named:], done
 
 
 def test_a_run_holds_what_was_put_into_it(tmp_path: Path) -> None:
@@ -362,4 +395,4 @@ def test_other_texts_stay(runs_dir: Path, text: str) -> None:
 def test_a_run_knows_which_runs_it_was_made_from(runs_dir: Path) -> None:
     config = resolve({"init": {"path": "run:tutor/winner"}, "seed": 1, "data": ["/etc"]}, runs_dir)
     config["prompt"] = f"/no_think {'Answer in words. ' * 20}Use and/or."
-    assert find_sources(config) == [Source("init.path", runs_dir / "tutor", "winner")]
+    assert find_sources(config) == [TakenPart("init.path", runs_dir / "tutor", "winner")]

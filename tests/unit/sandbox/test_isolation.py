@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hostile_programs import EVALUATOR, FAST, HONEST, PROGRAMS
 
-from rookery.sandbox import EvaluatorConfig, Outcome, Sandbox, SandboxConfig
+from rookery.sandbox import EvaluationOutcome, EvaluatorConfig, Sandbox, SandboxConfig
 
 CONFIG = SandboxConfig(backend="unsafe", memory_bytes=2**29)
 
@@ -20,7 +20,7 @@ async def opened(folder: Path, text: str) -> AsyncIterator[Sandbox]:
         yield sandbox
 
 
-async def score(folder: Path, evaluator: str, program: str) -> Outcome:
+async def score(folder: Path, evaluator: str, program: str) -> EvaluationOutcome:
     async with opened(folder, evaluator) as sandbox:
         return await sandbox.evaluate(program)
 

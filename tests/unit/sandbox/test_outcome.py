@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rookery.sandbox import (
+    EvaluationOutcome,
     EvaluatorConfig,
     Failure,
     FailureKind,
-    Outcome,
     decode_outcome,
     encode_outcome,
 )
@@ -20,7 +20,7 @@ EVALUATOR = EvaluatorConfig(file=Path("folder/evaluator.py"), timeout_s=7.0)
 
 def outcome_of(
     *lines: object, stopped: Failure | None = None, evaluator: EvaluatorConfig = EVALUATOR
-) -> Outcome:
+) -> EvaluationOutcome:
     data = b"".join(line if isinstance(line, bytes) else _line(line) for line in lines)
     return make_outcome(data, stopped=stopped, evaluator=evaluator, seconds=1.0, output_tail="")
 

@@ -32,7 +32,7 @@ from rookery.search.population import (
     PopulationConfig,
     SurvivalConfig,
     ask,
-    found,
+    make_population,
     pair_plans,
     random_plans,
     survivors,
@@ -94,7 +94,7 @@ def evolve(
 def founded(seed: int = 0, config: PopulationConfig = SMALL) -> tuple[Population, Places]:
     places = dict(FOUNDERS)
     fitness = {id: measure(place) for id, place in places.items()}
-    return found(fitness, config=config, seed=seed), places
+    return make_population(fitness, config=config, seed=seed), places
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -143,7 +143,7 @@ def test_any_fitness_makes_a_next_generation(
         children=ChildrenConfig(count=3, selection=RouletteConfig(), operators=operators),
         survival=SurvivalConfig(num_elites=2),
     )
-    population = found(fitness, config=config, seed=0)
+    population = make_population(fitness, config=config, seed=0)
     plans = ask(population, config=config, seed=0)
     told = {p.id: outcome[i] if i < len(outcome) else FAILED for i, p in enumerate(plans)}
     following = tell(population, told, config=config, seed=0)
@@ -177,7 +177,7 @@ def test_told_exactly_what_was_asked() -> None:
     with pytest.raises(ValueError, match="not asked for"):
         tell(population, {"g001-c00": FAILED, "x": FAILED}, config=SMALL, seed=0)
     with pytest.raises(ValueError, match="no founders"):
-        found({}, config=SMALL, seed=0)
+        make_population({}, config=SMALL, seed=0)
 
 
 def living(*scores: float | None) -> tuple[list[Candidate], list[float | None]]:

@@ -13,7 +13,7 @@ from rookery.search.surrogate import (
     LEAST,
     MOST_PARTS,
     NOISES,
-    Box,
+    Bounds,
     Surrogate,
     propose,
 )
@@ -109,7 +109,7 @@ def test_draws_are_as_far_apart_as_it_is_unsure() -> None:
 def test_proposals_beat_all_that_chance_finds() -> None:
     """After twenty random sums: the best of ten proposals against the best of a thousand sums."""
     base, slopes = make_world()
-    box = Box(0.0, 1.5)
+    box = Bounds(0.0, 1.5)
     known = random_sums(20)
 
     def value(points: Array) -> Array:
@@ -140,7 +140,7 @@ def test_proposals_differ_where_the_best_point_is_a_corner(founders: int, high: 
     known[0] = high
     certainties = np.tile(sigmoid(known.sum(axis=1, keepdims=True) - 2.0), TASKS)
     surrogate = Surrogate(known, certainties, num_blocks=1)
-    proposed = propose(surrogate, starts=known[:5], box=Box(0.0, high), worth=worth, count=10,
+    proposed = propose(surrogate, starts=known[:5], box=Bounds(0.0, high), worth=worth, count=10,
                        rng=np.random.default_rng(1))  # fmt: skip
     assert len(np.unique(proposed, axis=0)) == 10
     assert np.array_equal(proposed, np.minimum(np.round(proposed, DECIMALS), high))
@@ -160,7 +160,7 @@ def test_coefficients_that_change_nothing_count_for_nothing() -> None:
     found = propose(
         surrogate,
         starts=points[:3],
-        box=Box(0.5, 1.5),
+        box=Bounds(0.5, 1.5),
         worth=worth,
         count=20,
         rng=np.random.default_rng(5),
@@ -174,12 +174,12 @@ def test_a_box_that_holds_fewer_points_gives_fewer() -> None:
     known = random_sums(12)
     surrogate = Surrogate(known, sigmoid(base + known @ slopes), num_blocks=BLOCKS)
     at = 0.5 + 10.0**-DECIMALS / 8
-    one = propose(surrogate, starts=known[:5], box=Box(0.5, at), worth=worth, count=4,
+    one = propose(surrogate, starts=known[:5], box=Bounds(0.5, at), worth=worth, count=4,
                   rng=np.random.default_rng(1))  # fmt: skip
     assert one == pytest.approx(np.full((1, BLOCKS * FOUNDERS), 0.5))
     all_known = np.concatenate([known, one])
     surrogate = Surrogate(all_known, sigmoid(base + all_known @ slopes), num_blocks=BLOCKS)
-    none = propose(surrogate, starts=known[:5], box=Box(0.5, at), worth=worth, count=4,
+    none = propose(surrogate, starts=known[:5], box=Bounds(0.5, at), worth=worth, count=4,
                    rng=np.random.default_rng(1))  # fmt: skip
     assert none.shape == (0, BLOCKS * FOUNDERS)
 
@@ -216,7 +216,7 @@ def test_of_twenty_founders_no_proposal_is_an_exploding_sum() -> None:
     proposed = propose(
         Surrogate(founders, np.full((20, TASKS), 0.5), num_blocks=1),
         starts=founders[:5],
-        box=Box(0.0, 1.5),
+        box=Bounds(0.0, 1.5),
         worth=lambda probabilities: np.zeros(len(probabilities)),
         count=10,
         rng=np.random.default_rng(0),

@@ -19,7 +19,7 @@ from rookery.compose.serve import ServeConfig, serving
 from rookery.remote import ServiceTrainer
 from rookery.remote import engine as connection
 from rookery.remote.engine import (
-    Answer,
+    HttpReply,
     Samplers,
     ServiceClientConfig,
     _Away,
@@ -40,7 +40,9 @@ async def lossy_trainer(folder: Path, lost: set[str]) -> AsyncIterator[ServiceTr
     ):
         send = connection._send
 
-        async def send_and_lose(method: str, url: str, body: bytes | None, accept: str) -> Answer:
+        async def send_and_lose(
+            method: str, url: str, body: bytes | None, accept: str
+        ) -> HttpReply:
             answer = await send(method, url, body, accept)
             for name in list(lost):
                 if name in f"{method} {url}":

@@ -12,7 +12,7 @@ from executors.jobs import until
 from service.tenants import crashed_copy, fake_backend, loss_body, serve, train_body
 
 from rookery.service.config import ServiceConfig
-from rookery.service.drawing import Residency
+from rookery.service.drawing import BlobResidency
 from rookery.service.records import Model
 from rookery.service.work import Backend
 from rookery.testing import FakeTrainer
@@ -327,7 +327,7 @@ class SlowFolders:
 
 async def test_bursts_of_more_adapters_than_may_stay(tmp_path: Path) -> None:
     folders = SlowFolders()
-    residency = Residency(folders, folder_of=lambda blob: tmp_path / blob, limit=4)
+    residency = BlobResidency(folders, folder_of=lambda blob: tmp_path / blob, limit=4)
 
     async def use(blob: str) -> None:
         async with residency.use(blob) as ref:
@@ -347,7 +347,7 @@ async def test_what_is_being_unloaded_is_loaded_again_when_it_is_asked_for(
     tmp_path: Path, num_turns: int
 ) -> None:
     folders = SlowFolders()
-    residency = Residency(folders, folder_of=lambda blob: tmp_path / blob, limit=1)
+    residency = BlobResidency(folders, folder_of=lambda blob: tmp_path / blob, limit=1)
 
     async def use(blob: str) -> None:
         async with residency.use(blob) as ref:

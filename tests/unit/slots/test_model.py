@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rookery.errors import ModelError
 from rookery.slots import CausalAttend, FixedText, Segment, SlotRows, SlottedModel, load_model
-from rookery.slots.attention import Probe, agree
+from rookery.slots.attention import PositionProbe, agree
 from rookery.slots.linear import FLOAT32, PackedProduct, Packing, drop_pages, int4_packing
 from rookery.slots.loading import weight_shapes
 from rookery.types import Adapter, LoraFactors
@@ -204,7 +204,7 @@ VOCABULARY = 64
 
 
 def logits() -> torch.Tensor:
-    rows = 2 * Probe(VOCABULARY, 128, device=torch.device("cpu")).lengths[0]
+    rows = 2 * PositionProbe(VOCABULARY, 128, device=torch.device("cpu")).lengths[0]
     return 30 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
 
@@ -234,7 +234,7 @@ def test_nan_agrees_with_nothing(dtype: torch.dtype) -> None:
 
 
 def test_the_tokens_are_spread_over_the_vocabulary() -> None:
-    probe = Probe(49152, 8192, device=torch.device("cpu"))
+    probe = PositionProbe(49152, 8192, device=torch.device("cpu"))
     own = set(probe.tokens[0].tolist())
     assert len(own) == len(probe.tokens[0]) and max(own) > 0.8 * 49152
 

@@ -12,7 +12,7 @@ from rookery.compose.genome import RolloutPlan, SearchBar
 from rookery.compose.grpo.progress import Measurements, TrainBar
 from rookery.loops.grpo import GrpoConfig, Step
 from rookery.reports import GenerationRecord
-from rookery.rollout import Progress
+from rookery.rollout import BlockProgress
 from rookery.ui.display import Bar, Display
 from rookery.ui.time_left import TimeLeft
 
@@ -69,7 +69,7 @@ class Replay:
             case "phase":
                 self._loop.on_phase(value)
             case "answers" if self._loop is not None:
-                self._loop.answered(Progress(num_rollouts=value, num_tokens=0))
+                self._loop.answered(BlockProgress(num_rollouts=value, num_tokens=0))
             case "answers":
                 self._bar.advance(value)
             case "done":

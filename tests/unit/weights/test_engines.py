@@ -26,14 +26,14 @@ from rookery.weights.merge import children as children_module
 from rookery.weights.merge.compiled import (
     Blend,
     Drop,
-    Engine,
     Floats,
     Integers,
+    PassRunner,
     Tensors,
     Trim,
     as_tensors,
-    compile_engine,
-    load_engine,
+    compile_passes,
+    load_compiled,
 )
 from rookery.weights.merge.cross import Rows
 from rookery.weights.stack import stack
@@ -52,7 +52,7 @@ class SharedTensors:
 
 
 COMPILER = shutil.which("cc")
-COMPILED = compile_engine(COMPILER) if COMPILER else None
+COMPILED = compile_passes(COMPILER) if COMPILER else None
 ENGINES = [
     pytest.param(SharedTensors(), id="torch"),
     pytest.param(
@@ -101,7 +101,7 @@ def bounds_of(sizes: list[int], *, gap: int) -> tuple[Integers, int]:
     seed=st.integers(0, 1000),
 )
 def test_limits_are_those_of_sorting(
-    engine: Engine[Floats], sizes: list[int], fraction: float, kind: str, seed: int
+    engine: PassRunner[Floats], sizes: list[int], fraction: float, kind: str, seed: int
 ) -> None:
     bounds, length = bounds_of(sizes, gap=seed % 5)
     row = drawn(np.random.default_rng(seed), kind, length)
@@ -114,7 +114,7 @@ def test_limits_are_those_of_sorting(
 
 @each_engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_limits_of_long_rows(engine: Engine[Floats], kind: str) -> None:
+def test_limits_of_long_rows(engine: PassRunner[Floats], kind: str) -> None:
     """Longer than one block of byte counters, and not a multiple of any group."""
     row = drawn(np.random.default_rng(1), kind, 300_001)
     for k in (1, 2, 90_000, 210_000, 299_999, 300_001):
@@ -123,7 +123,7 @@ def test_limits_of_long_rows(engine: Engine[Floats], kind: str) -> None:
 
 
 @each_engine
-def test_columns_of_very_different_size_do_not_fool_the_sample(engine: Engine[Floats]) -> None:
+def test_columns_of_very_different_size_do_not_fool_the_sample(engine: PassRunner[Floats]) -> None:
     values = np.random.default_rng(0).standard_normal((1024, 64)) * np.logspace(-4, 4, 64)
     row = values.astype(np.float32).flatten()
     for k in (10, 20_000, 45_000, 65_000):
@@ -174,7 +174,7 @@ def votes_of(blend: Blend[Floats], stretch: int) -> np.ndarray:
 @pytest.mark.parametrize("num_parents", [1, 2, 3, 5, 8, 9])
 @pytest.mark.parametrize(("elects", "drops"), [(True, False), (True, True), (False, True)])
 def test_a_pass_is_its_closed_form(
-    engine: Engine[Floats], num_parents: int, elects: bool, drops: bool
+    engine: PassRunner[Floats], num_parents: int, elects: bool, drops: bool
 ) -> None:
     blend = made_blend(
         5, sizes=[33_000, 17], num_parents=num_parents, kind="normal", elects=elects, drops=drops
@@ -223,7 +223,7 @@ def test_all_engines_give_the_same_bits(
 
 
 @each_engine
-def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine[Floats]) -> None:
+def test_opposite_votes_of_equal_weight_elect_nothing(engine: PassRunner[Floats]) -> None:
     row = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     blend = Blend(
         rows=[row, -row],
@@ -238,9 +238,9 @@ def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine[Floats]) ->
 
 def test_without_a_compiler_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    load_engine.cache_clear()
-    assert load_engine() is None
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
+    assert load_compiled() is None
+    load_compiled.cache_clear()
 
 
 def test_a_compiler_that_fails_is_told_and_torch_used(
@@ -250,11 +250,11 @@ def test_a_compiler_that_fails_is_told_and_torch_used(
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(broken))
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert load_engine() is None
+        assert load_compiled() is None
     assert "did not compile entries.c" in caplog.text
-    load_engine.cache_clear()
+    load_compiled.cache_clear()
 
 
 @pytest.mark.parametrize("method", [TiesConfig(), DareConfig(), DareTiesConfig()])

@@ -36,7 +36,7 @@ from rookery.concurrency import together
 from rookery.errors import TaskError
 from rookery.service.drawing import encode_prompts
 from rookery.service.fair_queue import READERS, FairSemaphore
-from rookery.service.records import Rows
+from rookery.service.records import JsonRows
 from rookery.service.request_context import DrawingRoute, SlicedResponse, encode_answer
 from rookery.service.requests import MAX_COUNT, TokenOptions
 from rookery.service.work import Refusal, bad, status_of
@@ -131,10 +131,10 @@ async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
         "prompt": body.prompt if isinstance(body.prompt, str) else "",
         "finish_reasons": [one.finish_reason for one in drawn],
         "prompt_token_ids": prompt,
-        "token_ids": Rows(drawn, lambda one: one.tokens),
+        "token_ids": JsonRows(drawn, lambda one: one.tokens),
     }
     if body.logprobs is not None:
-        answer["logprobs"] = Rows(drawn, _vllm_logprobs)
+        answer["logprobs"] = JsonRows(drawn, _vllm_logprobs)
     if score is not None:
         answer["prompt_logprobs"] = _prompt_logprobs(prompt, score)
     return answer
@@ -147,7 +147,7 @@ async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, A
     return {
         "request_id": body.request_id or secrets.token_hex(8),
         "model": MODEL,
-        "choices": Rows(list(enumerate(drawn)), lambda row: _token_choice(*row)),
+        "choices": JsonRows(list(enumerate(drawn)), lambda row: _token_choice(*row)),
         "prompt_token_ids": prompt,
         "usage": usage_of([prompt], sum(len(one.tokens) for one in drawn)),
     }

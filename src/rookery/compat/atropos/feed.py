@@ -1,6 +1,6 @@
-"""Batches for a training, from the gateway in this process or from one elsewhere.
+"""Batches that environments have played, from the gateway in this process or from one elsewhere.
 
-Batches that environments elsewhere have played: each is durable before it is trained on.
+Each batch is durable before it is trained on.
 
     source = AtroposSource(feed, config=config, run=run)
     batch = await source.batch(step, policy=policy)

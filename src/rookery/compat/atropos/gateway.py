@@ -106,7 +106,7 @@ class Gateway:
         try:
             for group in groups:
                 if group.env_id is not None:
-                    self.registry.hear(group.env_id)
+                    self.registry.note_seen(group.env_id)
             draws = await asyncio.to_thread(lambda: [self._check(group) for group in groups])
             buffered = await self.queue.add_all(groups, draws, is_gone=is_gone)
         except TaskError as error:

@@ -153,7 +153,7 @@ class Registry:
         """The trainer is forgotten."""
         self.trainer, self._heard_s = None, -math.inf
 
-    def hear(self, env_id: int) -> Environment:
+    def note_seen(self, env_id: int) -> Environment:
         """An environment says something."""
         environment = self.find(env_id)
         self._seen_s[env_id] = self._clock()
@@ -185,7 +185,7 @@ class Registry:
             group_size=registration.group_size,
         )
         self.environments.append(environment)
-        return self.hear(environment.id)
+        return self.note_seen(environment.id)
 
     def find(self, env_id: int) -> Environment:
         if not 0 <= env_id < len(self.environments):
@@ -206,7 +206,7 @@ class Registry:
 
     def status(self, env_id: int, queue: Sequence[ScoredGroup], *, step: int) -> dict[str, object]:
         """What `/status-env` answers: sizes in groups of this environment."""
-        environment = self.hear(env_id)
+        environment = self.note_seen(env_id)
         sizes = [group.size for group in queue if group.env_id == env_id]
         size = max([environment.group_size, *sizes])
         self.environments[env_id] = replace(environment, group_size=size)
@@ -293,7 +293,7 @@ class PostReceipts:
         if file[:_BOOT_BYTES] != boot or not boot.strip(b"\0"):
             # The numbers first: a kill in between leaves some that do not count.
             for seq in range(max(1, answers._oldest), last + 1):
-                answers._tell(seq)
+                answers._mark_told(seq)
             file[:_BOOT_BYTES] = boot
         return answers
 
@@ -337,12 +337,12 @@ class PostReceipts:
             if not is_told:
                 self.miss(digest, seq)
                 continue
-            self._tell(seq)
+            self._mark_told(seq)
             left = [number for number in self._untold.pop(digest, []) if number != seq]
             if left:
                 self._untold[digest] = left
 
-    def _tell(self, seq: int) -> None:
+    def _mark_told(self, seq: int) -> None:
         self._file[self._place(seq)] = struct.pack("<Q", seq)
 
     def _place(self, seq: int) -> slice:

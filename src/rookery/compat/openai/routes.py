@@ -38,7 +38,7 @@ from rookery.ports import Codec
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import encode_prompts
-from rookery.service.records import Rows
+from rookery.service.records import JsonRows
 from rookery.service.request_context import (
     DrawingRoute,
     RequestContext,
@@ -50,7 +50,7 @@ from rookery.service.request_context import (
 from rookery.service.requests import MAX_COUNT, TokenOptions
 from rookery.service.service import new_id
 from rookery.service.wire import IN_SLICES
-from rookery.service.work import Draw, bad
+from rookery.service.work import DrawWork, bad
 from rookery.types import Completion, CompletionDelta, Json, Message, TokenIds
 
 __all__ = [
@@ -418,7 +418,7 @@ async def _complete(
     drawing = api.service.drawing
     limit = drawing.max_tokens(source.base_model, asked=order.max_tokens, num_prompt=len(prompt))
     seed = stream_seed(0, request_id) if body.seed is None else stream_seed(body.seed, place)
-    draw = Draw(
+    draw = DrawWork(
         id=request_id,
         tenant=tenant,
         base_model=source.base_model,
@@ -488,8 +488,8 @@ def response_of(
     choice: Callable[[Completion, TokenIds], dict[str, Any]],
     more: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """The answer to a request, with what it cost. Its choices are Rows, made as they are written:
-    each may tell a long prompt. `more`: what they have besides."""
+    """The answer to a request, with what it cost. Its choices are JsonRows, made as they are
+    written: each may tell a long prompt. `more`: what they have besides."""
     prompts, answers = drawn
     pairs = [
         (one, prompt) for prompt, completions in zip(*drawn, strict=True) for one in completions
@@ -501,6 +501,6 @@ def response_of(
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": Rows(rows, lambda row: {"index": row[0], **choice(*row[1][0]), **row[1][1]}),
+        "choices": JsonRows(rows, lambda row: {"index": row[0], **choice(*row[1][0]), **row[1][1]}),
         "usage": usage_of(prompts, num_drawn),
     }

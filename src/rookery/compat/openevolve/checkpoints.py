@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rookery.errors import RunError
-from rookery.loops.evolve.outputs import Checkpoint, FeatureRange, WriteOptions
+from rookery.loops.evolve.outputs import FeatureRange, ProgramCheckpoint, WriteOptions
 from rookery.loops.evolve.program import (
     ProgramDocument,
     ProgramRecord,
@@ -60,7 +60,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]))]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> ProgramCheckpoint:
     """The population of a checkpoint. References to programs that are not kept are left out."""
     if not (folder / "programs").is_dir():
         raise RunError(f"{folder} is not a checkpoint: it has no folder `programs`.{_hint(folder)}")
@@ -75,7 +75,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return _checkpoint(metadata, programs)
 
 
-def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> Checkpoint:
+def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> ProgramCheckpoint:
     """The lists over islands, cut or filled to the number of islands as OpenEvolve does."""
     num_islands = len(metadata.islands)
     grids: list[dict[str, str]] = [
@@ -85,7 +85,7 @@ def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> Chec
     bests = [id if id in programs else None for id in metadata.island_best_programs]
     is_complete = len(metadata.island_generations) == num_islands
     best_id = metadata.best_program_id
-    return Checkpoint(
+    return ProgramCheckpoint(
         programs=tuple(programs.values()),
         islands=tuple(tuple(island) for island in metadata.islands),
         grids=tuple([*grids, *({} for _ in range(num_islands))][:num_islands]),
@@ -160,7 +160,7 @@ def _hint(folder: Path) -> str:
 
 def fill_checkpoint(
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: ProgramCheckpoint,
     *,
     place: Path,
     options: WriteOptions,
@@ -204,7 +204,7 @@ def _link_or_copy(file: Path, folder: Path, name: str, *, earlier: Path | None) 
     shutil.copyfile(file, folder / name)
 
 
-def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+def _metadata(checkpoint: ProgramCheckpoint) -> dict[str, Any]:
     ranges = checkpoint.feature_ranges.items()
     return {
         "island_feature_maps": [dict(grid) for grid in checkpoint.grids],

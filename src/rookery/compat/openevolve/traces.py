@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 from rookery.errors import ConfigError, RunError
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.config import TraceConfig
-from rookery.loops.evolve.outputs import Step
+from rookery.loops.evolve.outputs import ChildStep
 from rookery.loops.evolve.program import Metrics, is_number
 
 __all__ = ["TraceWriter", "trace_entry", "trace_path"]
@@ -28,7 +28,7 @@ _MAX_ATTRIBUTE_CHARS = 15_000
 """HDF5 keeps at most 64 KiB in an attribute; a character has up to four bytes."""
 
 
-def trace_entry(step: Step, *, config: TraceConfig) -> dict[str, Any]:
+def trace_entry(step: ChildStep, *, config: TraceConfig) -> dict[str, Any]:
     """The line of a step. What is unknown or not asked for is left out."""
     parent, child = step.parent, step.child
     entry: dict[str, Any] = {
@@ -78,7 +78,7 @@ class TraceWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._known = self._recover()
 
-    def append(self, step: Step) -> None:
+    def append(self, step: ChildStep) -> None:
         """Keep the entry of a step; every `buffer_size` of them are written."""
         if step.child.id in self._known:
             return

@@ -29,7 +29,7 @@ from rookery.service.wire import RecordCall, load_json, output_document
 from rookery.service.work import (
     Array,
     Command,
-    Draw,
+    DrawWork,
     Known,
     PromptScores,
     Result,
@@ -56,7 +56,9 @@ def read_training(work: Command, known: Known) -> Training:
     return _SdkTraining(request, () if is_policy else drawn_logprobs(known.result, call.data))
 
 
-def write_samples(draw: Draw, completions: Sequence[Completion], scores: PromptScores) -> Result:
+def write_samples(
+    draw: DrawWork, completions: Sequence[Completion], scores: PromptScores
+) -> Result:
     """A SampleResponse."""
     top_k = draw.params.top_logprobs
     payload = encode_samples(completions, scores, top_k=top_k, has_text=draw.has_text)

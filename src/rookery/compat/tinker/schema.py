@@ -1,7 +1,4 @@
-"""Tensors of the protocol as arrays.
-
-Samples on the wire: prompts and options -> requests to the engine, its answers -> a body.
-"""
+"""Tensors on the wire as arrays; samples on the wire as requests to the engine, and its answers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +16,7 @@ from rookery.remote.messages import (
 from rookery.seeding import stream_seed
 from rookery.service.records import SamplingSession
 from rookery.service.requests import Sample
-from rookery.service.work import Array, Command, Draw, PromptScores, bad
+from rookery.service.work import Array, Command, DrawWork, PromptScores, bad
 from rookery.types import (
     Completion,
     SamplingParams,
@@ -125,7 +122,9 @@ def _check_shape(shape: Sequence[int], name: str) -> None:
         raise bad(f"{name} has the shape {list(shape)}; at most {MAX_CELLS:,} values are taken.")
 
 
-def read_draw(work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]) -> Draw:
+def read_draw(
+    work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
+) -> DrawWork:
     """Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
     restart."""
     request = Sample.model_validate_json(work.body)
@@ -134,7 +133,7 @@ def read_draw(work: Command, sampler: SamplingSession, *, max_tokens: Callable[.
     limit = max_tokens(asked=options.max_tokens, num_prompt=len(prompt))
     has_scores = request.prompt_logprobs or request.topk_prompt_logprobs
     seed = stream_seed(0, work.id) if options.seed is None else options.seed & (2**63 - 1)
-    return Draw(
+    return DrawWork(
         id=work.id,
         tenant=work.tenant,
         base_model=sampler.base_model,

@@ -1,8 +1,6 @@
-"""forward_backward on the wire: bodies -> TrainCall, outputs -> bodies.
+"""forward_backward on the wire: a body -> the trainer's data, loss and options; outputs -> a body.
 
 Results are kept as protobuf; clients of the JSON time get them converted.
-
-What was sent for a loss -> the trainer's data, loss and options; outputs -> metrics.
 
 | loss                | arrays                              | options                    |
 |---------------------|-------------------------------------|----------------------------|

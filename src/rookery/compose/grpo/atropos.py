@@ -29,7 +29,6 @@ from rookery.engines import EngineChoice, engine_from_folder, find_model, open_e
 from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
-from rookery.remote import ServiceEngine
 from rookery.runs import Run
 from rookery.tasks.template import load_template
 
@@ -138,7 +137,6 @@ async def _open_side(
         return None
     template = load_template(find_model(config.engine, tokenizer="").path)
     engine = await stack.enter_async_context(open_engine(config.engine))
-    assert not isinstance(engine, ServiceEngine), "the config refuses one"
     return EngineSide(engine, codec=TemplateCodec(template), samples=gateway.samples)
 
 

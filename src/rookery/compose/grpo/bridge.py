@@ -331,8 +331,8 @@ async def attach(
 
 
 def _choose_copy(fleet: Fleet, why: str) -> Bridge:
-    own = [replica.local for replica in fleet.pool.replicas]
-    if all(local is not None and local.config.has_extension for local in own):
+    launched = [replica.local for replica in fleet.pool.replicas]
+    if all(local is not None and local.config.has_extension for local in launched):
         return Bridge("copy", f"not alias: {why}")
     return Bridge("reload", f"not alias and not copy: {why}")
 

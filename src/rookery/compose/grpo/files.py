@@ -104,9 +104,9 @@ def trainer_place(config: _Placed) -> tuple[str, str]:
     if config.engine.type == "embedded":
         device, dtype = config.engine.device, config.engine.dtype
     device = find_device(device)
-    own = os.environ.get("LOCAL_RANK")
+    local_rank = os.environ.get("LOCAL_RANK")
     launch = launch_of(config.engine)
-    if device == "cuda" and (own or (launch is not None and launch.spare_gpus)):
+    if device == "cuda" and (local_rank or (launch is not None and launch.spare_gpus)):
         first = first_spare_gpu(launch) if launch is not None else 0
-        return f"cuda:{first + int(own or 0)}", dtype
+        return f"cuda:{first + int(local_rank or 0)}", dtype
     return device, dtype

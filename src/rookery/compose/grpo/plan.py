@@ -143,11 +143,11 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
     if config.sweep is None:
         return config
 
-    def size(own: GrpoConfig) -> tuple[int, bool]:
-        num_rollouts = (1 + (own.staleness or 0)) * own.max_groups * own.group_size
-        return num_rollouts * own.max_drawn_tokens, needs_reference(own)
+    def size(config: GrpoConfig) -> tuple[int, bool]:
+        num_rollouts = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
+        return num_rollouts * config.max_drawn_tokens, needs_reference(config)
 
-    largest = max((own.config for own in swept(config)), key=size)
+    largest = max((adapter.config for adapter in swept(config)), key=size)
     return largest.model_copy(update={"sweep": config.sweep})
 
 
@@ -398,9 +398,9 @@ def _trainer_rows(
     note = f"{dtype}, engine and trainer" if config.share else dtype
     is_full = config.full is not None
     parts = num_processes() if is_full else 1  # each process keeps a part of a model
-    own = step.weights // parts
+    own_weights = step.weights // parts
     # With alias they are the servers', and counted there.
-    held = 0 if config.bridge == "alias" else own
+    held = 0 if config.bridge == "alias" else own_weights
     yield MemoryRow(name=name, num_bytes=held, note=note, remedy="take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
@@ -437,7 +437,7 @@ def _trainer_rows(
     yield MemoryRow(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
-        num_bytes=max(one_pass - step.weights + own, step.one_step // parts, published),
+        num_bytes=max(one_pass - step.weights + own_weights, step.one_step // parts, published),
         note=f"activations of {step.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"

@@ -69,8 +69,8 @@ def has_reference_model(config: GrpoConfig, files: GrpoFiles) -> bool:
     """Whether the reference is a model in memory besides the one that is trained."""
     if config.full is not None:
         return needs_reference(config)
-    own = files.folder.path.resolve()
-    return isinstance(files.reference, Path) and files.reference.resolve() != own
+    folder = files.folder.path.resolve()
+    return isinstance(files.reference, Path) and files.reference.resolve() != folder
 
 
 def make_reference(
@@ -80,11 +80,11 @@ def make_reference(
     the loss needs none, or it is the adapter that training begins with. Loads a model: slow."""
     if not has_reference_model(config, files):
         return _adapter(files, model)
-    given = files.reference
-    folder = files.start if given is None else files.folder.path
-    other = _load(given if isinstance(given, Path) else folder, like=model)
+    reference = files.reference
+    folder = files.start if reference is None else files.folder.path
+    other = _load(reference if isinstance(reference, Path) else folder, like=model)
     trainer = LoraTrainer(other, config=config.trainer)
-    trainer.add(REFERENCE, given if isinstance(given, Adapter) else _unchanged(other))
+    trainer.add(REFERENCE, reference if isinstance(reference, Adapter) else _unchanged(other))
     return trainer
 
 
@@ -148,12 +148,12 @@ def adapter_policy(
     engine = parts.opened.engine
 
     def make(run: Run) -> PolicyWeights:
-        own = replace(read_start(run) or start, name=POLICY)
+        policy = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
         if reference is None and needs_reference(config):
-            reference = own
+            reference = policy
         return AdapterPolicy(
-            trainer, start=own, engine=engine, reference=reference, publisher=publisher
+            trainer, start=policy, engine=engine, reference=reference, publisher=publisher
         )
 
     return make
@@ -208,11 +208,12 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
     """Before the run is made, as the first publication would refuse it."""
     for name, shape in engine.linear_layers.items():
         linear = model.linears.get(name)
-        own = None if linear is None else (linear.in_features, linear.out_features)
-        if own != shape:
+        trained_shape = None if linear is None else (linear.in_features, linear.out_features)
+        if trained_shape != shape:
             raise ModelError(
-                f"{start} is another model than the engine's: {name} is {own or 'missing'} there "
-                f"and {shape} in the engine. Give init_from a model of the same shape."
+                f"{start} is another model than the engine's: {name} is "
+                f"{trained_shape or 'missing'} there and {shape} in the engine. Give init_from a "
+                "model of the same shape."
             )
 
 

@@ -34,9 +34,9 @@ from rookery.compose.grpo.progress import Measurements, SweepBar, TrainBar
 from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest_models,
     digest_scorers,
@@ -60,7 +60,7 @@ from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, train_policy
 from rookery.loops.grpo.checkpoints import START, read_start
 from rookery.loops.grpo.group_source import BatchDrawer
-from rookery.loops.grpo.loop import Source
+from rookery.loops.grpo.loop import BatchSource
 from rookery.loops.grpo.policy_trainer import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.loops.grpo.sweep import (
@@ -104,7 +104,7 @@ def run_grpo(
     return GRPO.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
+def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
     if config.staleness is None and config.atropos is None and has_one_gpu(config):
         config = config.model_copy(update={"staleness": 1})
@@ -116,7 +116,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     return finisher(_plan, track=lambda config: config.track)(config, open_run, display)
 
 
-def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[GrpoReport]:
+def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[GrpoReport]:
     if config.atropos is not None:
         from rookery.compose.grpo.atropos import gateway_key  # needs the extra `serve`
 
@@ -137,7 +137,7 @@ def _plan(config: GrpoConfig, open_run: OpenRun, display: Display) -> RunPlan[Gr
     )
 
 
-def _check_sweep(config: GrpoConfig, open_run: OpenRun) -> None:
+def _check_sweep(config: GrpoConfig, open_run: RunOpener) -> None:
     swept(config)  # refuses values that do not fit
     if num_processes() > 1:
         raise ConfigError(
@@ -157,8 +157,8 @@ def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
     if folder is None or config.init_from is None or config.full is not None:
         return config
     starts = [folder / START, *sorted((folder / ADAPTERS).glob(f"*/{START}"))]
-    own = next((start for start in starts if start.is_dir()), config.init_from)
-    return config.model_copy(update={"init_from": own})
+    kept_start = next((start for start in starts if start.is_dir()), config.init_from)
+    return config.model_copy(update={"init_from": kept_start})
 
 
 GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
@@ -169,7 +169,7 @@ async def _open_loop(
     config: GrpoConfig,
     files: GrpoFiles,
     plan: MemoryPlan | None,
-    open_run: OpenRun,
+    open_run: RunOpener,
     display: Display,
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     display.note(note for taskset in files.tasksets for note in taskset.notes)
@@ -207,7 +207,7 @@ async def _open_loop(
 
 @asynccontextmanager
 async def _open_on_service(
-    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
+    config: GrpoConfig, files: GrpoFiles, open_run: RunOpener, display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[GrpoReport]]]:
     """A service elsewhere has the model, draws the answers and trains the adapter."""
     assert config.engine.type == "service"
@@ -241,7 +241,7 @@ async def _train(
     *,
     engine: Engine,
     weights: PolicyWeights,
-    drawer: GroupDrawer | Source,
+    drawer: GroupDrawer | BatchSource,
 ) -> GrpoReport:
     inputs = GrpoInputs(
         config=config,
@@ -294,9 +294,9 @@ async def _open(
     else:
         async with (
             _loading(files, is_full=config.full is not None) as load,
-            open_embedded(engine) as own,
+            open_embedded(engine) as embedded,
         ):
-            yield InProcess(own, await load())
+            yield InProcess(embedded, await load())
 
 
 @asynccontextmanager
@@ -383,19 +383,19 @@ async def _checked_sweep(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, processes: Processes
 ) -> _Trainings:
     adapters = swept(config)
-    with_reference = [own.config for own in adapters if needs_reference(own.config)]
+    with_reference = [adapter.config for adapter in adapters if needs_reference(adapter.config)]
     reference = await asyncio.to_thread(
         make_reference, (with_reference or [config])[0], files, opened.model
     )
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     joint = JointTrainer(adapter_trainer(config, parts), num_adapters=len(adapters))
-    found: list[tuple[Swept, MakePolicy]] = []
-    for number, own in enumerate(adapters):
-        start = _start(own.config, files, opened.model)
-        _check(own.config, files, opened.engine, start=None if _is_merge(opened) else start)
+    makers: list[tuple[Swept, MakePolicy]] = []
+    for number, adapter in enumerate(adapters):
+        start = _start(adapter.config, files, opened.model)
+        _check(adapter.config, files, opened.engine, start=None if _is_merge(opened) else start)
         policy = PolicyOfMany(joint, number)
-        found.append((own, adapter_policy(own.config, start, parts, trainer=policy)))
-    return _Trainings(joint, found)
+        makers.append((adapter, adapter_policy(adapter.config, start, parts, trainer=policy)))
+    return _Trainings(joint, makers)
 
 
 async def _train_all(
@@ -409,20 +409,20 @@ async def _train_all(
     engine = opened.engine
     with ExitStack() as stack:
         adapters = []
-        for own, make_policy in trainings.adapters:
-            own_run = stack.enter_context(await asyncio.to_thread(_open_own_run, run, own))
+        for adapter, make_policy in trainings.adapters:
+            own_run = stack.enter_context(await asyncio.to_thread(_open_own_run, run, adapter))
             inputs = GrpoInputs(
-                config=own.config,
+                config=adapter.config,
                 weights=make_policy(own_run),
                 tasksets=files.tasksets,
-                drawer=_drawer(own.config, files, engine),
-                evaluator=_evaluator(own.config, files, engine, RolloutLog(own_run)),
+                drawer=_drawer(adapter.config, files, engine),
+                evaluator=_evaluator(adapter.config, files, engine, RolloutLog(own_run)),
                 decode=files.template.decode,
             )
-            adapters.append(AdapterInputs(swept=own, inputs=inputs, run=own_run))
+            adapters.append(AdapterInputs(swept=adapter, inputs=inputs, run=own_run))
         evaluator = _evaluator(config, files, engine, RolloutLog(run))
         sweep = SweepInputs(adapters=adapters, joint=trainings.joint, evaluator=evaluator)
-        num_steps = max(own.swept.config.steps for own in adapters)
+        num_steps = max(adapter.swept.config.steps for adapter in adapters)
         with display.bar("train", total=num_steps, noun="step", run=run) as bar:
             longest = config.model_copy(update={"steps": num_steps})
             measured = Measurements(longest, files.tasksets, num_adapters=len(adapters))
@@ -435,13 +435,13 @@ async def _train_all(
     return report
 
 
-def _open_own_run(run: Run, own: Swept) -> Run:
+def _open_own_run(run: Run, adapter: Swept) -> Run:
     """The run of one adapter, made or gone on with."""
     root = run.path / ADAPTERS
-    if is_run(root / own.name):
-        return Run.open(root / own.name)
-    document = own.config.model_dump(mode="json")
-    return Run.create(root, kind="grpo", config=document, name=own.name)
+    if is_run(root / adapter.name):
+        return Run.open(root / adapter.name)
+    document = adapter.config.model_dump(mode="json")
+    return Run.create(root, kind="grpo", config=document, name=adapter.name)
 
 
 def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:
@@ -501,7 +501,7 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 @asynccontextmanager
 async def _open_drawer(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | Source]:
+) -> AsyncIterator[GroupDrawer | BatchSource]:
     """Who answers tasks, or where groups of environments come from."""
     if config.atropos is None:
         yield _drawer(config, files, opened.engine)

@@ -27,7 +27,13 @@ from rookery.compose.running import digest, digest_adapters, digest_models, join
 from rookery.compose.steps import StepConfig, StepsConfig
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice, engine_from_folder, find_model, local_model
+from rookery.engines import (
+    EngineChoice,
+    engine_from_folder,
+    find_model,
+    local_model,
+    opened_model,
+)
 from rookery.errors import TaskError
 from rookery.loops.evolve.program import read_program
 from rookery.runs import Run
@@ -117,10 +123,10 @@ class LeagueConfig(Config):
     @field_validator("settings")
     @classmethod
     def _are_own(cls, settings: dict[EntrantName, Any]) -> dict[EntrantName, Any]:
-        for name, own in settings.items():
+        for name, entrant_settings in settings.items():
             shared = SHARED_BY_PROMPTS if name == "prompt" else SHARED
             for key in (*shared, *SEEDS):
-                if _has(own, key):
+                if _has(entrant_settings, key):
                     raise ValueError(
                         f"settings.{name}.{key} is the league's: all entrants have the same model, "
                         "tasks and budget, and the seeds of the league; leave it out"
@@ -142,9 +148,7 @@ class LeagueConfig(Config):
     @property
     def model(self) -> str:
         """What is trained in this process."""
-        own = self.engine if isinstance(self.engine, EngineConfig) else None
-        launch = None if self.engine.type != "fleet" else self.engine.launch
-        return self.tokenizer or (own or launch or EngineConfig()).model
+        return self.tokenizer or opened_model(self.engine) or EngineConfig().model
 
 
 def _has(document: Any, key: str) -> bool:
@@ -271,15 +275,15 @@ class League:
         ]
 
     def steps(self, place: Path) -> StepsConfig:
-        """Those of all entrants."""
-        entrants = self.entrants(place)
+        """Those of all entrants, the first seed of each first: the time left follows from them."""
+        entrants = sorted(self.entrants(place), key=lambda entrant: entrant.index)
         every = {name: step for entrant in entrants for name, step in entrant.steps.items()}
         return StepsConfig(steps=every, folder=place)
 
     # Each entrant as steps.
 
-    def _step(self, loop: Any, values: dict[str, Any], *own: Mapping[str, Any]) -> StepConfig:
-        for settings in own:
+    def _step(self, loop: Any, values: dict[str, Any], *sections: Mapping[str, Any]) -> StepConfig:
+        for settings in sections:
             values = merge(values, settings)
         return StepConfig(loop=loop, values=values)
 
@@ -320,7 +324,7 @@ class League:
     def _train(self, seed: int, budget: Mapping[str, Any], **data: Any) -> StepConfig:
         engine = self.config.engine
         place: dict[str, Any] = {}
-        if isinstance(engine, EngineConfig):
+        if engine.type == "embedded":
             place = {"device": engine.device}
         elif engine.type == "service":
             place = {"engine": engine.model_dump(mode="json")}
@@ -344,8 +348,8 @@ class League:
 
     def _search(self, seed: int, parts: int, name: EntrantName, **values: Any) -> StepConfig:
         shared = {**self._asked, "tasksets": self._tasksets, "finals": {"random_search": False}}
-        own = {"seed": seed, "budget": self._share(parts)}
-        return self._step("genome", {**shared, **values, **own}, self._settings(name))
+        spending = {"seed": seed, "budget": self._share(parts)}
+        return self._step("genome", {**shared, **values, **spending}, self._settings(name))
 
     def _es(self, index: int) -> dict[str, StepConfig]:
         init = {"type": "zero", "count": 1}
@@ -354,25 +358,25 @@ class League:
         return {f"es-{index}": step}
 
     def _genome(self, index: int) -> dict[str, StepConfig]:
-        seed, given = self._seed(index), self.config.founders
+        seed, founders = self._seed(index), self.config.founders
         steps: dict[str, StepConfig] = {}
-        if not given:
+        if not founders:
             num = self.config.num_founders
             for number in range(num):
-                own, budget = seed * num + number, self._share(2 * num)
+                founder_seed, budget = seed * num + number, self._share(2 * num)
                 name = f"genome-{index}-founder-{number}"
                 steps[name] = (
-                    self._train(own, budget, taskset=self._hidden, split="search")
+                    self._train(founder_seed, budget, taskset=self._hidden, split="search")
                     if self.founders_by == "sft"
-                    else self._reinforce(own, budget)
+                    else self._reinforce(founder_seed, budget)
                 )
-        paths = list(map(str, given)) or [f"run:{name}/trained" for name in steps]
+        paths = list(map(str, founders)) or [f"run:{name}/trained" for name in steps]
         init = {"type": "file", "path": paths}
-        parts = 1 if given else 2
+        parts = 1 if founders else 2
         return {**steps, f"genome-{index}": self._search(seed, parts, "genome", init=init)}
 
     def _prompt(self, place: Path, index: int) -> dict[str, StepConfig]:
-        own = {
+        section = {
             **self._asked,
             "tasks": {"taskset": self._hidden},
             "budget": self._share(),
@@ -382,7 +386,7 @@ class League:
             "max_iterations": MANY,
             "random_seed": self._seed(index),
             "llm": {"temperature": 1.0, "max_tokens": 1024},
-            "rookery": own,
+            "rookery": section,
         }
         program = str(self.config.prompt or place / PROMPT)
         values = {"program": program, "settings": merge(settings, self._settings("prompt"))}

@@ -21,8 +21,7 @@ from rookery.compose.league.entrants import BEST_OF_N, Entrant, League
 from rookery.compose.running import open_shown_engine
 from rookery.compose.steps import ADAPTERS, place_of
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig
-from rookery.engines import AnyEngineConfig
+from rookery.engines import with_rank
 from rookery.loops.comparison import (
     compare,
     compare_pairs,
@@ -49,7 +48,7 @@ from rookery.reports import (
     describe_task,
     parse_evolve_report,
 )
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget
 from rookery.seeding import stream_seed
@@ -58,7 +57,7 @@ from rookery.types import Adapter, Evaluation, Group, Task
 from rookery.ui.display import Bar, Display
 from rookery.weights import read_adapter
 
-__all__ = ["Result", "engine_with_rank", "find_results", "open_measurement"]
+__all__ = ["EntrantResult", "find_results", "open_measurement"]
 
 ROUND = "league/round"
 """One answer to every report task, of best_of_n."""
@@ -68,7 +67,7 @@ NO_ADAPTER = "It trained all weights of the model, which are not measured beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class EntrantResult:
     """What an entrant left with one seed: an adapter, a prompt, or nothing but its answers."""
 
     entrant: Entrant
@@ -82,25 +81,25 @@ class Result:
 
 def find_results(
     league: League, place: Path, failed: Mapping[str, str]
-) -> tuple[list[Result], list[LeftOut]]:
+) -> tuple[list[EntrantResult], list[LeftOut]]:
     """What the entrants left beside the run in `place`, and who left nothing; `failed` are steps
     with the reason."""
     left_out = [LeftOut(name=name, reason=reason) for name, reason in league.reasons.items()]
     results = []
     for entrant in league.entrants(place):
         errors = [failed[step] for step in entrant.steps if step in failed]
-        found = None if errors else _find_result(entrant, place)
-        if found is None:
+        result = None if errors else _find_result(entrant, place)
+        if result is None:
             reason = (errors or [NO_ADAPTER])[0]
             left_out.append(LeftOut(name=entrant.id, reason=reason, is_failure=True))
         else:
-            results.append(found)
+            results.append(result)
     return results, left_out
 
 
-def _find_result(entrant: Entrant, place: Path) -> Result | None:
+def _find_result(entrant: Entrant, place: Path) -> EntrantResult | None:
     if not entrant.steps:
-        return Result(entrant=entrant)
+        return EntrantResult(entrant=entrant)
     paths = [place_of(place, step) for step in entrant.steps]
     reports: list[dict[str, Any]] = []
     for path in paths:
@@ -117,14 +116,14 @@ def _find_result(entrant: Entrant, place: Path) -> Result | None:
             return None
         adapter = replace(read_adapter(folder), name=entrant.id)
     spent = [SpentRecord.model_validate(report.get("spent") or {}) for report in reports]
-    return Result(
+    return EntrantResult(
         entrant=entrant,
         adapter=adapter,
         prompt=prompt,
         runs=tuple(path.name for path in paths),
         spent=SpentRecord(
-            drawn_tokens=sum(own.drawn_tokens for own in spent),
-            trained_tokens=sum(own.trained_tokens for own in spent),
+            drawn_tokens=sum(step.drawn_tokens for step in spent),
+            trained_tokens=sum(step.trained_tokens for step in spent),
         ),
         seconds=sum(float(report.get("seconds") or 0.0) for report in reports),
         stop_reason=str(reports[-1].get("stop_reason") or ""),
@@ -136,12 +135,12 @@ def _find_result(entrant: Entrant, place: Path) -> Result | None:
 
 @asynccontextmanager
 async def open_measurement(
-    league: League, results: Sequence[Result], left_out: Sequence[LeftOut], display: Display
+    league: League, results: Sequence[EntrantResult], left_out: Sequence[LeftOut], display: Display
 ) -> AsyncIterator[Callable[[Run], Awaitable[LeagueReport]]]:
     """Opens the engine; gives what measures the results and writes the report."""
     display.note(league.taskset.notes)
     ranks = [result.adapter.rank for result in results if result.adapter is not None]
-    config = engine_with_rank(league.config.engine, max(ranks, default=0))
+    config = with_rank(league.config.engine, max(ranks, default=0))
     async with open_shown_engine(config, display) as engine:
 
         async def measure(run: Run) -> LeagueReport:
@@ -159,13 +158,6 @@ async def open_measurement(
         yield measure
 
 
-def engine_with_rank(engine: AnyEngineConfig, rank: int) -> AnyEngineConfig:
-    """The engine that measures adapters; in this process it takes any."""
-    if not isinstance(engine, EngineConfig):
-        return engine
-    return engine.model_copy(update={"max_rank": max(engine.max_rank, rank)})
-
-
 class Measurement:
     """Asks the report tasks, and keeps the answers in the run."""
 
@@ -173,7 +165,7 @@ class Measurement:
         self._league, self._engine, self._run = league, engine, run
         self.tasks = league.taskset.split("report")
 
-        def advance(progress: Progress) -> None:
+        def advance(progress: BlockProgress) -> None:
             bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
         self._evaluator = TasksetEvaluator(
@@ -191,7 +183,7 @@ class Measurement:
         """Of prompts and answers; those of best_of_n are counted with it."""
         return self._evaluator.num_tokens
 
-    async def measure(self, results: Sequence[Result]) -> dict[str, Evaluation]:
+    async def measure(self, results: Sequence[EntrantResult]) -> dict[str, Evaluation]:
         """By the id of each result; the untouched model comes first."""
         [base] = await self._evaluator.evaluate([self._engine.base], self.tasks)
         measured = {BASE: base}
@@ -199,7 +191,7 @@ class Measurement:
             measured[result.entrant.id] = await self._measure(result)
         return measured
 
-    async def _measure(self, result: Result) -> Evaluation:
+    async def _measure(self, result: EntrantResult) -> Evaluation:
         if result.adapter is not None:
             ref = await self._engine.load(result.adapter)
             try:
@@ -304,7 +296,7 @@ class ReportParts:
     """What a report is made of, when all is measured."""
 
     league: League
-    results: Sequence[Result]
+    results: Sequence[EntrantResult]
     left_out: Sequence[LeftOut]
     measured: Mapping[str, Evaluation]
     """By id; the untouched model first."""
@@ -348,11 +340,11 @@ class ReportParts:
         )
 
     @property
-    def _entrants(self) -> dict[str, list[Result]]:
-        found: dict[str, list[Result]] = {}
+    def _entrants(self) -> dict[str, list[EntrantResult]]:
+        results: dict[str, list[EntrantResult]] = {}
         for result in self.results:
-            found.setdefault(result.entrant.name, []).append(result)
-        return found
+            results.setdefault(result.entrant.name, []).append(result)
+        return results
 
     @property
     def _rewards(self) -> dict[str, Mapping[str, float]]:
@@ -360,7 +352,7 @@ class ReportParts:
         return {
             BASE: self.measured[BASE].rewards,
             **{
-                name: mean_rewards([self.measured[own.entrant.id].rewards for own in seeds])
+                name: mean_rewards([self.measured[result.entrant.id].rewards for result in seeds])
                 for name, seeds in self._entrants.items()
             },
         }
@@ -393,7 +385,7 @@ class ReportParts:
                 settings=describe_settings(self.league, row.name),
                 gain=_find_difference(differences, row.name, BASE),
                 lead=_find_difference(differences, row.name, best),
-                runs=tuple(self._run(own) for own in entrants.get(row.name, ())),
+                runs=tuple(self._run(result) for result in entrants.get(row.name, ())),
             )
             for row in means
         )
@@ -403,7 +395,7 @@ class ReportParts:
         )
         return rows, pairs
 
-    def _run(self, result: Result) -> LeagueRun:
+    def _run(self, result: EntrantResult) -> LeagueRun:
         id, spent, seconds, reason = (
             result.entrant.id, result.spent, result.seconds, result.stop_reason,
         )  # fmt: skip
@@ -432,10 +424,10 @@ class ReportParts:
 def _find_difference(
     differences: Mapping[tuple[str, str], Estimate], ours: str, theirs: str
 ) -> Estimate | None:
-    found = differences.get((ours, theirs))
+    difference = differences.get((ours, theirs))
     turned = differences.get((theirs, ours))
-    if found is not None or turned is None:
-        return found
+    if difference is not None or turned is None:
+        return difference
     negative = {
         key: None if value is None else -value
         for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
@@ -468,7 +460,7 @@ def describe_settings(league: League, name: str) -> str:
     if not league.config.founders:
         trained["genome"] = [league.founders_by]
     texts = []
-    settings = {str(key): own for key, own in league.config.settings.items()}
+    settings = {str(key): values for key, values in league.config.settings.items()}
     for part in (name, *trained.get(name, ())):
         values = _flat(settings.get(part, {}))
         if values:

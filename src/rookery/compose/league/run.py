@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.league.entrants import League, LeagueConfig
-from rookery.compose.league.measure import engine_with_rank, find_results, open_measurement
+from rookery.compose.league.measure import find_results, open_measurement
 from rookery.compose.running import (
     ConfigSource,
-    OpenRun,
     Outcome,
     RunKind,
+    RunOpener,
     RunPlan,
     digest,
     digest_models,
@@ -32,7 +32,7 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
-from rookery.engines import require_adapters
+from rookery.engines import require_adapters, with_rank
 from rookery.errors import (
     AdapterError,
     ConfigError,
@@ -71,7 +71,7 @@ def run_league(
     return LEAGUE.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def _finish(config: LeagueConfig, open_run: OpenRun, display: Display) -> Outcome[LeagueReport]:
+def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outcome[LeagueReport]:
     quiet_libraries()
     league = League.read(config)
     display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
@@ -99,7 +99,7 @@ def _check(league: League) -> None:
         settings = read_step(steps, name)
         if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
             ranks = {f"The rank of {name}": settings.rank}
-            require_adapters(engine_with_rank(league.config.engine, settings.rank), ranks)
+            require_adapters(with_rank(league.config.engine, settings.rank), ranks)
 
 
 def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ def _try(work: Callable[[], None]) -> str:
 
 
 def _plan(
-    league: League, config: LeagueConfig, open_run: OpenRun, display: Display
+    league: League, config: LeagueConfig, open_run: RunOpener, display: Display
 ) -> RunPlan[LeagueReport]:
     """What is left when all steps have ended."""
     del config
@@ -136,9 +136,13 @@ def _plan(
     results, left_out = find_results(league, open_run.folder, failed)
 
     def digests() -> dict[str, str]:
-        found = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
+        entrants = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
         tasks = {league.taskset.name: digest(league.taskset.split("report"))}
-        return {**tasks, "entrants": digest(found), **digest_models({"the model": league.folder})}
+        return {
+            **tasks,
+            "entrants": digest(entrants),
+            **digest_models({"the model": league.folder}),
+        }
 
     return RunPlan(
         digests=digests,

@@ -8,14 +8,14 @@ import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.runtimes import ProgramResult
 
-__all__ = ["Chat"]
+__all__ = ["ChatHarness"]
 
 
 class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
     """Nothing to choose."""
 
 
-class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
+class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
     """Asks the model once with the task's prompt."""
 
     APPENDS_SYSTEM_PROMPT = True

@@ -30,7 +30,7 @@ from rookery.fleet.routing.replica import Replica
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Group", "Meeting", "WeightTransfer", "open_transfer"]
+__all__ = ["Meeting", "TransferGroup", "WeightTransfer", "open_transfer"]
 
 INIT, CLOSE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
@@ -49,7 +49,7 @@ class Meeting:
     device: str
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """This process's end. Both calls wait for the others."""
 
     def broadcast(self, tensor: "torch.Tensor") -> None: ...
@@ -57,7 +57,7 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-Join = Callable[[Meeting], Group]
+Join = Callable[[Meeting], TransferGroup]
 
 
 async def open_transfer(
@@ -85,7 +85,7 @@ async def open_transfer(
 class WeightTransfer:
     """A group with one server."""
 
-    def __init__(self, replica: Replica, group: Group) -> None:
+    def __init__(self, replica: Replica, group: TransferGroup) -> None:
         self._replica = replica
         self._group = group
 
@@ -118,7 +118,7 @@ class WeightTransfer:
             self._group.broadcast(tensor)
 
 
-def join_nccl(meeting: Meeting) -> Group:
+def join_nccl(meeting: Meeting) -> TransferGroup:
     """The group that vLLM's `nccl` backend waits for."""
     try:
         import torch

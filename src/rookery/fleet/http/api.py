@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -96,6 +96,7 @@ class ExternalClientConfig(ClientConfig):
 class ExternalConfig(Config):
     """An API that is not ours: it has a key, and limits."""
 
+    rounding: ClassVar[None] = None
     type: Literal["external"] = "external"
     url: str
     """Up to and with /v1."""

@@ -1,7 +1,7 @@
 """An external OpenAI-compatible API as a `Sampler`; `api.py` is the connection to it.
 
     config = ExternalConfig(url="https://api.example.com/v1", model="big", requests_per_minute=60)
-    async with open_external(config, codec=Codec(encode=encode, decode=decode)) as sampler:
+    async with open_external(config, codec=TextCodec(encode=encode, decode=decode)) as sampler:
         [[completion]] = await sampler.sample([SampleRequest(model=sampler.base, prompt=tokens)])
 
 Such an API reads and writes text. Prompts are decoded and answers encoded with the caller's own
@@ -40,11 +40,11 @@ from rookery.types import (
 )
 
 __all__ = [
-    "Codec",
     "ExternalConfig",
     "ExternalEmbedder",
     "ExternalSampler",
     "ExternalTextModel",
+    "TextCodec",
     "open_embedder",
     "open_external",
     "open_text_model",
@@ -233,7 +233,7 @@ MAX_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Codec:
+class TextCodec:
     """The tokenizer of whoever asks: text to tokens and back."""
 
     encode: Callable[[str], TokenIds]
@@ -262,7 +262,7 @@ class KeptAnswers(Generic[Request, Answer]):
 class ExternalSampler:
     """A Sampler over one API; `open_external` makes one."""
 
-    def __init__(self, api: Api, *, codec: Codec) -> None:
+    def __init__(self, api: Api, *, codec: TextCodec) -> None:
         self.config = api.config
         self.base = ModelRef(name="base", version=api.config.model)
         self.context_tokens: int | None = None
@@ -437,7 +437,9 @@ class ExternalSampler:
 
 
 @asynccontextmanager
-async def open_external(config: ExternalConfig, *, codec: Codec) -> AsyncIterator[ExternalSampler]:
+async def open_external(
+    config: ExternalConfig, *, codec: TextCodec
+) -> AsyncIterator[ExternalSampler]:
     """Connect to the API as `open_api` does."""
     async with open_api(config) as api:
         yield ExternalSampler(api, codec=codec)

@@ -19,11 +19,11 @@ from rookery.fleet.http.capabilities import LOGPROB_IDS_LIMIT, Capabilities
 from rookery.fleet.http.wire import Fields, Reading, check_prompt, likeliest
 from rookery.types import Score, ScoreRequest, TokenIds
 
-__all__ = ["Part", "assemble_score", "plan_score"]
+__all__ = ["PromptPart", "assemble_score", "plan_score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PromptPart:
     """One prompt of a one-token call."""
 
     prompt: TokenIds
@@ -40,7 +40,7 @@ class ScorePlan:
 
     request: ScoreRequest
     method: Literal["steps", "prompt"]
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
 
 
 def plan_score(
@@ -57,15 +57,15 @@ def plan_score(
     after = _fields(request.labels, request.top_logprobs, capabilities)
     if request.start == len(request.tokens) or _is_worth_stepping(request, capabilities):
         parts = [
-            Part(prompt=request.tokens[:end], fields=fields)
+            PromptPart(prompt=request.tokens[:end], fields=fields)
             for end in _tail(request)
             for fields in _fields((request.tokens[end],), request.top_logprobs, capabilities)
         ]
-        parts += [Part(prompt=request.tokens, fields=fields) for fields in after]
+        parts += [PromptPart(prompt=request.tokens, fields=fields) for fields in after]
         return ScorePlan(request=request, method="steps", parts=_share_ids(parts))
     first, *rest = after or (Fields(),)
     inside = (replace(first, prompt_top=request.top_logprobs), *rest)
-    parts = [Part(prompt=request.tokens, fields=fields) for fields in inside]
+    parts = [PromptPart(prompt=request.tokens, fields=fields) for fields in inside]
     return ScorePlan(request=request, method="prompt", parts=tuple(parts))
 
 
@@ -137,7 +137,7 @@ def _fields(labels: TokenIds, num_top: int, capabilities: Capabilities) -> tuple
     return tuple(asked)
 
 
-def _share_ids(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _share_ids(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
     """Ask all parts for the tokens of any of them, where these are few: then they share a call."""
     ids = tuple(sorted({token for part in parts for token in part.fields.ids}))
     if len(ids) > LOGPROB_IDS_LIMIT:

@@ -1,6 +1,6 @@
-"""Whether a server may be asked: its circuit breaker, and what its process has shown.
+"""Whether a server may be asked: what its process has shown, and its circuit breaker.
 
-The circuit breaker of one server: stops sending to it after a loss, until a probe succeeds.
+The breaker stops sending to a server after a loss, until a probe succeeds.
 
 closed --a loss--> open --its pause is over--> a probe --it answers--> closed
                      ^------------------------------ it fails: the pause doubles

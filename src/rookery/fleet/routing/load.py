@@ -11,8 +11,8 @@ from rookery.fleet.http.wire import Fields, StreamedChoices
 from rookery.types import ModelRef, TokenIds
 
 __all__ = [
-    "Batch",
     "Call",
+    "CallBatch",
     "PromptRequest",
     "ReplicaLoad",
     "Spread",
@@ -250,7 +250,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CallBatch:
     """A call, and which entries its prompts are, in order."""
 
     call: Call
@@ -259,7 +259,7 @@ class Batch:
 
 def make_batches(
     entries: Sequence[PromptRequest], *, base: ModelRef, spread: Spread, now_s: float
-) -> list[Batch]:
+) -> list[CallBatch]:
     """Group equal model, fields and affinity, and cut the groups as `spread` says.
 
     8 prompts on 2 servers: 8 calls. 1,024 prompts on 1 server with max_sequences 32: 32 calls.
@@ -269,7 +269,7 @@ def make_batches(
         alike = (entry.ref, entry.fields, entry.affinity, entry.stream)
         groups.setdefault(alike, []).append(position)
     share = spread.share(sum(entry.fields.n for entry in entries))
-    batches: list[Batch] = []
+    batches: list[CallBatch] = []
     for (ref, fields, affinity, stream), positions in groups.items():
         group_share = share if affinity is None else spread.affine_share(len(positions) * fields.n)
         size = max(1, group_share // fields.n)
@@ -286,5 +286,5 @@ def make_batches(
                 affinity=affinity,
                 stream=stream,
             )
-            batches.append(Batch(call, piece))
+            batches.append(CallBatch(call, piece))
     return batches

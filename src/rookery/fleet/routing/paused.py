@@ -50,7 +50,7 @@ __all__ = [
 #     lock = TrainerLock.take(url)          # FleetError when another process has it
 #     is_trained(url)                       # by whatever process of this machine
 #     lock.release()
-#     str(WeightsMark.own("step-3"))        # what the server is told before its weights change
+#     str(WeightsMark.made_here("step-3"))  # what the server is told before its weights change
 #
 # The lock is a name of the kernel's (an abstract socket): it is free as soon as the process that
 # took it has ended, however that was. Other systems than Linux have none, and nothing is locked
@@ -136,7 +136,7 @@ class WeightsMark:
         return f"{_SIGN}:{self.machine}:{self.pid}:{self.start}:{self.version}"
 
     @classmethod
-    def own(cls, version: str) -> "WeightsMark":
+    def made_here(cls, version: str) -> "WeightsMark":
         """By this process."""
         return cls(_machine(), os.getpid(), process_start(os.getpid()), version)
 
@@ -151,7 +151,7 @@ class WeightsMark:
     @property
     def is_own(self) -> bool:
         """Whether this process put them there."""
-        return self == WeightsMark.own(self.version)
+        return self == WeightsMark.made_here(self.version)
 
     def is_left(self, url: str) -> bool:
         """Whether nobody trains them any more: the process was of this machine and has ended, or is
@@ -322,9 +322,9 @@ def require_left(client: Client, mark: WeightsMark) -> None:
     if not mark.is_left(client.url):
         raise FleetError(
             f"{client.url} has the weights {mark.version} of a training by process {mark.pid} of "
-            f"{'this' if WeightsMark.own('').machine == mark.machine else 'another'} machine, not "
-            "its first weights: wait for the end of the training. If it was killed, write "
-            f"`rookery fleet restore {client.url}`, or restart the server."
+            f"{'this' if WeightsMark.made_here('').machine == mark.machine else 'another'} "
+            "machine, not its first weights: wait for the end of the training. If it was killed, "
+            f"write `rookery fleet restore {client.url}`, or restart the server."
         )
 
 

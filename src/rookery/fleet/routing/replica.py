@@ -228,7 +228,9 @@ class Replica:
             mark = None if self.is_marked else await read_mark(self.client)
             if mark is not None and not mark.is_own:
                 require_left(self.client, mark)
-            await self.client.post_json(VERSION, {"new_version": str(WeightsMark.own(version))})
+            await self.client.post_json(
+                VERSION, {"new_version": str(WeightsMark.made_here(version))}
+            )
             self.is_marked = True
 
     async def _require_own_weights(self) -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -236,6 +236,7 @@ class LaunchConfig(Config):
 class FleetConfig(Config):
     """A pool of vLLM servers."""
 
+    rounding: ClassVar[None] = None
     type: Literal["fleet"] = "fleet"
     urls: tuple[str, ...] = ()
     """Servers that run already."""

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .population import Centre, Member, read_member
+from .population import Centre, PopulationMember, read_member
 from .shared_memory import (
     FORMAT,
     MANIFEST,
@@ -282,7 +282,7 @@ class _Loader:
 
         rank, layers = self._layout(request, centre.layout, skip=1)
         if self._writer.fits(layers):
-            member = Member(centre, tuple(name for name, *_ in layers), seed, amount)
+            member = PopulationMember(centre, tuple(name for name, *_ in layers), seed, amount)
             whole = LoRALayerWeights(_WHOLE, rank, rank, member, member, scaling=1.0)
             return LoRAModel(request.lora_int_id, rank, {_WHOLE: whole})
         weights = {}

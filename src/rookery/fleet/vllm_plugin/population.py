@@ -30,7 +30,7 @@ __all__ = [
     "NUMBERS",
     "Centre",
     "LayerNoise",
-    "Member",
+    "PopulationMember",
     "draws",
     "perturbed",
     "read_member",
@@ -278,7 +278,7 @@ class Centre:
 
 
 @dataclass(frozen=True)
-class Member:
+class PopulationMember:
     """One adapter of a population; nothing of it is made until it is needed."""
 
     centre: Centre

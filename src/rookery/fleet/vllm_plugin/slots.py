@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .population import Member
+from .population import PopulationMember
 
 __all__ = ["SlotWriter", "find_parts", "install_token_index"]
 
@@ -46,7 +46,7 @@ class SlotWriter:
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._stacks: list[torch.Tensor] = []
         """Of every place: the factor's memory of all slots."""
-        self._waiting: dict[int, Member] = {}
+        self._waiting: dict[int, PopulationMember] = {}
         """Slots of members that are not made yet."""
         plain: set[int] = set()
         for name, (module, i) in find_parts(inner).items():
@@ -63,9 +63,9 @@ class SlotWriter:
         """Whether every layer is a whole linear one that can be written directly."""
         return all(layer[0] in self._places for layer in layers)
 
-    def set_lora(self, index: int, source: AdapterBuffer | Member, _: Any) -> None:
+    def set_lora(self, index: int, source: AdapterBuffer | PopulationMember, _: Any) -> None:
         """Called by vLLM as if this were a layer. A member's slot is written by `fill`."""
-        if isinstance(source, Member):
+        if isinstance(source, PopulationMember):
             self._waiting[index] = source
         else:
             self._waiting.pop(index, None)
@@ -80,7 +80,9 @@ class SlotWriter:
             members = [self._waiting.pop(index) for index in alike]
             self._fill(alike, members, first)
 
-    def _fill(self, indices: list[int], members: list[Member], first: Member) -> None:
+    def _fill(
+        self, indices: list[int], members: list[PopulationMember], first: PopulationMember
+    ) -> None:
         import torch
 
         places = [place for layer in first.layers for place in self._places[layer]]

@@ -263,9 +263,9 @@ def extract_rewrite(answer: str, *, language: str) -> str:
 
     A fence that is opened and never closed is an AnswerError: the answer was cut off.
     """
-    own = re.search(rf"```{re.escape(language)}\n(.*?)```", answer, re.DOTALL)
-    if own:
-        code = own[1].strip()
+    match = re.search(rf"```{re.escape(language)}\n(.*?)```", answer, re.DOTALL)
+    if match:
+        code = match[1].strip()
     elif other := _FENCE.search(answer):
         code = _without_tag(other[1]).strip()
     elif "```" in answer:
@@ -418,10 +418,6 @@ class ChildProgram:
     code: str
     changes: str
     changes_description: str = ""
-    num_unmatched: int = 0
-    """SEARCH blocks that were nowhere in the parent and changed nothing."""
-    num_reverted_files: int = 0
-    """Files in which edits outside of EVOLVE-BLOCKs were undone; at most 1 for a single file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,7 +472,6 @@ def _edit(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildProgra
         code=code,
         changes=summarise(blocks, limits=rules.summary),
         changes_description=description,
-        num_unmatched=len(blocks) - num_applied,
     )
 
 
@@ -554,14 +549,12 @@ def _new_description(old: str, blocks: Sequence[DiffBlock]) -> str:
 def _keep_blocks(child: ChildProgram, parent: ProgramRecord) -> ChildProgram:
     before, after = split_files(parent.code), split_files(child.code)
     if before:
-        kept = {name: enforce_blocks(text, after[name]) for name, text in before.items()}
-        code, num_reverted = _join(kept), sum(kept[name] != after[name] for name in kept)
+        code = _join({name: enforce_blocks(text, after[name]) for name, text in before.items()})
     else:
         code = enforce_blocks(parent.code, child.code)
-        num_reverted = int(code != child.code)
     if code == parent.code:
         raise AnswerError(FailureKind.NO_CHANGE, "All edits are outside of the EVOLVE-BLOCKs.")
-    return replace(child, code=code, num_reverted_files=num_reverted)
+    return replace(child, code=code)
 
 
 def _join(files: dict[str, str]) -> str:

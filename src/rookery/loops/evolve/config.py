@@ -7,9 +7,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.loops.evolve.answers import DIFF_PATTERN, AnswerRules, SummaryLimits
 from rookery.loops.evolve.config_sections import (
-    BudgetConfig,
     DatabaseConfig,
-    EvaluatorConfig,
+    EvaluatorSection,
+    EvolveBudgetConfig,
     LearnConfig,
     LlmConfig,
     ModelConfig,
@@ -22,9 +22,9 @@ from rookery.loops.evolve.config_sections import (
 )
 
 __all__ = [
-    "BudgetConfig",
     "DatabaseConfig",
-    "EvaluatorConfig",
+    "EvaluatorSection",
+    "EvolveBudgetConfig",
     "EvolveConfig",
     "LearnConfig",
     "LlmConfig",
@@ -57,7 +57,7 @@ class EvolveConfig(Section):
     llm: LlmConfig = LlmConfig()
     prompt: PromptConfig = PromptConfig()
     database: DatabaseConfig = DatabaseConfig()
-    evaluator: EvaluatorConfig = EvaluatorConfig()
+    evaluator: EvaluatorSection = EvaluatorSection()
     evolution_trace: TraceConfig = TraceConfig()
     diff_based_evolution: bool = True
     """Answers are SEARCH/REPLACE blocks; false: whole programs."""
@@ -81,8 +81,8 @@ class EvolveConfig(Section):
     @classmethod
     def _prompts_have_their_own_search(cls, document: Any) -> Any:
         """Of prompts one is best on some tasks and one on others; answers are whole prompts."""
-        own = document.get("rookery") if isinstance(document, dict) else None
-        if not isinstance(own, dict) or own.get("tasks") is None:
+        section = document.get("rookery") if isinstance(document, dict) else None
+        if not isinstance(section, dict) or section.get("tasks") is None:
             return document
         database = document.get("database") or {}
         if isinstance(database, dict) and database.get("strategy") is None:
@@ -119,24 +119,24 @@ class EvolveConfig(Section):
 
     @model_validator(mode="after")
     def _prompts_are_possible(self) -> Self:
-        own = self.rookery
-        if own.tasks is None:
-            if own.budget.max_rollouts is not None:
+        section = self.rookery
+        if section.tasks is None:
+            if section.budget.max_rollouts is not None:
                 raise ValueError(
                     "rookery.budget.max_rollouts is for prompts: set rookery.tasks too"
                 )
             return self
-        if own.engine is None:
+        if section.engine is None:
             raise ValueError(
                 "rookery.tasks are answered by a model of rookery.engine, and none is named: write "
                 "engine: {model: FOLDER} or {type: fleet, ...}, or give --model"
             )
-        if own.tasks.model not in own.engine_models:
-            known = ", ".join(own.engine_models)
+        if section.tasks.model not in section.engine_models:
+            known = ", ".join(section.engine_models)
             raise ValueError(
-                f"rookery.tasks.model is {own.tasks.model!r}; the engine's models are {known}"
+                f"rookery.tasks.model is {section.tasks.model!r}; the engine's models are {known}"
             )
-        for key, is_set in (("tune", own.tune is not None), ("confirm", own.confirm > 0)):
+        for key, is_set in (("tune", section.tune is not None), ("confirm", section.confirm > 0)):
             if is_set:
                 raise ValueError(f"rookery.{key} is for programs, and rookery.tasks is set")
         return self

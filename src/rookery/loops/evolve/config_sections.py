@@ -13,9 +13,9 @@ __all__ = [
     "DEFAULT_API_BASE",
     "FEWEST_ROWS",
     "LEAST_MEMORY_MB",
-    "BudgetConfig",
     "DatabaseConfig",
-    "EvaluatorConfig",
+    "EvaluatorSection",
+    "EvolveBudgetConfig",
     "LearnConfig",
     "LlmConfig",
     "ModelConfig",
@@ -193,7 +193,7 @@ FEWEST_ROWS = 4
 """Of a training: fewer answers are learned by heart."""
 
 
-class BudgetConfig(budget.BudgetConfig):
+class EvolveBudgetConfig(budget.BudgetConfig):
     """The run ends before it would spend more; null: no limit."""
 
     max_tokens: int | None = Field(default=None, gt=0)
@@ -315,7 +315,7 @@ class RookeryConfig(Config):
     """The run ends when a program's fitness reaches it."""
     confirm: int = Field(default=0, ge=0)
     """Times that a new best program is scored again before it counts."""
-    budget: BudgetConfig = BudgetConfig()
+    budget: EvolveBudgetConfig = EvolveBudgetConfig()
     sandbox: SandboxSettings = SandboxSettings()
     baselines: tuple[
         Literal["best_of_n", "sequential", "best_of_n+tune", "sequential+tune"], ...
@@ -538,7 +538,7 @@ class DatabaseConfig(Section):
         return bool(self.embedding_model) and 0 < self.similarity_threshold <= 1
 
 
-class EvaluatorConfig(Section):
+class EvaluatorSection(Section):
     """How programs are scored."""
 
     timeout: float = Field(default=300, gt=0)

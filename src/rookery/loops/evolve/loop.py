@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
-from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
+from rookery.loops.evolve.config import EvolveBudgetConfig, EvolveConfig
 from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
 from rookery.loops.evolve.parts import (
     Iteration,
@@ -240,13 +240,13 @@ async def _run_baseline(
 def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
     """One island, the tokens of the evolution where they are known, and as many hours again."""
     is_known = not evolution.spending.num_unreported and evolution.spending.tokens
-    budget = BudgetConfig(
+    budget = EvolveBudgetConfig(
         max_tokens=evolution.spending.tokens if is_known else None,
         max_hours=config.rookery.budget.max_hours,
     )
     database = config.database.model_copy(update={"num_islands": 1, "strategy": "openevolve"})
     tune = config.rookery.tune if name.endswith(WITH_TUNE) else None
-    own = config.rookery.model_copy(update={"budget": budget, "tune": tune, "learn": None})
+    section = config.rookery.model_copy(update={"budget": budget, "tune": tune, "learn": None})
     return config.model_copy(
-        update={"database": database, "rookery": own, "early_stopping_patience": None}
+        update={"database": database, "rookery": section, "early_stopping_patience": None}
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rookery.loops.evolve.config import BudgetConfig
+from rookery.loops.evolve.config import EvolveBudgetConfig
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Stages
 from rookery.runs.budget import find_hours_over
@@ -22,7 +22,7 @@ from rookery.search.programs.database import Ask, Tell
 __all__ = [
     "BacklogLimit",
     "Order",
-    "Progress",
+    "SearchProgress",
     "SteadyOrder",
     "find_exhausted",
     "price",
@@ -153,7 +153,7 @@ ROUNDING = 1e-9
 _MILLION = 1e6
 
 
-def price(spending: Spending, budget: BudgetConfig) -> float | None:
+def price(spending: Spending, budget: EvolveBudgetConfig) -> float | None:
     """US dollars by the prices of the config; None without prices or without counts of tokens."""
     if spending.num_unreported:
         return None
@@ -161,7 +161,7 @@ def price(spending: Spending, budget: BudgetConfig) -> float | None:
 
 
 def find_exhausted(
-    budget: BudgetConfig, spending: Spending, *, num_told: int, num_open: int
+    budget: EvolveBudgetConfig, spending: Spending, *, num_told: int, num_open: int
 ) -> str:
     """Why no further attempt may begin beside those in flight; empty while one may.
 
@@ -193,7 +193,7 @@ def find_exhausted(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """How far a search is, and what it may spend."""
 
     num_attempts: int
@@ -204,18 +204,18 @@ class Progress:
     num_recorded: int
     """Decisions of earlier sessions that are still to be told: they are, whatever is left."""
     elapsed_s: float
-    found: str
-    """Why what was found ends the search: a target, or patience; empty while it does not."""
-    budget: BudgetConfig
+    goal_reason: str
+    """Why the programs end the search: a target, or patience; empty while they do not."""
+    budget: EvolveBudgetConfig
     spending: Spending
 
 
-def stop_reason(progress: Progress) -> str:
+def stop_reason(progress: SearchProgress) -> str:
     """Why no further attempt begins; empty while one may, and when there are none to begin."""
     if progress.num_decided + progress.num_open >= progress.num_attempts:
         return ""
-    if progress.found or progress.num_recorded:
-        return progress.found
+    if progress.goal_reason or progress.num_recorded:
+        return progress.goal_reason
     hours = find_hours_over(progress.budget, elapsed_s=progress.elapsed_s)
     if hours or progress.num_open:
         return hours
@@ -224,7 +224,7 @@ def stop_reason(progress: Progress) -> str:
     )
 
 
-def _price(prompt_tokens: int, completion_tokens: int, budget: BudgetConfig) -> float | None:
+def _price(prompt_tokens: int, completion_tokens: int, budget: EvolveBudgetConfig) -> float | None:
     prompt, answer = budget.usd_per_million_prompt_tokens, budget.usd_per_million_answer_tokens
     if prompt is None or answer is None:
         return None

@@ -33,12 +33,12 @@ from rookery.search.programs.database import DatabaseState
 from rookery.search.programs.program import Member
 
 __all__ = [
-    "Checkpoint",
+    "ChildStep",
     "Due",
     "FeatureRange",
     "OutputFormat",
     "Outputs",
-    "Step",
+    "ProgramCheckpoint",
     "Trace",
     "WriteOptions",
     "log_to_file",
@@ -59,7 +59,7 @@ class FeatureRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class ProgramCheckpoint:
     """Programs, and which of them stand where. Lists over islands have one entry per island."""
 
     programs: Sequence[ProgramRecord]
@@ -102,7 +102,7 @@ class WriteOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ChildStep:
     """One iteration that gave a child."""
 
     parent: ProgramRecord
@@ -114,7 +114,7 @@ class Step:
 class Trace(Protocol):
     """A file of steps, each child once: what may be missing after a crash is appended again."""
 
-    def append(self, step: Step) -> None: ...
+    def append(self, step: ChildStep) -> None: ...
 
     def close(self) -> None: ...
 
@@ -130,7 +130,7 @@ class OutputFormat(Protocol):
     def fill_checkpoint(
         self,
         folder: Path,
-        checkpoint: Checkpoint,
+        checkpoint: ProgramCheckpoint,
         *,
         place: Path,
         options: WriteOptions,
@@ -336,8 +336,8 @@ class Outputs:
             max_inline_bytes=self._config.database.artifact_size_threshold,
         )
 
-    def _step(self, item: _Traced) -> Step:
-        step = Step(parent=self._store.get(item.parent), child=self._store.get(item.id))
+    def _step(self, item: _Traced) -> ChildStep:
+        step = ChildStep(parent=self._store.get(item.parent), child=self._store.get(item.id))
         if item.answer:  # tuned numbers are nobody's answer
             kept = self._store.get_document(item.answer)
             prompt = Prompt(system=kept["system"], user=kept["user"], template=kept["template"])
@@ -362,14 +362,14 @@ class Outputs:
         )
         self._earlier = place
 
-    def _checkpoint(self, due: _Checkpoint) -> Checkpoint:
+    def _checkpoint(self, due: _Checkpoint) -> ProgramCheckpoint:
         population = due.database.population
         members = {member.id: member for member in population.members}
         bests = [
             min(island.members, key=lambda id: members[id].rank, default=None)
             for island in population.islands
         ]
-        return Checkpoint(
+        return ProgramCheckpoint(
             programs=[self._store.get_whole(id) for id in (due.best, *due.large - {due.best})],
             islands=[island.members for island in population.islands],
             grids=[island.cells for island in population.islands],

@@ -34,8 +34,8 @@ __all__ = [
     "FIRST_PROGRAM",
     "Iteration",
     "Models",
-    "Parts",
     "Providers",
+    "SearchParts",
     "first_id",
     "leave_out_failed",
     "list_arms",
@@ -103,7 +103,7 @@ class Providers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class SearchParts:
     """What one search uses. Programs are found by id in `store`, which is its own."""
 
     config: EvolveConfig
@@ -128,7 +128,7 @@ def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Ar
     return tuple(Arm(name=name, weight=weights.get(name, 1.0)) for name in names)
 
 
-async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> Parts:
+async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> SearchParts:
     """Reads the templates; nobody is asked yet."""
     if config.rookery.tune is not None:
         await asyncio.to_thread(load_library)  # says what to install
@@ -152,7 +152,7 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             seed=seed,
             job_offset=providers.job_offset,
         )
-    return Parts(
+    return SearchParts(
         config=config,
         run=providers.run,
         store=store,
@@ -182,17 +182,17 @@ def _endpoint(
 ) -> Endpoint:
     """`like` is a model whose settings it has."""
     named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
-    own = named.get(like or name) or config.llm.complete(ModelConfig())
+    settings = named.get(like or name) or config.llm.complete(ModelConfig())
     return Endpoint(
         model,
-        own.model_copy(update={"name": name}),
+        settings.model_copy(update={"name": name}),
         down_s=config.rookery.model_down_s,
         on_waiting=providers.observer.on_phase,
     )
 
 
 async def open_learning(
-    parts: Parts, providers: Providers, state: SearchState, *, seed: int
+    parts: SearchParts, providers: Providers, state: SearchState, *, seed: int
 ) -> Learning | None:
     """The trainings of the evolution, if its config has `rookery.learn`."""
     config = parts.config
@@ -230,22 +230,23 @@ def _open_novelty(
     store: ProgramStore,
     seed: int,
 ) -> Novelty | None:
-    own = config.database
-    if not own.is_compared:
+    database = config.database
+    if not database.is_compared:
         return None
     if providers.engine.embedder is None:
         raise ConfigError(
-            f"The config names the embedding model {own.embedding_model!r}, and it was not opened."
+            f"The config names the embedding model {database.embedding_model!r}, and it was not "
+            "opened."
         )
-    if own.novelty_llm is False:
+    if database.novelty_llm is False:
         return Novelty(providers.engine.embedder, store=store, judge=None)
     arms = list_arms(config, providers.engine.models)
-    if own.novelty_llm is not None:
-        arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == own.novelty_llm)
+    if database.novelty_llm is not None:
+        arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == database.novelty_llm)
         if not arms:
             raise ConfigError(
-                f"database.novelty_llm is {own.novelty_llm!r}, which is no model of llm: name one "
-                "of them, or write false to reject similar programs without a judge."
+                f"database.novelty_llm is {database.novelty_llm!r}, which is no model of llm: name "
+                "one of them, or write false to reject similar programs without a judge."
             )
     judge = NoveltyJudge(arms, endpoints=endpoints, seed=seed)
     return Novelty(providers.engine.embedder, store=store, judge=judge)
@@ -301,7 +302,7 @@ def _has_failed(program: ProgramRecord, features: Collection[str]) -> bool:
 
 
 async def prepare_first_programs(
-    programs: Sequence[FirstProgram | ProgramRecord], *, parts: Parts, state: SearchState
+    programs: Sequence[FirstProgram | ProgramRecord], *, parts: SearchParts, state: SearchState
 ) -> list[Evaluated]:
     """What was measured of each, by this session or an earlier one."""
     credits = asyncio.Semaphore(parts.config.workers)
@@ -315,7 +316,7 @@ def tell_first_programs(
     measured: Sequence[Evaluated],
     programs: Sequence[FirstProgram | ProgramRecord],
     *,
-    parts: Parts,
+    parts: SearchParts,
     state: SearchState,
 ) -> None:
     """In their order: each on its own island, or on the one that it was on before. Where they run
@@ -333,7 +334,7 @@ def tell_first_programs(
 async def _prepare(
     number: int,
     program: FirstProgram | ProgramRecord,
-    parts: Parts,
+    parts: SearchParts,
     state: SearchState,
     credits: asyncio.Semaphore,
 ) -> Evaluated:
@@ -361,7 +362,7 @@ async def _prepare(
 
 
 async def _score(
-    number: int, program: FirstProgram, comparison: Comparison, parts: Parts
+    number: int, program: FirstProgram, comparison: Comparison, parts: SearchParts
 ) -> Evaluated:
     record = ProgramRecord(
         id=first_id(number),
@@ -381,7 +382,9 @@ async def _note_nothing(_: Lease) -> None:
     """A first program that was not scored yet is scored again when the run resumes."""
 
 
-def _take(number: int, program: ProgramRecord, comparison: Comparison, parts: Parts) -> Evaluated:
+def _take(
+    number: int, program: ProgramRecord, comparison: Comparison, parts: SearchParts
+) -> Evaluated:
     """A program with the metrics that it was found with."""
     record = replace(program, id=first_id(number), parent_id=None, iteration=0, prompts={})
     child = comparison.note_on(make_child(replace(record, embedding=None)))

@@ -32,8 +32,8 @@ from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.program import read_other_files, read_program, split_files
 from rookery.runs.disk import decode
 from rookery.sandbox import (
+    EvaluationOutcome,
     EvaluatorConfig,
-    Outcome,
     Sandbox,
     SandboxConfig,
     encode_outcome,
@@ -266,27 +266,27 @@ def evaluation_spec(
 
 
 def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
-    own = config.rookery.sandbox
-    memory_mb = config.evaluator.memory_limit_mb or own.memory_mb
-    backend = {"auto": None, "none": "unsafe"}.get(own.backend, own.backend)
+    sandbox = config.rookery.sandbox
+    memory_mb = config.evaluator.memory_limit_mb or sandbox.memory_mb
+    backend = {"auto": None, "none": "unsafe"}.get(sandbox.backend, sandbox.backend)
     return SandboxConfig.model_validate(
         {
             "backend": backend,
             "memory_bytes": memory_mb * _MB,
-            "max_processes": own.processes,
-            "cpu_s": own.cpu_s,
-            "scratch_bytes": own.scratch_mb * _MB,
-            "output_bytes": own.output_mb * _MB,
-            "startup_s": own.startup_s,
-            "network": own.network,
-            "devices": own.devices,
-            "variables": own.variables,
-            "readable": own.read_paths,
+            "max_processes": sandbox.processes,
+            "cpu_s": sandbox.cpu_s,
+            "scratch_bytes": sandbox.scratch_mb * _MB,
+            "output_bytes": sandbox.output_mb * _MB,
+            "startup_s": sandbox.startup_s,
+            "network": sandbox.network,
+            "devices": sandbox.devices,
+            "variables": sandbox.variables,
+            "readable": sandbox.read_paths,
         }
     )
 
 
-def say_not_isolated(outcome: Outcome) -> str:
+def say_not_isolated(outcome: EvaluationOutcome) -> str:
     return (
         f"{outcome.unsupported} needs the program in the evaluator's process, and "
         "`rookery.sandbox.isolate` is `always`: write `auto`, and programs can forge their scores."

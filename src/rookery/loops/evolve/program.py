@@ -83,8 +83,8 @@ def find_file_problem(files: Mapping[str, str]) -> str | None:
             return f"The file name {name!r} leads out of the program's folder."
         if name != name.strip() or name.endswith(" ---"):
             return f"The file name {name!r} cannot stand in a header line."
-        if found := _HEADER.search(text):
-            return f"{name} has the line {found[0]!r}, which separates files: change that line."
+        if match := _HEADER.search(text):
+            return f"{name} has the line {match[0]!r}, which separates files: change that line."
     return None if files else "There is no file."
 
 
@@ -266,8 +266,12 @@ class ProgramDocument(BaseModel):
 
     def record(self, *, island: int | None, artifacts: Mapping[str, str | bytes]) -> ProgramRecord:
         """The program, on the island that the metadata names or else its own document."""
-        own = self.metadata.get("island")
-        own_island = own if isinstance(own, int) and not isinstance(own, bool) else None
+        island_value = self.metadata.get("island")
+        own_island = (
+            island_value
+            if isinstance(island_value, int) and not isinstance(island_value, bool)
+            else None
+        )
         parent_metrics = self.metadata.get("parent_metrics")
         return ProgramRecord(
             id=self.id,
@@ -293,12 +297,12 @@ def program_document(
     program: ProgramRecord, *, small: Mapping[str, str | bytes], artifact_dir: Path | None
 ) -> dict[str, Any]:
     """The document. Small artifacts stand in it, large ones in their own folder."""
-    own = {
+    fields = {
         "changes": program.changes or None,
         "parent_metrics": dict(program.parent_metrics) or None,
         "island": program.island,
     }
-    kept = {key: value for key, value in own.items() if value is not None}
+    kept = {key: value for key, value in fields.items() if value is not None}
     return {
         "id": program.id,
         "code": program.code,

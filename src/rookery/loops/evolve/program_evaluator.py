@@ -27,7 +27,7 @@ from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_chi
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.loops.evolve.tuning import Constant, NumberSearch, lift_constants, write_constants
 from rookery.ports import Executor
-from rookery.sandbox import Artifact, Metric, Outcome, decode_outcome
+from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
 from rookery.seeding import stream_seed
 from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
@@ -242,9 +242,9 @@ class ProgramEvaluator:
         self._store = store
         self._judges = judges
         self._features = config.database.feature_dimensions
-        own = config.evaluator
-        self._limit_s = own.timeout * NUM_STAGES + GRACE_S
-        self._num_tries = 1 if own.cascade_evaluation else 1 + own.max_retries
+        evaluator = config.evaluator
+        self._limit_s = evaluator.timeout * NUM_STAGES + GRACE_S
+        self._num_tries = 1 if evaluator.cascade_evaluation else 1 + evaluator.max_retries
 
     async def evaluate(
         self,
@@ -252,7 +252,7 @@ class ProgramEvaluator:
         *,
         lease: Lease,
         best_score: float | None,
-        first: Outcome | None = None,
+        first: EvaluationOutcome | None = None,
     ) -> Evaluated:
         """Score a program and store it; one above `best_score` is scored again, as often as
         `confirm` says, and has the means of all times. `first`: it was scored once already."""
@@ -276,9 +276,9 @@ class ProgramEvaluator:
         if settings is None or not constants:
             message = "The program has no numbers to tune."
             return Evaluated(failure=AttemptFailure(kind="not_tuned", message=message))
-        best_found = self._score_metrics(child.program.parent_metrics)
+        tuned_score = self._score_metrics(child.program.parent_metrics)
         seed = stream_seed(self._seed, "tune", lease.attempt)
-        search = NumberSearch(constants, seed=seed, score=best_found)
+        search = NumberSearch(constants, seed=seed, score=tuned_score)
         code, num, best, seconds = child.program.code, 0, None, 0.0
         end = time.monotonic() + settings.seconds
         while num < settings.evaluations or time.monotonic() < end:
@@ -289,13 +289,13 @@ class ProgramEvaluator:
                 tried = write_constants(code, constants, values)
                 outcome = await self._run(tried, lease, is_noted=not num)
                 num += 1
-                found = None
+                score = None
                 if not isinstance(outcome, _Failed):
-                    found = self._score(outcome)
+                    score = self._score(outcome)
                     seconds += outcome.seconds
-                scores.append(found)
-                if found is not None and (best_found is None or found > best_found):
-                    best, best_found = (tried, outcome), found
+                scores.append(score)
+                if score is not None and (tuned_score is None or score > tuned_score):
+                    best, tuned_score = (tried, outcome), score
             search.tell(scores)
         if best is None or isinstance(best[1], _Failed):
             message = f"None of {num} programs with other numbers is better."
@@ -323,21 +323,21 @@ class ProgramEvaluator:
     def _keep(
         self,
         child: Child,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[EvaluationOutcome],
         judgement: Judgement | None,
         num_lost: int,
     ) -> Evaluated:
         """Store the program with all that is known of it; waits for the disk."""
-        own = self._config.evaluator
+        evaluator = self._config.evaluator
         metrics = _mean_metrics(outcomes)
-        artifacts = dict(outcomes[0].artifacts) if own.enable_artifacts else {}
+        artifacts = dict(outcomes[0].artifacts) if evaluator.enable_artifacts else {}
         if self._judges is not None and judgement is not None:
             metrics, artifacts = self._judges.merge(metrics, artifacts, judgement)
         program = replace(
             child.program,
             timestamp=time.time(),
             metrics=metrics,
-            artifacts=keep_artifacts(artifacts, max_bytes=own.max_artifact_storage),
+            artifacts=keep_artifacts(artifacts, max_bytes=evaluator.max_artifact_storage),
         )
         scores = [self._score(outcome) for outcome in outcomes] if len(outcomes) > 1 else []
         usage = judgement.usage if judgement is not None else NOTHING
@@ -358,8 +358,8 @@ class ProgramEvaluator:
         )
 
     async def _score_enough(
-        self, child: Child, lease: Lease, best_score: float | None, first: Outcome | None
-    ) -> "list[Outcome] | _Failed":
+        self, child: Child, lease: Lease, best_score: float | None, first: EvaluationOutcome | None
+    ) -> "list[EvaluationOutcome] | _Failed":
         code = child.program.code
         once = first or await self._run(code, lease)
         if isinstance(once, _Failed):
@@ -379,7 +379,7 @@ class ProgramEvaluator:
 
     async def _run(
         self, code: str, lease: Lease, *, repetition: int = 0, is_noted: bool = True
-    ) -> "Outcome | _Failed":
+    ) -> "EvaluationOutcome | _Failed":
         """One outcome that counts. Its random numbers are those of the attempt and repetition,
         whoever evaluates it. Of many in a row only the first need be noted, and what follows a
         lost worker is."""
@@ -423,39 +423,39 @@ class ProgramEvaluator:
                 case JobCancelled():
                     raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
 
-    def _score(self, outcome: Outcome) -> float | None:
+    def _score(self, outcome: EvaluationOutcome) -> float | None:
         return self._score_metrics(outcome.metrics)
 
     def _score_metrics(self, metrics: Metrics) -> float | None:
         return score_of(numeric_metrics(metrics), features=self._features)
 
 
-async def _decode(output: bytes) -> Outcome:
+async def _decode(output: bytes) -> EvaluationOutcome:
     """Artifacts may be long: then in a thread."""
     if len(output) <= SMALL_BYTES:
         return decode_outcome(output)
     return await run_in_thread(decode_outcome, output)
 
 
-def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+def _mean_metrics(outcomes: Sequence[EvaluationOutcome]) -> dict[str, Metric]:
     """Numbers that all outcomes have as means; all else as it was the first time."""
     first, *others = outcomes
     metrics = dict(first.metrics)
     numbers = [numeric_metrics(outcome.metrics) for outcome in outcomes]
     for name in numbers[0] if others else ():
-        if all(name in found for found in numbers):
-            metrics[name] = sum(found[name] for found in numbers) / len(numbers)
+        if all(name in values for values in numbers):
+            metrics[name] = sum(values[name] for values in numbers) / len(numbers)
     return metrics
 
 
-def _error_of(outcome: Outcome) -> str:
+def _error_of(outcome: EvaluationOutcome) -> str:
     """The last lines of the traceback, or of what was printed where there is none."""
     assert outcome.failure is not None
     text = outcome.failure.traceback or outcome.output_tail
     return "\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]
 
 
-def _failure(outcome: Outcome) -> AttemptFailure:
+def _failure(outcome: EvaluationOutcome) -> AttemptFailure:
     failure = outcome.failure
     assert failure is not None
     place = f" ({outcome.stage})" if outcome.stage.startswith("stage") else ""

@@ -93,8 +93,12 @@ class PromptForm:
     def ask(self, prompt: str, task: Task, row: Mapping[str, object], *, is_chat: bool) -> Task:
         """The task as it is asked with this prompt; its id and reference stay. Not `is_chat`: the
         model takes no messages."""
-        given = task.prompt
-        messages = (Message(role="user", content=given),) if isinstance(given, str) else given
+        task_prompt = task.prompt
+        messages = (
+            (Message(role="user", content=task_prompt),)
+            if isinstance(task_prompt, str)
+            else task_prompt
+        )
         if self.fields:
             values = {**row, PROMPT: messages[-1].content}
             text = _fill(prompt, {name: str(values[name]) for name in self.fields})
@@ -104,14 +108,14 @@ class PromptForm:
             asked = (system, *messages[1:])
         else:
             asked = (Message(role="system", content=prompt), *messages)
-        if isinstance(given, str) and (self.fields or not is_chat):
+        if isinstance(task_prompt, str) and (self.fields or not is_chat):
             return replace(task, prompt="\n\n".join(message.content for message in asked))
         return replace(task, prompt=asked)
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
     """In one pass: what a value holds is never read as a field."""
-    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def find_form(prompt: str, taskset: Taskset) -> tuple[PromptForm, list[str]]:
@@ -217,9 +221,9 @@ class TaskAnswers:
         rollout = min(group.rollouts, key=lambda rollout: rollout.reward or 0.0)
         read = self._evaluator.read_answer(rollout)
         answer = rollout.completion.text if rollout.completion else ""
-        found = describe_task(task)
+        described = describe_task(task)
         return {
-            "task": found["prompt"][:SHOWN_CHARS],
+            "task": described["prompt"][:SHOWN_CHARS],
             "answer": answer[:SHOWN_CHARS],
             "read": "" if read is None else read[:SHOWN_CHARS],
             "expected": _text(task.reference)[:SHOWN_CHARS],
@@ -391,8 +395,8 @@ class Reflection:
         self._config = answers.config
         self._form = answers.form
         self._seed = seed
-        own = config.prompt.system_message
-        name = "reflection_system" if own == "system_message" else own
+        system = config.prompt.system_message
+        name = "reflection_system" if system == "system_message" else system
         self._system = self._templates.text_or_template(name)
 
     def build(
@@ -453,7 +457,9 @@ async def choose_prompt(
     prompts = {id: (await run_in_thread(store.get, id)).code for id in names}
     select = answers.split("select")
     groups = await together(answers.answer(prompts[id], select) for id in names)
-    finalists = [_finalist(state, store, id, own) for id, own in zip(names, groups, strict=True)]
+    finalists = [
+        _finalist(state, store, id, answered) for id, answered in zip(names, groups, strict=True)
+    ]
     known = await run.append(CHOSEN, {"program": _best(finalists)}, key="chosen")
     chosen = state.chosen = str(known.payload["program"])
     report = answers.split("report")
@@ -481,7 +487,7 @@ async def choose_prompt(
 
 def _distinct(groups: Sequence[Sequence[Group]]) -> list[Group]:
     """Equal prompts are asked once."""
-    return list({(g.task.id, g.task.prompt): g for own in groups for g in own}.values())
+    return list({(g.task.id, g.task.prompt): g for answered in groups for g in answered}.values())
 
 
 def _finalist(

@@ -484,12 +484,12 @@ class Prompts:
         system = self.templates.text_or_template(self._config.system_message)
         if not self._config.programs_as_changes_description:
             return system
-        own = self._config.system_message_changes_description
+        template = self._config.system_message_changes_description
         return self.templates.fill(
             "system_message_with_changes_description",
             system_message=system,
-            system_message_changes_description=own.strip()
-            if own
+            system_message_changes_description=template.strip()
+            if template
             else self.templates.texts["system_message_changes_description"],
         )
 

@@ -299,42 +299,42 @@ class Proposer:
             "answer": reply.text,
         }
         digest = self._store.put_document(exchange)
-        found = self._read(plan, exchange)
+        child = self._read(plan, exchange)
         usage = reply.usage
         generated = Generated(
             answer=digest,
             model=reply.model,
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,
-            failure=found if isinstance(found, AttemptFailure) else None,
+            failure=child if isinstance(child, AttemptFailure) else None,
         )
-        return generated, found if isinstance(found, Child) else None
+        return generated, child if isinstance(child, Child) else None
 
     def _read_kept(self, plan: Plan, digest: str) -> Child | None:
-        found = self._read(plan, self._store.get_document(digest))
-        return found if isinstance(found, Child) else None
+        child = self._read(plan, self._store.get_document(digest))
+        return child if isinstance(child, Child) else None
 
     def _read(self, plan: Plan, exchange: Mapping[str, str]) -> Child | AttemptFailure:
-        found = read_answer(exchange["answer"], parent=self._base(plan), rules=self._rules)
-        if isinstance(found, AnswerFailure):
-            return AttemptFailure(kind=found.kind.value, message=found.message)
+        program = read_answer(exchange["answer"], parent=self._base(plan), rules=self._rules)
+        if isinstance(program, AnswerFailure):
+            return AttemptFailure(kind=program.kind.value, message=program.message)
         prompts = _as_prompts(exchange) if self._with_prompts else {}
-        return self._child(plan, found, prompts)
+        return self._child(plan, program, prompts)
 
     def _child(
-        self, plan: Plan, found: ChildProgram, prompts: Mapping[str, object] = NO_PROMPTS
+        self, plan: Plan, program: ChildProgram, prompts: Mapping[str, object] = NO_PROMPTS
     ) -> Child:
         return make_child(
             ProgramRecord(
                 id=program_id(plan.attempt),
-                code=found.code,
+                code=program.code,
                 language=self._rules.language,
                 parent_id=plan.parent,
                 generation=plan.generation,
                 iteration=plan.attempt,
                 island=plan.island,
-                changes=found.changes,
-                changes_description=found.changes_description,
+                changes=program.changes,
+                changes_description=program.changes_description,
                 parent_metrics=self._store.get(plan.parent).metrics,
                 prompts=prompts,
             )

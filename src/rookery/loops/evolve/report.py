@@ -13,7 +13,7 @@ from rookery.loops.comparison import warn_of_failed_tasks, warn_of_small_samples
 from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.order import price
-from rookery.loops.evolve.parts import FIRST_PROGRAM, Parts, first_id
+from rookery.loops.evolve.parts import FIRST_PROGRAM, SearchParts, first_id
 from rookery.loops.evolve.problem import FORGEABLE
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.search_state import SearchState, Spending, program_id, search_config
@@ -28,9 +28,9 @@ from rookery.reports.evolve import (
     FailureRecord,
     LearnedRow,
     OperatorRow,
+    PaidTokensRecord,
     ProgramRow,
     TasksReport,
-    TokensRecord,
 )
 from rookery.runs import RunView
 from rookery.search.programs.bandit import Arm
@@ -51,7 +51,7 @@ class FinishedSearch:
 
 
 def make_report(
-    parts: Parts,
+    parts: SearchParts,
     search: FinishedSearch,
     baselines: Sequence[FinishedSearch],
     *,
@@ -112,7 +112,7 @@ def make_report(
     )
 
 
-def _winning_line(parts: Parts, state: SearchState) -> Iterator[ProgramRecord]:
+def _winning_line(parts: SearchParts, state: SearchState) -> Iterator[ProgramRecord]:
     """From the first program to the best."""
     ids, id = [state.winner], state.ancestors[state.winner].parent
     while id is not None:
@@ -248,10 +248,10 @@ def _failures(state: SearchState) -> tuple[FailureRecord, ...]:
     )
 
 
-def _tokens(spending: Spending) -> TokensRecord:
+def _tokens(spending: Spending) -> PaidTokensRecord:
     if spending.num_unreported:
-        return TokensRecord()
-    return TokensRecord(prompt=spending.prompt_tokens, completion=spending.completion_tokens)
+        return PaidTokensRecord()
+    return PaidTokensRecord(prompt=spending.prompt_tokens, completion=spending.completion_tokens)
 
 
 def _spent(spending: Spending, tasks: TasksReport | None) -> SpentRecord:

@@ -35,18 +35,18 @@ from rookery.loops.evolve.learning import Learning
 from rookery.loops.evolve.order import (
     BacklogLimit,
     Order,
-    Progress,
+    SearchProgress,
     SteadyOrder,
     find_exhausted,
     stop_reason,
 )
 from rookery.loops.evolve.outputs import Due, Outputs
-from rookery.loops.evolve.parts import Iteration, Parts
+from rookery.loops.evolve.parts import Iteration, SearchParts
 from rookery.loops.evolve.program_evaluator import Lease
 from rookery.loops.evolve.proposer import UNCOMPARED, Child, Comparison
 from rookery.loops.evolve.search_state import SearchState, program_id
 from rookery.loops.evolve.stages import (
-    Decision,
+    AttemptDecision,
     Evaluated,
     Generated,
     Planned,
@@ -90,7 +90,7 @@ class AttemptScheduler:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: SearchParts,
         state: SearchState,
         *,
         num_attempts: int,
@@ -209,13 +209,13 @@ class AttemptScheduler:
 
     def _stop_if_due(self, order: Order) -> None:
         reason = stop_reason(
-            Progress(
+            SearchProgress(
                 num_attempts=self._num_attempts,
                 num_decided=self._state.num_decided,
                 num_open=len(self._open),
                 num_recorded=self._num_recorded,
                 elapsed_s=self.elapsed_s,
-                found=self._state.stop_reason,
+                goal_reason=self._state.stop_reason,
                 budget=self._parts.config.rookery.budget,
                 spending=self._state.spending,
             )
@@ -393,7 +393,7 @@ class AttemptScheduler:
             await self._outputs.note_resumed()
 
     def _describe(
-        self, number: int, stages: Stages, decision: Decision, member: Member | None
+        self, number: int, stages: Stages, decision: AttemptDecision, member: Member | None
     ) -> Iteration:
         generated, evaluated, best = stages.generated, stages.evaluated, self._state.best
         assert generated is not None

@@ -19,20 +19,20 @@ from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.program import unpack_vector
 from rookery.loops.evolve.stages import (
+    AttemptDecision,
     AttemptFailure,
-    Decision,
     Evaluated,
     Generated,
     Planned,
     Stages,
 )
 from rookery.loops.evolve.tuning import TUNE
-from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
+from rookery.search.programs.adaptive import AdaptiveDatabase, SearchBudget
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import (
-    DatabaseConfig,
     ParetoDatabase,
     ProgramDatabase,
+    ProgramDatabaseConfig,
     Stopping,
     StoppingConfig,
     advance,
@@ -70,43 +70,43 @@ def program_id(attempt: int) -> str:
     return f"p{attempt}"
 
 
-def search_config(config: EvolveConfig) -> DatabaseConfig:
+def search_config(config: EvolveConfig) -> ProgramDatabaseConfig:
     """The section `database` as the search reads it."""
-    own, prompt = config.database, config.prompt
+    database, prompt = config.database, config.prompt
     is_judged = config.rookery.bandit or config.rookery.learn is not None
     document: dict[str, Any] = {
-        "population_size": own.population_size,
-        "archive_size": own.archive_size,
-        "num_islands": own.num_islands,
-        "feature_dimensions": own.feature_dimensions,
-        "feature_bins": own.feature_bins,
-        "migration_interval": own.migration_interval,
-        "migration_rate": own.migration_rate,
-        "diversity_reference_size": own.diversity_reference_size,
+        "population_size": database.population_size,
+        "archive_size": database.archive_size,
+        "num_islands": database.num_islands,
+        "feature_dimensions": database.feature_dimensions,
+        "feature_bins": database.feature_bins,
+        "migration_interval": database.migration_interval,
+        "migration_rate": database.migration_rate,
+        "diversity_reference_size": database.diversity_reference_size,
         "objectives": config.rookery.pareto,
         "sampling": {
-            "exploration_ratio": own.exploration_ratio,
-            "exploitation_ratio": own.exploitation_ratio,
-            "elite_selection_ratio": own.elite_selection_ratio,
+            "exploration_ratio": database.exploration_ratio,
+            "exploitation_ratio": database.exploitation_ratio,
+            "elite_selection_ratio": database.elite_selection_ratio,
             "num_inspirations": prompt.num_top_programs,
             "num_top": prompt.num_top_programs + prompt.num_diverse_programs,
         },
         "bandit": {"policy": "ucb" if is_judged else "weights"},
     }
-    if own.strategy == "adaptive":
+    if database.strategy == "adaptive":
         document |= _sized(config)
-    return parse_config(DatabaseConfig, document, origin="the section database")
+    return parse_config(ProgramDatabaseConfig, document, origin="the section database")
 
 
 def _sized(config: EvolveConfig) -> dict[str, Any]:
     """Archive and grid of an adaptive search: no larger than its iterations fill. Programs move
     between islands by operators alone."""
-    own = config.database
-    size = min(own.archive_size, max(SMALLEST_ARCHIVE, config.max_iterations // 10))
+    database = config.database
+    size = min(database.archive_size, max(SMALLEST_ARCHIVE, config.max_iterations // 10))
     sized: dict[str, Any] = {"archive_size": size, "migration_interval": NEVER}
-    if isinstance(own.feature_bins, int):
-        num_bins = math.ceil(size ** (1 / len(own.feature_dimensions)))
-        sized["feature_bins"] = min(own.feature_bins, num_bins)
+    if isinstance(database.feature_bins, int):
+        num_bins = math.ceil(size ** (1 / len(database.feature_dimensions)))
+        sized["feature_bins"] = min(database.feature_bins, num_bins)
     return sized
 
 
@@ -365,7 +365,7 @@ class SearchState:
         num_known = planned.num_embedded if self.lag else None
         return self.novelty.find(embedding=unpack_vector(embedding), num_known=num_known)
 
-    def decide(self, stages: Stages, *, elapsed_s: float) -> Decision:
+    def decide(self, stages: Stages, *, elapsed_s: float) -> AttemptDecision:
         """What becomes of an attempt that ended, given all that was told before."""
         failure, evaluated = stages.failure, stages.evaluated
         if failure is None:
@@ -378,9 +378,9 @@ class SearchState:
                 failure = _repetition(repeated)
             elif problem is not None:
                 failure = AttemptFailure(kind="no_score", message=problem)
-        return Decision(failure=failure, elapsed_s=elapsed_s)
+        return AttemptDecision(failure=failure, elapsed_s=elapsed_s)
 
-    def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
+    def tell(self, attempt: int, stages: Stages, decision: AttemptDecision) -> Member | None:
         """Take in how an attempt ended; its program, if it gave one."""
         member = self._tell(attempt, stages, decision)
         self._note_answer(stages, member)
@@ -389,7 +389,7 @@ class SearchState:
             self.num_unanswered = 0
         return member
 
-    def _tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
+    def _tell(self, attempt: int, stages: Stages, decision: AttemptDecision) -> Member | None:
         planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
         assert planned is not None and generated is not None
         self.staleness[self.num_decided - planned.num_decided] += 1
@@ -532,14 +532,14 @@ def open_state(
 
 
 def _open_database(config: EvolveConfig, *, seed: int, arms: tuple[Arm, ...]) -> ProgramDatabase:
-    own = search_config(config)
+    database = search_config(config)
     if config.database.strategy == "openevolve":
-        return ProgramDatabase(own, seed=seed, arms=arms)
+        return ProgramDatabase(database, seed=seed, arms=arms)
     if config.database.strategy == "pareto":
-        return ParetoDatabase(own, seed=seed, arms=arms)
+        return ParetoDatabase(database, seed=seed, arms=arms)
     max_cost = config.rookery.budget.max_tokens
-    budget = Budget(num_attempts=config.max_iterations, max_cost=max_cost)
-    return AdaptiveDatabase(own, seed=seed, budget=budget, arms=arms)
+    budget = SearchBudget(num_attempts=config.max_iterations, max_cost=max_cost)
+    return AdaptiveDatabase(database, seed=seed, budget=budget, arms=arms)
 
 
 def _novelty_config(config: EvolveConfig, lag: int | None) -> NoveltyConfig:

@@ -20,8 +20,8 @@ from rookery.search.programs.population import Plan
 from rookery.search.programs.program import CodeSummary
 
 __all__ = [
+    "AttemptDecision",
     "AttemptFailure",
-    "Decision",
     "Evaluated",
     "Generated",
     "Planned",
@@ -106,7 +106,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class AttemptDecision:
     """How an attempt ended. Without a failure its program joined the population."""
 
     failure: AttemptFailure | None = None
@@ -121,7 +121,7 @@ class Stages:
     planned: Planned | None = None
     generated: Generated | None = None
     evaluated: Evaluated | None = None
-    decision: Decision | None = None
+    decision: AttemptDecision | None = None
     epoch: int = 0
     """Of its last lease."""
     num_lost: int = 0
@@ -133,13 +133,13 @@ class Stages:
         return next((s.failure for s in stages if s is not None and s.failure is not None), None)
 
 
-Record = TypeVar("Record", Planned, Generated, Evaluated, Decision)
+Record = TypeVar("Record", Planned, Generated, Evaluated, AttemptDecision)
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (Planned, Generated, Evaluated, Decision)
+    kind: TypeAdapter(kind) for kind in (Planned, Generated, Evaluated, AttemptDecision)
 }
 
 
-def to_data(record: Planned | Generated | Evaluated | Decision) -> dict[str, Any]:
+def to_data(record: Planned | Generated | Evaluated | AttemptDecision) -> dict[str, Any]:
     """A JSON object."""
     data: dict[str, Any] = _ADAPTERS[type(record)].dump_python(record, mode="json")
     return data
@@ -175,4 +175,4 @@ def _follow(fields: dict[str, Any], attempt: Attempt) -> None:
         case "evaluated":
             fields["evaluated"] = from_data(Evaluated, attempt.data)
         case _:
-            fields["decision"] = from_data(Decision, attempt.data)
+            fields["decision"] = from_data(AttemptDecision, attempt.data)

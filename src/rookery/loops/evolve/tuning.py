@@ -132,11 +132,11 @@ class NumberSearch:
         """In the order asked for. Fewer of the last generation: it was cut short, and ends here."""
         if len(scores) < len(self._points):
             return
-        found = [-math.inf if score is None else score for score in scores]
-        best = max(found)
+        values = [-math.inf if score is None else score for score in scores]
+        best = max(values)
         is_better = best > self._score
         if best >= self._score and math.isfinite(best):
-            self._score, self._best = best, self._points[found.index(best)]
+            self._score, self._best = best, self._points[values.index(best)]
         if self._cmaes:
             self._cmaes.tell([Fitness(score=score) for score in scores])
             if is_better:

@@ -15,7 +15,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rookery.errors import AdapterError, boundary
-from rookery.fleet.perturbed import Population, moved
+from rookery.fleet.perturbed import StepPopulation, moved
 from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
@@ -99,12 +99,12 @@ class AdapterBuilder:
         """Makes the candidate when called, in any thread."""
         return partial(self.adapter, candidate)
 
-    def population(self, centre: str, *, rank: int) -> Population:
+    def population(self, centre: str, *, rank: int) -> StepPopulation:
         """What members around this ES step are made from; noise of this rank in each factor."""
         self.chained.add(centre)
         like = self.adapter(centre)
         exact = make_adapter(centre, base=like.base, factors=self._unrounded[centre])
-        return Population.around(exact, like=like, rank=rank)
+        return StepPopulation.around(exact, like=like, rank=rank)
 
     def version(self, candidate: str) -> str | None:
         """Its content hash; None for one that was never made."""
@@ -263,8 +263,10 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
     known = {adapter.name: adapter for adapter in founders}
     for name, version in lineage["founders"].items():
         if name not in known or known[name].version != version:
-            given = known[name].version if name in known else "not given"
-            raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+            version_now = known[name].version if name in known else "not given"
+            raise AdapterError(
+                f"Founder {name!r} is {version_now}; this lineage began with {version}."
+            )
     changes = {} if "format" in lineage else {"sigma": None}
     named = {name for plan in lineage["candidates"] for name in _methods_of(plan)}
     try:

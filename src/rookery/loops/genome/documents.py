@@ -17,7 +17,7 @@ from rookery.loops.comparison import (
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
 from rookery.loops.genome.final_report import Choice, FinalReport
-from rookery.loops.genome.generation_log import GenerationLog, Spending
+from rookery.loops.genome.generation_log import GenerationLog, GenerationSpending
 from rookery.loops.genome.search_evaluator import CandidateLoader, SearchEvaluator
 from rookery.ports import Engine, Observer
 from rookery.reports import (
@@ -36,7 +36,7 @@ from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter, Task
 from rookery.weights import write_adapter
 
-__all__ = ["GenomeInputs", "RunParts", "RunSummary", "assemble", "write_report"]
+__all__ = ["GenomeInputs", "GenomeSummary", "RunParts", "assemble", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def assemble(
             builder=builder,
             evaluator=evaluator,
             observer=observer,
-            spending=Spending(
+            spending=GenerationSpending(
                 budget,
                 evaluator=evaluator,
                 run=run,
@@ -132,7 +132,7 @@ def assemble(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
+class GenomeSummary:
     """How a run came out."""
 
     searched: Sequence[str]
@@ -145,7 +145,7 @@ class RunSummary:
     """Of answers, before the report tasks were read."""
 
 
-def write_report(parts: RunParts, summary: RunSummary) -> GenomeReport:
+def write_report(parts: RunParts, summary: GenomeSummary) -> GenomeReport:
     """Leave everything in the run directory; the report is also the result."""
     builder, search, run = parts.builder, parts.search, parts.run
     winner = summary.choice.ranked[0]
@@ -245,7 +245,7 @@ def _parent_weights(recipe: Recipe) -> tuple[float, ...]:
     return tuple(fmean(recipe.weights[place::count]) for place in range(count))
 
 
-def _make_warnings(parts: RunParts, summary: RunSummary) -> list[str]:
+def _make_warnings(parts: RunParts, summary: GenomeSummary) -> list[str]:
     """What a reader must know before the numbers, the most serious first."""
     return [
         *_warn_of_better_baselines(summary.rows),
@@ -271,7 +271,7 @@ def _warn_of_better_baselines(rows: Sequence[ReportRow]) -> list[str]:
     return [sentence for _, sentence in sorted(better, key=lambda pair: -pair[0])]
 
 
-def _warn_of_winner(parts: RunParts, summary: RunSummary) -> list[str]:
+def _warn_of_winner(parts: RunParts, summary: GenomeSummary) -> list[str]:
     winner, warnings = summary.choice.ranked[0], []
     if winner in parts.builder.founders:
         warnings.append(
@@ -300,7 +300,7 @@ def _warn_of_winner(parts: RunParts, summary: RunSummary) -> list[str]:
     return warnings
 
 
-def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
+def _warn_of_failures(parts: RunParts, summary: GenomeSummary) -> list[str]:
     measured, choice = parts.search.measured, summary.choice
     warnings = warn_of_failed_tasks(summary.rows)
     losers = [name for name in choice.errors if name != choice.ranked[0]]
@@ -320,10 +320,10 @@ def _warn_of_failures(parts: RunParts, summary: RunSummary) -> list[str]:
     return [*warnings, *_warn_of_random_search(parts, summary)]
 
 
-def _warn_of_random_search(parts: RunParts, summary: RunSummary) -> list[str]:
+def _warn_of_random_search(parts: RunParts, summary: GenomeSummary) -> list[str]:
     searched = set(summary.searched)
-    drawn = [own for name, own in parts.search.measured.items() if name not in searched]
-    errors = [own.error for own in drawn if own.error]
+    drawn = [candidate for name, candidate in parts.search.measured.items() if name not in searched]
+    errors = [candidate.error for candidate in drawn if candidate.error]
     if not errors:
         return []
     outcome = "there is no random search to compare with" if len(errors) == len(drawn) else "lost"

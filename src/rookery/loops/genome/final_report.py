@@ -269,14 +269,16 @@ class FinalReport:
                 refs[_BASE] = self._base
             groups = await self._evaluator.rollout(list(refs.values()), tasks)
             if phase == "report" and self._samples is not None:
-                own = {name: ref for name, ref in refs.items() if not name.startswith("voter ")}
+                without_voters = {
+                    name: ref for name, ref in refs.items() if not name.startswith("voter ")
+                }
                 self._sampled = await self._samples.measure(
-                    self._evaluator, own, tasks, weights=self._weights, seed=seed
+                    self._evaluator, without_voters, tasks, weights=self._weights, seed=seed
                 )
         count = len(tasks)
-        found = {name: groups[i * count : (i + 1) * count] for i, name in enumerate(refs)}
+        answered = {name: groups[i * count : (i + 1) * count] for i, name in enumerate(refs)}
         failed = {n: fail.error for n, fail in loaded.items() if isinstance(fail, LoadFailure)}
-        return found | {name: _all_failed(tasks, error) for name, error in failed.items()}
+        return answered | {name: _all_failed(tasks, error) for name, error in failed.items()}
 
     def vote(self, voters: Sequence[Sequence[Group]]) -> dict[str, float]:
         """What the majority's answer earned, as the best voter gave it. Voters whose answer
@@ -332,8 +334,8 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 def _certainties(groups: Sequence[Group]) -> dict[str, float]:
     """The probability of the right choice, of tasks that have choices."""
-    found = {group.task.id: group.rollouts[0].metrics.get("certainty") for group in groups}
-    return {task: certainty for task, certainty in found.items() if certainty is not None}
+    certainties = {group.task.id: group.rollouts[0].metrics.get("certainty") for group in groups}
+    return {task: certainty for task, certainty in certainties.items() if certainty is not None}
 
 
 def _first_error(groups: Sequence[Group]) -> str:

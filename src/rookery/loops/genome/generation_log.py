@@ -14,7 +14,7 @@ from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget
 
-__all__ = ["Cost", "GenerationLog", "RunCost", "Spending"]
+__all__ = ["Cost", "GenerationLog", "GenerationSpending", "RunCost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RunCost:
     """To choose among the finalists of the search."""
 
 
-class Spending:
+class GenerationSpending:
     """Answer tokens of the generations so far, and whether the budget has room for another."""
 
     def __init__(
@@ -97,7 +97,7 @@ class GenerationLog:
         builder: AdapterBuilder,
         evaluator: TasksetEvaluator,
         observer: Observer[GenerationRecord],
-        spending: "Spending",
+        spending: "GenerationSpending",
     ) -> None:
         self.cost = RunCost()
         self._spending = spending

@@ -19,8 +19,8 @@ from rookery.errors import TaskError
 from rookery.loops.genome.config import check_inputs, check_tasks
 from rookery.loops.genome.documents import (
     GenomeInputs,
+    GenomeSummary,
     RunParts,
-    RunSummary,
     assemble,
     write_report,
 )
@@ -59,7 +59,7 @@ async def evolve(
     entries = await _list_entries(parts, choice, holders)
     with parts.log.phase("report"):
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
-    summary = RunSummary(
+    summary = GenomeSummary(
         searched=searched,
         population=tuple(population),
         choice=choice,

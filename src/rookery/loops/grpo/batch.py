@@ -74,8 +74,8 @@ def no_std(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float
 
 def shuffled(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float, ...]:
     """A control: those of `group_relative` handed out at random. A policy must not improve."""
-    own = group_relative(rewards, rng=rng)
-    return tuple(own[int(place)] for place in rng.permutation(len(own)))
+    advantages = group_relative(rewards, rng=rng)
+    return tuple(advantages[int(place)] for place in rng.permutation(len(advantages)))
 
 
 ADVANTAGES: Mapping[AdvantageName, Callable[..., tuple[float, ...]]] = {

@@ -312,10 +312,10 @@ class GrpoConfig(ScheduleConfig):
                 "share is for the embedded engine; servers have their own weights: write share: "
                 "false"
             )
-        if isinstance(self.engine, EngineConfig) and self.engine.weights == "int4":
+        if self.engine.rounding is not None:
             raise ValueError(
-                "engine.weights is int4, and a policy is trained in float32: its answers would "
-                "come from other weights than are trained. Leave weights out"
+                f"engine.weights is {self.engine.rounding}, and a policy is trained in float32: "
+                "its answers would come from other weights than are trained. Leave weights out"
             )
         if self.share and self.full is not None and self.publish_every > 1:
             raise ValueError(

@@ -37,7 +37,7 @@ __all__ = [
     "DRAWN",
     "TRAINED",
     "Example",
-    "RunSummary",
+    "GrpoSummary",
     "Step",
     "StepLog",
     "count_trained",
@@ -157,12 +157,12 @@ def _gap_payload(
 ) -> dict[str, Any]:
     """The examples of a step in pieces of a token each, with the gap of each in nats."""
     group, rows = batch.groups[0], iter(gaps)
-    own = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
+    pieces = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
     return {
         "task": group.task,
         "is_fresh": batch.model_step == batch.step,
         "answers": [
-            [piece for both in zip(shown.sequences, own[id(shown)], strict=True)
+            [piece for both in zip(shown.sequences, pieces[id(shown)], strict=True)
              for piece in _pieces(*both, decode)][:SHOWN_TOKENS]
             for shown in _best_and_worst(group)
         ],
@@ -191,7 +191,7 @@ FEW_GROUPS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
+class GrpoSummary:
     """How a run came out."""
 
     config: GrpoConfig
@@ -206,7 +206,7 @@ class RunSummary:
     """Why a budget ended it before its last step."""
 
 
-def write_report(run: Run, summary: RunSummary, *, sweep: SweepRecord | None = None) -> GrpoReport:
+def write_report(run: Run, summary: GrpoSummary, *, sweep: SweepRecord | None = None) -> GrpoReport:
     """Leave everything in the run directory; the report is also the result. `sweep` tells among
     which adapters the trained one was chosen."""
     best = summary.selection.best
@@ -269,7 +269,7 @@ def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
     return math.fsum(step.metrics.get(name) or 0.0 for step in steps)
 
 
-def _make_warnings(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _make_warnings(summary: GrpoSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     """What a reader must know before the numbers, the most serious first."""
     return [
         *_warn_of_result(summary),
@@ -311,7 +311,7 @@ def _warn_of_sweep(sweep: SweepRecord | None) -> list[str]:
     ]
 
 
-def _warn_of_result(summary: RunSummary) -> list[str]:
+def _warn_of_result(summary: GrpoSummary) -> list[str]:
     warnings = [
         f"The {row.name} is better than the trained policy by {row.lead.mean:.3f} "
         f"({row.lead.low:.3f} to {row.lead.high:.3f}) on the report tasks."
@@ -332,7 +332,7 @@ def _warn_of_result(summary: RunSummary) -> list[str]:
     return warnings
 
 
-def _warn_of_failures(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _warn_of_failures(summary: GrpoSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     warnings = warn_of_failed_tasks(summary.rows)
     unmeasured = [step for step, mean in summary.selection.means.items() if mean is None]
     if unmeasured and summary.tasksets:
@@ -347,7 +347,7 @@ def _warn_of_failures(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> 
     return warnings
 
 
-def _warn_of_groups(summary: RunSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
+def _warn_of_groups(summary: GrpoSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
     trained = _total(steps, "grpo/num_groups")
     wanted = summary.config.groups_per_step * len(steps)
     if trained >= FEW_GROUPS * wanted:

@@ -246,7 +246,7 @@ def _drawn(position: int, group: Group) -> DrawnGroup:
         position=position,
         task=group.task.id,
         weight=group.task.weight,
-        rollouts=tuple(own for r in group.rollouts if (own := _drawn_rollout(r)) is not None),
+        rollouts=tuple(kept for r in group.rollouts if (kept := _drawn_rollout(r)) is not None),
     )
 
 
@@ -274,12 +274,14 @@ def _count(drawn: Sequence[Group]) -> BatchCounts:
     rewards_by_group = [
         [r.reward for r in group.rollouts if r.reward is not None] for group in drawn
     ]
-    rewards = [reward for own in rewards_by_group for reward in own]
+    rewards = [reward for group_rewards in rewards_by_group for reward in group_rewards]
     answers = [rollout.completion for rollout in rollouts if rollout.completion is not None]
     return BatchCounts(
         num_rollouts=len(rollouts),
         num_failed=sum(bool(rollout.error) for rollout in rollouts),
-        num_equal=sum(len(own) > 1 and is_equal(own) for own in rewards_by_group),
+        num_equal=sum(
+            len(group_rewards) > 1 and is_equal(group_rewards) for group_rewards in rewards_by_group
+        ),
         num_tokens=sum(len(answer.tokens) for answer in answers),
         mean_reward=fmean(rewards) if rewards else None,
         metrics=_mean_metrics(rollouts),
@@ -364,9 +366,9 @@ class GroupSource:
 
     async def batch(self, step: int, *, policy: Policy) -> Batch:
         """What a step is trained on: found in the run, or drawn with this policy and kept."""
-        found = await self._store.read(step)
-        if found is not None:
-            return found
+        stored = await self._store.read(step)
+        if stored is not None:
+            return stored
         assert policy.step == self._config.drawn_at(step)
         batch = await self._drawer.draw(
             step, start=self._start(step), policy=policy, useful_share=self._useful_share(step)

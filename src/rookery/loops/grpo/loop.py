@@ -44,7 +44,7 @@ from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import (
     DRAWN,
     TRAINED,
-    RunSummary,
+    GrpoSummary,
     Step,
     StepLog,
     count_trained,
@@ -60,10 +60,10 @@ from rookery.runs.budget import Budget
 from rookery.tasks.taskset import Taskset
 from rookery.types import TokenIds
 
-__all__ = ["GrpoInputs", "Parts", "Source", "assemble", "train", "train_policy"]
+__all__ = ["BatchSource", "GrpoInputs", "Parts", "assemble", "train", "train_policy"]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where the batches of a run come from."""
 
     def use(self, policy: Policy) -> None:
@@ -88,7 +88,7 @@ class GrpoInputs:
     """The policy to begin with; a run that goes on with an adapter has its start in its own folder,
     see `read_start`."""
     tasksets: Sequence[Taskset]
-    drawer: GroupDrawer | Source
+    drawer: GroupDrawer | BatchSource
     """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
     decode: Callable[[TokenIds], str] | None = None
@@ -116,7 +116,7 @@ class Parts:
 
     config: GrpoConfig
     tasksets: Sequence[Taskset]
-    source: Source
+    source: BatchSource
     trainer: PolicyTrainer
     checkpoints: Checkpoints
     selection: Selection
@@ -134,8 +134,8 @@ class Parts:
         start = {} if self.config.init_from is None else {"start": self.checkpoints.read(0)}
         return {**start, "base model": None}
 
-    def summary(self, base: str, *, engine: Engine, rows: Sequence[ReportRow]) -> RunSummary:
-        return RunSummary(
+    def summary(self, base: str, *, engine: Engine, rows: Sequence[ReportRow]) -> GrpoSummary:
+        return GrpoSummary(
             config=self.config,
             base=base,
             engine=engine,
@@ -164,7 +164,7 @@ def assemble(inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer
     )
 
 
-def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> Source:
+def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> BatchSource:
     if not isinstance(inputs.drawer, GroupDrawer):
         return inputs.drawer
     tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
@@ -226,7 +226,7 @@ class _Spending:
         """For a step as dear as the dearest, and for measuring the checkpoint behind it, and the
         one before it that is still to be measured."""
         measured = self._parts.selection.answer_tokens
-        select = [tokens for own, tokens in measured.items() if own <= step]
+        select = [tokens for measured_step, tokens in measured.items() if measured_step <= step]
         is_waiting = self._parts.config.is_checkpoint(step) and step not in measured
         needed = max(self._steps, default=0) + (1 + is_waiting) * max(select, default=0)
         spent = sum(self._steps) + sum(select)

@@ -117,7 +117,7 @@ def make_data(batch: Batch, config: GrpoConfig) -> tuple[Datum, ...]:
     A rollout counts as one sequence however many rows it has.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    advantages = [own for group in batch.groups for own in _advantages(group, config)]
+    advantages = [advantage for group in batch.groups for advantage in _advantages(group, config)]
     weights = _weights(rollouts, config)
     params = config.drawing.params(group_size=config.group_size)
     return tuple(
@@ -129,14 +129,14 @@ def make_data(batch: Batch, config: GrpoConfig) -> tuple[Datum, ...]:
 
 def _with_own_values(rollout: DrawnRollout, datum: Datum) -> Datum:
     """What the environment said of this rollout takes the place of what follows from its group."""
-    own: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if rollout.advantages is not None:
-        own["advantages"] = rollout.advantages
+        values["advantages"] = rollout.advantages
     if rollout.reference_logprobs:
-        own["reference_logprobs"] = rollout.reference_logprobs
+        values["reference_logprobs"] = rollout.reference_logprobs
     if rollout.temperature is not None:
-        own["temperature"] = rollout.temperature
-    return replace(datum, **own) if own else datum
+        values["temperature"] = rollout.temperature
+    return replace(datum, **values) if values else datum
 
 
 def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> float:
@@ -150,8 +150,8 @@ def token_gaps(
 ) -> tuple[tuple[float, ...], ...]:
     """log p now - log p when drawn, by row and drawn token."""
     return tuple(
-        tuple(now - then for now, then in zip(own, datum.sampled_logprobs, strict=True))
-        for datum, own in zip(data, logprobs, strict=True)
+        tuple(now - then for now, then in zip(logprobs_now, datum.sampled_logprobs, strict=True))
+        for datum, logprobs_now in zip(data, logprobs, strict=True)
     )
 
 
@@ -160,7 +160,10 @@ def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:
     if all(rollout.advantages is not None for rollout in group.rollouts):
         return (0.0,) * len(rewards)
     rng = stream(config.seed, "grpo-advantages", group.position)
-    return tuple(group.weight * own for own in ADVANTAGES[config.advantage_name](rewards, rng=rng))
+    return tuple(
+        group.weight * advantage
+        for advantage in ADVANTAGES[config.advantage_name](rewards, rng=rng)
+    )
 
 
 def _weights(rollouts: Sequence[DrawnRollout], config: GrpoConfig) -> list[float]:
@@ -275,18 +278,21 @@ class PolicyTrainer:
         """The data with the log-probabilities that the loss needs, by the start or by the policy
         before this step. Environments may have told those of the start, of some data or of all."""
         needs = self._config.loss.needs
-        if not all(own.reference_logprobs for own in data) and "reference_logprobs" not in needs:
+        if (
+            not all(datum.reference_logprobs for datum in data)
+            and "reference_logprobs" not in needs
+        ):
             data = _without_reference(data)
-        elif not all(own.reference_logprobs for own in data):
-            found = await _logprobs(self._reference, REFERENCE, data)
+        elif not all(datum.reference_logprobs for datum in data):
+            logprobs = await _logprobs(self._reference, REFERENCE, data)
             data = tuple(
-                datum if datum.reference_logprobs else replace(datum, reference_logprobs=own)
-                for datum, own in zip(data, found, strict=True)
+                datum if datum.reference_logprobs else replace(datum, reference_logprobs=reference)
+                for datum, reference in zip(data, logprobs, strict=True)
             )
         if "old_logprobs" in needs:
-            found = await _logprobs(self._trainer, POLICY, data)
+            logprobs = await _logprobs(self._trainer, POLICY, data)
             data = tuple(
-                replace(datum, old_logprobs=own) for datum, own in zip(data, found, strict=True)
+                replace(datum, old_logprobs=old) for datum, old in zip(data, logprobs, strict=True)
             )
         return data
 
@@ -337,7 +343,7 @@ async def _logprobs(
 
 def _without_reference(data: Sequence[Datum]) -> tuple[Datum, ...]:
     """All data of a request have the same columns."""
-    return tuple(replace(own, reference_logprobs=()) for own in data)
+    return tuple(replace(datum, reference_logprobs=()) for datum in data)
 
 
 def _at(positions: Sequence[int], logprobs: Sequence[float]) -> tuple[float, ...]:

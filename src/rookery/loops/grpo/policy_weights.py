@@ -237,8 +237,8 @@ class FullPolicy:
         await self.trainer.export(POLICY, folder)
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
-        for name, own in saved.items():
-            ref = await self._publisher.publish(await asyncio.to_thread(self._read, own))
+        for name, weights in saved.items():
+            ref = await self._publisher.publish(await asyncio.to_thread(self._read, weights))
             await evaluate({name: ref})
 
     def _read(self, saved: SavedWeights | None) -> ModelWeights:

@@ -77,17 +77,17 @@ class Swept:
 def swept(config: GrpoConfig) -> list[Swept]:
     """Of a config with a sweep, in the order of its values; ConfigError where one does not fit."""
     assert config.sweep is not None, "asked of sweeps only"
-    vary, found = config.sweep.vary, list[Swept]()
+    vary, adapters = config.sweep.vary, list[Swept]()
     for values in itertools.product(*vary.values()):
         chosen = dict(zip(vary, values, strict=True))
         setting = " ".join(f"{key}={value}" for key, value in chosen.items() if key != "seed")
         for number in range(config.sweep.seeds):
-            own = _varied(config, chosen, seed=config.seed + number)
-            name = _folder_name(f"{setting} seed={own.seed}")
-            if name in {other.name for other in found}:
-                name = f"{len(found)}_{name}"
-            found.append(Swept(name=name, setting=setting or "as configured", config=own))
-    return found
+            varied = _varied(config, chosen, seed=config.seed + number)
+            name = _folder_name(f"{setting} seed={varied.seed}")
+            if name in {other.name for other in adapters}:
+                name = f"{len(adapters)}_{name}"
+            adapters.append(Swept(name=name, setting=setting or "as configured", config=varied))
+    return adapters
 
 
 def _varied(config: GrpoConfig, values: Mapping[str, Any], *, seed: int) -> GrpoConfig:
@@ -177,9 +177,9 @@ class JointTrainer:
                         call.answer.set_exception(error)
                 continue
             for call in same:
-                own = [next(answers) for _ in call.asked]
+                outputs = [next(answers) for _ in call.asked]
                 if not call.answer.done():  # one that was cancelled has no use for it
-                    call.answer.set_result(own)
+                    call.answer.set_result(outputs)
 
 
 class PolicyOfMany:
@@ -209,7 +209,7 @@ class PolicyOfMany:
         )
 
     def _renamed(self, requests: Sequence[TrainRequest]) -> list[TrainRequest]:
-        return [replace(own, trainee=self._name(own.trainee)) for own in requests]
+        return [replace(request, trainee=self._name(request.trainee)) for request in requests]
 
     async def save(self, trainee: str, path: Path) -> None:
         await self._trainer.save(self._name(trainee), path)
@@ -266,21 +266,23 @@ async def train_sweep(
     base = engine.base.version
     progress = _Progress(run, inputs.adapters, observer)
     all_parts = [
-        assemble(own.inputs, engine=engine, run=own.run, observer=_OneOfMany(own, progress))
-        for own in inputs.adapters
+        assemble(
+            adapter.inputs, engine=engine, run=adapter.run, observer=_OneOfMany(adapter, progress)
+        )
+        for adapter in inputs.adapters
     ]
-    await run.append_many([_adapter_event(own.swept) for own in inputs.adapters])
+    await run.append_many([_adapter_event(adapter.swept) for adapter in inputs.adapters])
     trained = list(zip(inputs.adapters, all_parts, strict=True))
     failures = await _train_together(trained, inputs.joint, progress, run)
     observer.on_phase("report")
     ranked = _rank(trained, failures)
     record, rows = await _measure(inputs, ranked, run)
-    failed = tuple(_describe_failed(own, failures) for own in inputs.adapters)
+    failed = tuple(_describe_failed(adapter, failures) for adapter in inputs.adapters)
     adapters = (*record.adapters, *(one for one in failed if one.error))
     record = record.model_copy(update={"adapters": adapters})
-    for own, parts in ranked:
-        summary = parts.summary(base, engine=engine, rows=rows[own.swept.name])
-        await asyncio.to_thread(write_report, own.run, summary)
+    for adapter, parts in ranked:
+        summary = parts.summary(base, engine=engine, rows=rows[adapter.swept.name])
+        await asyncio.to_thread(write_report, adapter.run, summary)
     chosen, parts = ranked[0]
     summary = parts.summary(base, engine=engine, rows=rows[chosen.swept.name])
     return await asyncio.to_thread(write_report, run, summary, sweep=record)
@@ -303,8 +305,8 @@ async def _train_together(
     known = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
     failures, errors = dict(known), list[RookeryError]()
 
-    async def train_one(own: AdapterInputs, parts: Parts) -> None:
-        name = own.swept.name
+    async def train_one(adapter: AdapterInputs, parts: Parts) -> None:
+        name = adapter.swept.name
         try:
             if name not in failures:
                 await train(parts)
@@ -315,12 +317,12 @@ async def _train_together(
                 raise errors[0] from None
         if name in failures:
             progress.drop(name)
-            await asyncio.to_thread(own.run.finish, "failed", message=failures[name])
+            await asyncio.to_thread(adapter.run.finish, "failed", message=failures[name])
         await joint.leave()
 
     async with task_group() as tasks:
-        for own, parts in trained:
-            tasks.create_task(train_one(own, parts))
+        for adapter, parts in trained:
+            tasks.create_task(train_one(adapter, parts))
     for name in failures.keys() - known.keys():
         await run.append(FAILED, {"error": failures[name]}, key=name)
     return failures
@@ -329,7 +331,7 @@ async def _train_together(
 def _rank(trained: Sequence[Trained], failures: Collection[str]) -> list[Trained]:
     """Those that did not fail, the best first, by the select tasks alone: settings by the mean of
     their adapters, those with a failed one last; then adapters of one setting."""
-    broken = {own.swept.setting for own, _ in trained if own.swept.name in failures}
+    broken = {adapter.swept.setting for adapter, _ in trained if adapter.swept.name in failures}
     whole = [one for one in trained if one[0].swept.name not in failures]
     settings = _settings(whole)
 
@@ -346,10 +348,10 @@ def _rank(trained: Sequence[Trained], failures: Collection[str]) -> list[Trained
 
 
 def _settings(trained: Sequence[Trained]) -> dict[str, list[Trained]]:
-    found: dict[str, list[Trained]] = {}
+    by_setting: dict[str, list[Trained]] = {}
     for one in trained:
-        found.setdefault(one[0].swept.setting, []).append(one)
-    return found
+        by_setting.setdefault(one[0].swept.setting, []).append(one)
+    return by_setting
 
 
 def _select(parts: Parts) -> float | None:
@@ -377,12 +379,12 @@ async def _measure(
         samples=parts.config.samples,
     )
     saved: dict[str, SavedWeights | None] = {first.swept.name: parts.trained, **parts.baselines}
-    saved |= {own.swept.name: other.trained for own, other in ranked[1:]}
+    saved |= {adapter.swept.name: other.trained for adapter, other in ranked[1:]}
     seed = first.swept.config.seed
     rewards = await selection.rewards(saved, seed=seed)
     compared = selection.compare(rewards, seed=seed) if rewards else []
     by_name = {row.name: row for row in compared}
-    named: dict[str, list[ReportRow]] = {own.swept.name: [] for own, _ in ranked}
+    named: dict[str, list[ReportRow]] = {adapter.swept.name: [] for adapter, _ in ranked}
     baselines = [by_name[name] for name in parts.baselines if rewards]
     for name in named if rewards else ():
         named[name] = [_as_trained(by_name[name]), *baselines]
@@ -415,7 +417,7 @@ def _setting_rows(
             for setting, trained in settings.items()
         )
     earned = {
-        setting: mean_rewards([rewards[own.swept.name] for own, _ in trained])
+        setting: mean_rewards([rewards[adapter.swept.name] for adapter, _ in trained])
         for setting, trained in settings.items()
     }
     first = next(iter(settings))
@@ -432,22 +434,24 @@ def _setting_rows(
 
 
 def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -> SweptAdapter:
-    own, parts = one
+    adapter, parts = one
     return SweptAdapter(
-        name=own.swept.name,
-        setting=own.swept.setting,
-        seed=own.swept.config.seed,
+        name=adapter.swept.name,
+        setting=adapter.swept.setting,
+        seed=adapter.swept.config.seed,
         select=_select(parts),
         chosen_step=parts.selection.best,
         is_chosen=is_chosen,
-        row=rows.get(own.swept.name),
+        row=rows.get(adapter.swept.name),
         rewards=tuple(step.metrics.get("reward/mean") for step in parts.log.read()),
     )
 
 
-def _describe_failed(own: AdapterInputs, failures: Mapping[str, str]) -> SweptAdapter:
-    swept, error = own.swept, failures.get(own.swept.name, "")
-    rewards = tuple(event.payload["metrics"].get("reward/mean") for event in own.run.events(STEP))
+def _describe_failed(adapter: AdapterInputs, failures: Mapping[str, str]) -> SweptAdapter:
+    swept, error = adapter.swept, failures.get(adapter.swept.name, "")
+    rewards = tuple(
+        event.payload["metrics"].get("reward/mean") for event in adapter.run.events(STEP)
+    )
     return SweptAdapter(
         name=swept.name,
         setting=swept.setting,
@@ -474,12 +478,12 @@ class _Progress:
     ) -> None:
         self._run = run
         self.observer = observer
-        self._names = [own.swept.name for own in adapters]
-        self._num_steps = {own.swept.name: own.swept.config.steps for own in adapters}
+        self._names = [adapter.swept.name for adapter in adapters]
+        self._num_steps = {adapter.swept.name: adapter.swept.config.steps for adapter in adapters}
         self._taken: dict[int, dict[str, Mapping[str, float]]] = {}
-        for own in adapters:
-            for event in own.run.events(STEP):
-                self._note(own.swept.name, event.payload["step"], event.payload["metrics"])
+        for adapter in adapters:
+            for event in adapter.run.events(STEP):
+                self._note(adapter.swept.name, event.payload["step"], event.payload["metrics"])
 
     def _note(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether all adapters that have such a step have taken it."""
@@ -496,12 +500,12 @@ class _Progress:
         if not self._note(name, step.step, step.metrics):
             return
         taken = self._taken[step.step]
-        found = {other: taken[other].get("reward/mean") for other in self._names if other in taken}
-        rewards = {other: reward for other, reward in found.items() if reward is not None}
+        means = {other: taken[other].get("reward/mean") for other in self._names if other in taken}
+        rewards = {other: reward for other, reward in means.items() if reward is not None}
         shown = {f"reward/{other}": reward for other, reward in rewards.items()}
         if rewards:
             shown["reward/mean"] = fmean(rewards.values())
-        tokens = sum(int(own.get("grpo/num_drawn_tokens", 0)) for own in taken.values())
+        tokens = sum(int(metrics.get("grpo/num_drawn_tokens", 0)) for metrics in taken.values())
         self._run.log_metrics(step.step, {**shown, "grpo/num_drawn_tokens": float(tokens)})
         self.observer.on_step(SweptStep(step=step.step, rewards=rewards, num_tokens=tokens))
 
@@ -509,8 +513,8 @@ class _Progress:
 class _OneOfMany(Observer[Step]):
     """What one adapter tells."""
 
-    def __init__(self, own: AdapterInputs, progress: _Progress) -> None:
-        self._name, self._progress = own.swept.name, progress
+    def __init__(self, adapter: AdapterInputs, progress: _Progress) -> None:
+        self._name, self._progress = adapter.swept.name, progress
 
     def on_phase(self, name: str) -> None:
         self._progress.observer.on_phase(name)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.icm.chain import Chain, ChainResult, HasRoom, Problem, Step
+from rookery.loops.icm.chain import Chain, ChainMove, ChainResult, HasRoom, Problem
 from rookery.loops.icm.objective import LabelLogprobs, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
 from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_items, relabel
@@ -95,23 +95,23 @@ class Baselines:
     async def start(self) -> Labels | None:
         """Bootstrap's labels to begin a search with; None where it cannot begin with them."""
         labels = await self.bootstrap()
-        [found] = await self._problem.assess([labels])
-        return None if found is None or found.num_violated else labels
+        [assessment] = await self._problem.assess([labels])
+        return None if assessment is None or assessment.num_violated else labels
 
     async def better_than(self, results: Sequence[ChainResult]) -> list[ChainResult]:
         """The best consistent labels that need no search, if they are better than all of these."""
         better: list[ChainResult] = []
         for name, labels in (await self.unsearched()).items():
-            [found] = await self._problem.assess([labels])
-            if found is None or found.num_violated:
+            [assessment] = await self._problem.assess([labels])
+            if assessment is None or assessment.num_violated:
                 continue
             result = ChainResult(
                 labels=labels,
-                assessment=found,
+                assessment=assessment,
                 start=labels,
                 num_iterations=0,
                 num_accepted=0,
-                is_settled=UNLABELLED not in labels and not found.frustrated,
+                is_settled=UNLABELLED not in labels and not assessment.frustrated,
                 labelled_at=(UNLABELLED,) * self._problem.num_items,
                 steps=(),
                 origin=name,
@@ -125,7 +125,7 @@ class Baselines:
         result: ChainResult,
         *,
         config: AnnealingConfig,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[ChainMove], None] | None = None,
         has_room: HasRoom | None = None,
     ) -> ChainResult | None:
         """The search from the opposite of its result; None where constraints forbid that start."""

@@ -36,13 +36,13 @@ from rookery.search.labelling import UNLABELLED, Constraints, Labels, labelled_i
 from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = [
-    "Batch",
     "Chain",
+    "ChainMove",
     "ChainResult",
     "DecisionLog",
     "HasRoom",
+    "ItemBatch",
     "Problem",
-    "Step",
 ]
 
 NUM_STARTS = 8
@@ -92,7 +92,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ChainMove:
     """One decision and the state after it; iterations that propose nothing new have none."""
 
     iteration: int
@@ -123,7 +123,7 @@ class ChainResult:
     """All labelled and nothing frustrated: it ended because there was nothing left to do."""
     labelled_at: tuple[int, ...]
     """The iteration in which each item got its label; -1 for a start label and for none."""
-    steps: tuple[Step, ...]
+    steps: tuple[ChainMove, ...]
     origin: str = "random labels"
     """What it began with; of labels that were not searched for, what made them."""
 
@@ -143,14 +143,14 @@ class Chain:
         config: AnnealingConfig,
         seed: int,
         speculate: int = 1,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[ChainMove], None] | None = None,
     ) -> None:
         self._problem = problem
         self._config = config
         self._seed = seed
         self._speculate = speculate
         self._on_step = on_step
-        self._steps: list[Step] = []
+        self._steps: list[ChainMove] = []
         self._asked: set[int] = set()
         """Unlabelled items that were drawn since a label changed."""
         self._num_asked = self._dearest = 0
@@ -202,9 +202,9 @@ class Chain:
 
     async def _begin(self, start: Labels | None) -> tuple[Labels, Assessment]:
         for labels in self._draw_starts() if start is None else [start]:
-            [found] = await self._problem.assess([labels])
-            if found is not None:
-                return labels, found
+            [assessment] = await self._problem.assess([labels])
+            if assessment is not None:
+                return labels, assessment
         raise EngineError(
             "The engine answers, but not for the labels that a search begins with. Its score "
             "events say why: rookery runs export."
@@ -236,8 +236,8 @@ class Chain:
         [read] = await self._problem.scorer.score([(state.labels, item)])
         self._asked.add(item)
         options = () if read is None else self._options(state.labels, item, read, now)
-        found = zip(options, await self._problem.assess(options), strict=True)
-        tried = {labels: assessment for labels, assessment in found if assessment is not None}
+        assessed = zip(options, await self._problem.assess(options), strict=True)
+        tried = {labels: assessment for labels, assessment in assessed if assessment is not None}
         if not tried:
             return skip(state), None, {}
         utilities = [(labels, assessment.utility) for labels, assessment in tried.items()]
@@ -280,7 +280,7 @@ class Chain:
     def _record(
         self, item: int, state: Annealing, decision: Decision, *, num_tried: int, after: Assessment
     ) -> None:
-        step = Step(
+        step = ChainMove(
             iteration=decision.iteration,
             item=item,
             tried=num_tried,
@@ -310,7 +310,7 @@ def _changed(before: Labels, after: Labels) -> list[int]:
 
 
 @dataclass(slots=True)
-class Batch:
+class ItemBatch:
     """One batch of items and what its chains found."""
 
     index: int
@@ -357,14 +357,14 @@ class DecisionLog:
     They are keyed by iteration: one that decides otherwise the second time is refused.
     """
 
-    def __init__(self, run: Run, batch: Batch, *, chain: int) -> None:
+    def __init__(self, run: Run, batch: ItemBatch, *, chain: int) -> None:
         self._run = run
         self._batch = batch
         self._chain = chain
         self._waiting: list[NewEvent] = []
         self._blocks: list[Future[list[Event]]] = []
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ChainMove) -> None:
         """Note a decision. Does not wait: `flush` does, at the end of the chain."""
         payload = {
             "item": self._batch.items[step.item].id,

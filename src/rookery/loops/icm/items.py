@@ -135,7 +135,7 @@ def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
     if gold is None:
         return {}
     names = {item.id for item in items}
-    found: dict[str, int] = {}
+    labels: dict[str, int] = {}
     template = compile_prompt_template(config.prompt)
     key = config.key if gold.path is None else ""
     for row in _rows(gold.path or config.path, key=key):
@@ -145,13 +145,13 @@ def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
             text = render_prompt_template(template, fields, where=row.where)
         name = _name(config, fields, text, where=row.where)
         if name in names and gold.field in row.fields:
-            found[name] = _label(config, row)
-    if not found:
+            labels[name] = _label(config, row)
+    if not labels:
         raise TaskError(
             f"{gold.path or config.path} has no item with a field {gold.field!r}: name the field "
             "as data.gold.field, or leave data.gold out."
         )
-    return found
+    return labels
 
 
 def batch_items(items: Sequence[Item], *, size: int) -> list[list[Item]]:
@@ -200,8 +200,8 @@ def _name(config: DataConfig, fields: Mapping[str, object], text: str, *, where:
 
 def _group(config: DataConfig, fields: Mapping[str, object], *, where: str) -> str:
     if config.group not in fields:
-        found = ", ".join(map(repr, fields))
-        raise TaskError(f"{where}: has no field {config.group!r} (data.group); it has {found}.")
+        known = ", ".join(map(repr, fields))
+        raise TaskError(f"{where}: has no field {config.group!r} (data.group); it has {known}.")
     return json.dumps(fields[config.group], sort_keys=True)
 
 

@@ -3,9 +3,8 @@
     scorer = SharedLabelScorer(sampler, prompts=prompts, order=order, model=ref, store=store)
     reads = await scorer.score([(labels, 0), (labels, 1)])
 
-`PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
-a search takes the same decisions with either. A chain uses `scorer.of_chain(affinity)`: its
-contexts differ little from one iteration to the next, so they go to one server if possible.
+A chain uses `scorer.of_chain(affinity)`: its contexts differ little from one iteration to the next,
+so they go to one server if possible.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -24,7 +23,7 @@ from zlib import crc32
 from rookery.concurrency import AskOnce
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
 from rookery.loops.icm.objective import LabelLogprobs
-from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.prompts import BatchPrompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
 from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
@@ -33,7 +32,6 @@ from rookery.types import ModelRef, Score, ScoreRequest
 __all__ = [
     "Context",
     "LabelScorer",
-    "PlainLabelScorer",
     "ScoreStore",
     "SharedLabelScorer",
 ]
@@ -181,43 +179,6 @@ class LabelScorer(Protocol):
         ...
 
 
-class PlainLabelScorer:
-    """Every context is sent when it is asked for, one after another, and forgotten."""
-
-    def __init__(
-        self, sampler: Sampler, *, prompts: Prompts, order: Order, model: ModelRef
-    ) -> None:
-        self._sampler = sampler
-        self._prompts = prompts
-        self._order = order
-        self._model = model
-        self.naive_tokens = 0
-        self.num_asked = 0
-
-    def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "PlainLabelScorer":
-        del affinity, part
-        return self
-
-    def known(self, context: Context) -> LabelLogprobs | None:
-        del context
-        return None
-
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        del contexts
-
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        reads: list[LabelLogprobs | None] = []
-        self.num_asked += len(contexts)
-        for labels, target in contexts:
-            request = _request(self._prompts, self._order, self._model, (labels, target))
-            self.naive_tokens += len(request.tokens)
-            [answer] = await _ask(self._sampler, [request])
-            if isinstance(answer, Exception):
-                raise answer
-            reads.append(answer)
-        return reads
-
-
 class SharedLabelScorer:
     """Contexts that are known cost nothing; the others are sent together, in tree order."""
 
@@ -225,7 +186,7 @@ class SharedLabelScorer:
         self,
         sampler: Sampler,
         *,
-        prompts: Prompts,
+        prompts: BatchPrompts,
         order: Order,
         model: ModelRef,
         store: ScoreStore,
@@ -323,7 +284,9 @@ class SharedLabelScorer:
         )
 
 
-def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:
+def _request(
+    prompts: BatchPrompts, order: Order, model: ModelRef, context: Context
+) -> ScoreRequest:
     labels, target = context
     tokens = prompts.context(labels, target, order=order.of(target))
     return ScoreRequest(model=model, tokens=tokens, start=len(tokens), labels=prompts.label_tokens)
@@ -344,11 +307,11 @@ async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Label
 
 
 def _read(score: Score, request: ScoreRequest) -> LabelLogprobs | Failure:
-    found = score.label_logprobs
-    if len(found) == len(request.labels) and all(map(math.isfinite, found)):
-        return found
+    logprobs = score.label_logprobs
+    if len(logprobs) == len(request.labels) and all(map(math.isfinite, logprobs)):
+        return logprobs
     return EngineError(
-        f"{request.model.served_name} gave the label log-probabilities {list(found)} for "
+        f"{request.model.served_name} gave the label log-probabilities {list(logprobs)} for "
         f"{len(request.labels)} labels: all must be there and finite. A server needs "
         "log-probabilities of given tokens."
     )

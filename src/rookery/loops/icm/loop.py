@@ -19,13 +19,21 @@ from dataclasses import dataclass, replace
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.baselines import BASELINE_READS, BOOTSTRAP, Baselines
-from rookery.loops.icm.chain import Batch, Chain, ChainResult, DecisionLog, HasRoom, Problem, Step
+from rookery.loops.icm.chain import (
+    Chain,
+    ChainMove,
+    ChainResult,
+    DecisionLog,
+    HasRoom,
+    ItemBatch,
+    Problem,
+)
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import check_exports, write_exports
 from rookery.loops.icm.items import Item, batch_items
 from rookery.loops.icm.label_scorer import LabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.objective import build_constraints
-from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.prompts import BatchPrompts, Encoder
 from rookery.loops.icm.report import label_records, make_report
 from rookery.loops.icm.verdict import NUM_CONTEXTS
 from rookery.ports import UNOBSERVED, Observer, Sampler
@@ -40,7 +48,7 @@ __all__ = [
     "ChainStep",
     "IcmInputs",
     "Labeller",
-    "Progress",
+    "LabellingProgress",
     "check_batches",
     "label",
     "open_problem",
@@ -56,7 +64,7 @@ class ChainStep:
     num_items: int
     num_tokens: int
     """Prompt tokens computed so far, by all chains."""
-    step: Step
+    step: ChainMove
 
 
 REPORT_READS = 1 + NUM_CONTEXTS
@@ -65,7 +73,7 @@ REPORT_SPEED = 6
 """Servers compute the reads of the report in one block: six take as long as one of a search."""
 
 
-class Progress:
+class LabellingProgress:
     """Foretells the reads of all rounds. A search is as far as its items are labelled or its
     iterations used up. The inverted one is as long as one from random labels, and every round as
     long as the one before."""
@@ -86,13 +94,13 @@ class Progress:
         self._search_reads = 0.0
         """Of one search from random labels in every batch of the round."""
 
-    def begin(self, batches: Sequence[Batch], *, num_rounds_left: int) -> None:
+    def begin(self, batches: Sequence[ItemBatch], *, num_rounds_left: int) -> None:
         """A round begins; so many follow."""
         self._num_before, self._num_rounds_left = self.store.num_reads, num_rounds_left
         self._num_items = {batch.index: len(batch.items) for batch in batches}
         self._parts = {}
 
-    def step(self, batch: Batch, chain: int, step: Step) -> None:
+    def step(self, batch: ItemBatch, chain: int, step: ChainMove) -> None:
         search, num_items = self._config.search, len(batch.items)
         start = min(search.num_start, num_items - 1)
         num_labelled = sum(label != UNLABELLED for label in step.labels)
@@ -109,7 +117,7 @@ class Progress:
             )
         )
 
-    def end(self, batch: Batch, chain: int) -> None:
+    def end(self, batch: ItemBatch, chain: int) -> None:
         self._parts[batch.index, chain] = 1.0
 
     def _tell(self) -> None:
@@ -183,9 +191,9 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    progress = Progress(run, config, observer, is_remote=engine.is_remote)
+    progress = LabellingProgress(run, config, observer, is_remote=engine.is_remote)
     store = progress.store
-    batches: list[Batch] = []
+    batches: list[ItemBatch] = []
     rounds = _rounds(config, inputs.items)
     reads = config.reads_of_search(num_items=len(inputs.items), num_batches=sum(map(len, rounds)))
     for number, round_items in enumerate(rounds, start=1):
@@ -239,7 +247,7 @@ def open_problem(
     config: IcmConfig, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
 ) -> Problem:
     """One batch as the search sees it: indices, groups, constraints and a scorer."""
-    prompts = Prompts(items, encoder=labeller.encoder, data=config.data)
+    prompts = BatchPrompts(items, encoder=labeller.encoder, data=config.data)
     if labeller.context_tokens is not None and prompts.longest_tokens > labeller.context_tokens:
         fits = int(len(items) * labeller.context_tokens / prompts.longest_tokens)
         raise TaskError(
@@ -274,15 +282,15 @@ def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
 
 def _open_batch(
     config: IcmConfig, index: int, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
-) -> Batch:
+) -> ItemBatch:
     def open_scorer(others: Sequence[Item]) -> LabelScorer:
-        prompts = Prompts(others, encoder=labeller.encoder, data=config.data)
+        prompts = BatchPrompts(others, encoder=labeller.encoder, data=config.data)
         order = IdOrder(len(others))
         return SharedLabelScorer(
             labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
         ).of_chain(None, part="baselines")
 
-    return Batch(
+    return ItemBatch(
         index=index,
         items=tuple(items),
         problem=open_problem(config, items, labeller=labeller, store=store),
@@ -297,7 +305,7 @@ def _open_batch(
     )
 
 
-async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> ModelRef:
+async def _tune(config: IcmConfig, batches: Sequence[ItemBatch], labeller: Labeller) -> ModelRef:
     """A model trained on every label so far that is sure enough to be exported."""
     if labeller.tune is None:
         raise ConfigError(
@@ -310,12 +318,14 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller)
     return model
 
 
-def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> list[Datum]:
+def _training_data(
+    config: IcmConfig, batches: Sequence[ItemBatch], labeller: Labeller
+) -> list[Datum]:
     records = label_records(batches)
     sure = [r for r in records if r.margin is not None and r.margin >= config.exports.min_margin]
     if not sure:
         raise TaskError("No label is sure enough to train on: lower exports.min_margin.")
-    prompts = Prompts([r.item for r in sure], encoder=labeller.encoder, data=config.data)
+    prompts = BatchPrompts([r.item for r in sure], encoder=labeller.encoder, data=config.data)
     data = []
     for place, record in enumerate(sure):
         query = prompts.context((UNLABELLED,) * len(sure), place, order=())
@@ -326,16 +336,20 @@ def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labell
 
 
 async def _search(
-    config: IcmConfig, batches: Sequence[Batch], run: Run, progress: Progress, reads: int | None
+    config: IcmConfig,
+    batches: Sequence[ItemBatch],
+    run: Run,
+    progress: LabellingProgress,
+    reads: int | None,
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results. `reads` is
     what a budget leaves to each chain."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
 
-    async def search(batch: Batch, chain: int) -> ChainResult:
+    async def search(batch: ItemBatch, chain: int) -> ChainResult:
         decisions = DecisionLog(run, batch, chain=chain)
 
-        def stepped(step: Step) -> None:
+        def stepped(step: ChainMove) -> None:
             decisions.add(step)
             run.log_metrics(step.iteration, _metrics(step, where=f"{batch.index}_{chain}"))
             progress.step(batch, chain, step)
@@ -356,7 +370,7 @@ async def _search(
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result if start is None else replace(result, origin=BOOTSTRAP)
 
-    async def compare(batch: Batch) -> None:
+    async def compare(batch: ItemBatch) -> None:
         async with room:
             baselines = _baselines(config, batch, batch.problem)
             batch.results += await baselines.better_than(batch.results)
@@ -372,16 +386,18 @@ async def _search(
     await together(map(compare, batches))
 
 
-def _baselines(config: IcmConfig, batch: Batch, problem: Problem) -> Baselines:
+def _baselines(config: IcmConfig, batch: ItemBatch, problem: Problem) -> Baselines:
     return Baselines(problem, config=config.baselines, seed=batch.seed)
 
 
-def _has_room(config: IcmConfig, batch: Batch, chain: int, run: Run, reads: int | None) -> HasRoom:
+def _has_room(
+    config: IcmConfig, batch: ItemBatch, chain: int, run: Run, reads: int | None
+) -> HasRoom:
     """Chains run side by side: each has a budget of its own, which none of the others touches."""
-    own = config.budget.model_copy(update={"max_answer_tokens": reads})
+    budget_config = config.budget.model_copy(update={"max_answer_tokens": reads})
     where = f"{batch.index}/{chain}"
-    budget = Budget(own, run, key=where)
-    num_done = _count_decided(run, where) if own.max_hours is not None else 0
+    budget = Budget(budget_config, run, key=where)
+    num_done = _count_decided(run, where) if budget_config.max_hours is not None else 0
     return lambda iteration, num_asked: budget.has_room(
         iteration, tokens=num_asked, num_done=num_done
     )
@@ -389,22 +405,22 @@ def _has_room(config: IcmConfig, batch: Batch, chain: int, run: Run, reads: int 
 
 def _count_decided(run: Run, where: str) -> int:
     """Iterations of a chain up to its last decision."""
-    found = (event.key.rpartition("/") for event in run.events("decision"))
-    return max((int(number) + 1 for chain, _, number in found if chain == where), default=0)
+    places = (event.key.rpartition("/") for event in run.events("decision"))
+    return max((int(number) + 1 for chain, _, number in places if chain == where), default=0)
 
 
 async def _search_inverted(
     config: IcmConfig,
-    batch: Batch,
+    batch: ItemBatch,
     baselines: Baselines,
     run: Run,
-    progress: Progress,
+    progress: LabellingProgress,
     has_room: HasRoom,
 ) -> None:
     """The search from the opposite of the best labels; it counts where it finds better ones."""
     decisions = DecisionLog(run, batch, chain=len(batch.results))
 
-    def stepped(step: Step) -> None:
+    def stepped(step: ChainMove) -> None:
         decisions.add(step)
         progress.step(batch, config.num_chains, step)
 
@@ -417,7 +433,7 @@ async def _search_inverted(
     progress.end(batch, config.num_chains)
 
 
-def _metrics(step: Step, *, where: str) -> dict[str, float]:
+def _metrics(step: ChainMove, *, where: str) -> dict[str, float]:
     """By batch and chain, as several search at the same time."""
     values = {
         "utility": step.utility,

@@ -139,9 +139,9 @@ def build_constraints(
     configs: Sequence[ConstraintConfig], *, items: Sequence[Item], labels: Sequence[str]
 ) -> Constraints:
     """The constraints of one batch."""
-    found = [c for config in configs for c in _build(config, items=items, labels=labels)]
+    listed = [c for config in configs for c in _build(config, items=items, labels=labels)]
     try:
-        constraints = Constraints(found, num_items=len(items), num_labels=len(labels))
+        constraints = Constraints(listed, num_items=len(items), num_labels=len(labels))
     except ValueError as error:
         raise TaskError(str(error)) from None
     for tied in constraints.contradictions:
@@ -178,11 +178,11 @@ def _build(
 
 def _groups(field: str, items: Sequence[Item]) -> list[tuple[int, ...]]:
     """Groups of two or more."""
-    found: dict[str, list[int]] = {}
+    by_value: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         value = json.dumps(_value(item, field), sort_keys=True) if field else item.group
-        found.setdefault(value, []).append(index)
-    return [tuple(members) for members in found.values() if len(members) > 1]
+        by_value.setdefault(value, []).append(index)
+    return [tuple(members) for members in by_value.values() if len(members) > 1]
 
 
 def _pairs(field: str, items: Sequence[Item]) -> list[tuple[int, int]]:
@@ -200,23 +200,23 @@ def _pairs(field: str, items: Sequence[Item]) -> list[tuple[int, int]]:
 
 def _value(item: Item, field: str) -> object:
     if field not in item.fields:
-        found = ", ".join(map(repr, item.fields))
-        raise TaskError(f"Item {item.id} has no field {field!r} for a constraint; it has {found}.")
+        known = ", ".join(map(repr, item.fields))
+        raise TaskError(f"Item {item.id} has no field {field!r} for a constraint; it has {known}.")
     return item.fields[field]
 
 
 def _equal_answers(
     config: EqualAnswerConfig, items: Sequence[Item], label: int
 ) -> list[Constraint]:
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     for members in _groups(config.group, items):
         answers = {m: answer for m in members if (answer := _answer(config, items[m])) is not None}
         if len(answers) > 1:
             constraint = EqualAnswer(
                 members=tuple(answers), answers=tuple(answers.values()), label=label
             )
-            found.append(constraint)
-    return found
+            constraints.append(constraint)
+    return constraints
 
 
 def _answer(config: EqualAnswerConfig, item: Item) -> str | None:
@@ -249,7 +249,7 @@ def _mirror(config: AsymmetricPairConfig, labels: Sequence[str]) -> tuple[int, .
 
 def _implications(config: ImpliesConfig, items: Sequence[Item], label: int) -> list[Constraint]:
     places = {item.id: index for index, item in enumerate(items)}
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     for index, item in enumerate(items):
         named = item.fields.get(config.field) or []
         for name in named if isinstance(named, list) else [named]:
@@ -258,8 +258,8 @@ def _implications(config: ImpliesConfig, items: Sequence[Item], label: int) -> l
                     f"Item {item.id} implies {name!r}, which is not an item of its batch: give "
                     "both the same data.group, so that they stay together."
                 )
-            found.append(Implies(premise=index, conclusion=places[str(name)], label=label))
-    return found
+            constraints.append(Implies(premise=index, conclusion=places[str(name)], label=label))
+    return constraints
 
 
 def _index(label: str, labels: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Items as tokens: a demonstration of each item with each label, and the query that asks for it.
 
-    prompts = Prompts(items, encoder=load_encoder(folder), data=config.data)
+    prompts = BatchPrompts(items, encoder=load_encoder(folder), data=config.data)
     prompts.context(labels, target=3, order=order.of(3))     # demonstrations, then the query
     prompts.label_tokens                                     # one token per label
 
@@ -27,7 +27,7 @@ from rookery.loops.icm.items import DataConfig, Item
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.types import TokenIds
 
-__all__ = ["Encoder", "Prompts", "load_encoder"]
+__all__ = ["BatchPrompts", "Encoder", "load_encoder"]
 
 SEPARATORS = ("\n\n", "\n", "\n\n###\n\n", "\n---\n", " ", ", ", " | ")
 """Tried in this order when the config's separator does not work, to name one that does."""
@@ -43,7 +43,7 @@ class Encoder:
     """What every prompt of the model begins with, such as its begin-of-text token."""
 
 
-class Prompts:
+class BatchPrompts:
     """The tokens of one batch of items."""
 
     def __init__(self, items: Sequence[Item], *, encoder: Encoder, data: DataConfig) -> None:
@@ -55,7 +55,7 @@ class Prompts:
         self._openings = [encoder.first + opening for opening in pieces.openings]
         self._queries = pieces.queries
         self._demos = [[(*q, token) for token in self.label_tokens] for q in self._queries]
-        self._digests = [[_digest(demo) for demo in own] for own in self._demos]
+        self._digests = [[_digest(demo) for demo in demos] for demos in self._demos]
         self._opening_digests = [_digest(opening) for opening in self._openings]
         self._query_digests = [_digest(query) for query in self._queries]
 
@@ -64,7 +64,7 @@ class Prompts:
         """The tokens of the longest context: all items but one as demonstrations, and a query."""
         pairs = zip(self._openings, self._queries, strict=True)
         begun = max(len(opening) - len(query) for opening, query in pairs)
-        return begun + sum(len(own[0]) for own in self._demos) - 1
+        return begun + sum(len(demos[0]) for demos in self._demos) - 1
 
     def context(self, labels: Labels, target: int, *, order: Sequence[int]) -> TokenIds:
         """The labelled items in the given order, and the query of the target."""
@@ -103,7 +103,7 @@ class Prompts:
 
 
 def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
-    found = []
+    last_tokens = []
     query = encoder.encode(item.text)
     for label in data.labels:
         whole = encoder.encode(f"{item.text} {label}")
@@ -115,10 +115,10 @@ def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
                 "be one, the same in demonstrations and as the answer: take another word, such as "
                 "True, yes, A."
             )
-        found.append(whole[-1])
-    if len(set(found)) < len(found):
+        last_tokens.append(whole[-1])
+    if len(set(last_tokens)) < len(last_tokens):
         raise TaskError(f"The labels {list(data.labels)} are not different tokens.")
-    return tuple(found)
+    return tuple(last_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def load_encoder(model_folder: str | Path) -> Encoder:
         tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
 
     def encode(text: str) -> TokenIds:
-        found = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(int(token) for token in found)
+        tokens = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return tuple(int(token) for token in tokens)
 
     with_special, plain = tuple(tokenizer.encode("a", add_special_tokens=True)), encode("a")
     for start in range(len(with_special) - len(plain) + 1):

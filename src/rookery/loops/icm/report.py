@@ -14,7 +14,7 @@ from rookery.loops.icm.baselines import (
     most_likely,
     surest,
 )
-from rookery.loops.icm.chain import Batch, ChainResult, Problem
+from rookery.loops.icm.chain import ChainResult, ItemBatch, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import LabelRecord
 from rookery.loops.icm.label_scorer import ScoreStore
@@ -70,7 +70,7 @@ class Labelling:
 
 
 async def label_all_ways(
-    batches: Sequence[Batch],
+    batches: Sequence[ItemBatch],
     config: BaselinesConfig,
     truth: Sequence[Mapping[int, int]],
 ) -> list[Labelling]:
@@ -88,16 +88,16 @@ async def label_all_ways(
     if config.inverted:
         rows[INVERTED] = Labelling(INVERTED, note="searched from the opposite")
     for batch, known in zip(batches, truth, strict=True):
-        found = await _label_batch(batch, config, known)
+        labelled = await _label_batch(batch, config, known)
         for name, row in rows.items():
-            own = found.get(name, (UNLABELLED,) * len(batch.items))
-            row.labels.append(own)
-            row.num_violated += batch.problem.constraints.num_violated(own)
-            row.utilities.append(await _utility(batch.problem, own))
+            labels = labelled.get(name, (UNLABELLED,) * len(batch.items))
+            row.labels.append(labels)
+            row.num_violated += batch.problem.constraints.num_violated(labels)
+            row.utilities.append(await _utility(batch.problem, labels))
     return list(rows.values())
 
 
-def _origins(batches: Sequence[Batch]) -> str:
+def _origins(batches: Sequence[ItemBatch]) -> str:
     """Says which labels are not those of a chain, because no chain found better ones."""
     origins = [
         batch.best.origin
@@ -118,7 +118,7 @@ async def _utility(problem: Problem, labels: Labels) -> float | None:
 
 
 async def _label_batch(
-    batch: Batch, config: BaselinesConfig, known: Mapping[int, int]
+    batch: ItemBatch, config: BaselinesConfig, known: Mapping[int, int]
 ) -> dict[str, Labels]:
     baselines = Baselines(batch.problem, config=config, seed=batch.seed)
     labels_by_name = {"icm": batch.best.labels, **await baselines.unsearched()}
@@ -140,7 +140,7 @@ MAX_SHOWN = 32
 """Labels to show at most; never more than half of a batch, so that a query fits behind them."""
 
 
-async def transfer(one: Batch, other: Batch) -> Labels:
+async def transfer(one: ItemBatch, other: ItemBatch) -> Labels:
     """The likeliest consistent labels of the other batch behind the surest ones of the first."""
     num_labels = one.problem.num_labels
     number = max(1, min(MAX_SHOWN, len(one.items) // 2) // num_labels)
@@ -162,7 +162,7 @@ Agreeing = TypeVar("Agreeing", bound=AgreementRecord)
 
 
 async def make_report(
-    batches: Sequence[Batch],
+    batches: Sequence[ItemBatch],
     *,
     config: IcmConfig,
     model: ModelRef,
@@ -205,7 +205,8 @@ async def make_report(
         balance=_balance([batch.best.labels for batch in batches], labels),
         gold=golden,
         transfers=tuple(
-            _with_agreement(TransferRecord(batch=batch), own) for batch, own in transfers.items()
+            _with_agreement(TransferRecord(batch=batch), judged)
+            for batch, judged in transfers.items()
         ),
         num_unanswered=len(failed),
         rows=tuple(_row(row, ours, whole, labels, questions) for row in rows),
@@ -230,7 +231,7 @@ def _count_tokens(store: ScoreStore, naive: int) -> TokensRecord:
 
 
 def _evidence(
-    batches: Sequence[Batch],
+    batches: Sequence[ItemBatch],
     rows: Sequence[Labelling],
     names: Sequence[str],
     gold: Agreement | None,
@@ -249,15 +250,15 @@ def _evidence(
     )
 
 
-def _majority(batch: Batch) -> MajorityLabel:
+def _majority(batch: ItemBatch) -> MajorityLabel:
     """The label that most of what could be otherwise is; of one item alone it says nothing."""
     labels, constraints = batch.best.labels, batch.problem.constraints
     num_labelled = len(labelled_items(labels))
 
     def share(label: int) -> float:
-        given = constraints.fewest(labels, label)
-        free = num_labelled - given
-        return (labels.count(label) - given) / free if num_labelled > 1 and free else 0.0
+        fewest = constraints.fewest(labels, label)
+        free = num_labelled - fewest
+        return (labels.count(label) - fewest) / free if num_labelled > 1 and free else 0.0
 
     label = max(range(batch.problem.num_labels), key=share)
     return MajorityLabel(
@@ -269,7 +270,7 @@ def _majority(batch: Batch) -> MajorityLabel:
     )
 
 
-async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
+async def _transfers(batches: Sequence[ItemBatch]) -> dict[int, Agreement]:
     """By batch, how its labels agree with those that the first batch's predict."""
     agreements = {}
     for batch in batches[1:]:
@@ -287,14 +288,14 @@ def _support_record(support: Support | None) -> SupportRecord | None:
     return SupportRecord.model_validate(support, from_attributes=True)
 
 
-async def _support(batches: Sequence[Batch]) -> Support | None:
+async def _support(batches: Sequence[ItemBatch]) -> Support | None:
     """Of all batches; None where it could not be measured in one of them."""
-    found = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
-    known = [own for own in found if own is not None]
+    measured = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
+    known = [support for support in measured if support is not None]
     return join_supports(known) if len(known) == len(batches) else None
 
 
-def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
+def _rivals(batch: ItemBatch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
     """Complete and consistent labellings that were found otherwise: what they lose and share."""
     best = batch.best
     scored = [(result.labels, result.assessment.utility) for result in batch.results]
@@ -310,7 +311,7 @@ def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[f
 
 
 async def _gold_summary(
-    batches: Sequence[Batch], truth: Sequence[Mapping[int, int]], agreement: Agreement | None
+    batches: Sequence[ItemBatch], truth: Sequence[Mapping[int, int]], agreement: Agreement | None
 ) -> GoldRecord:
     """Agreement of the result, and the utility of the true labels where all are known."""
     utilities = []
@@ -362,7 +363,7 @@ def _with_agreement(record: Agreeing, agreement: Agreement | None) -> Agreeing:
     )
 
 
-def _chain(batch: Batch, chain: int, result: ChainResult, labels: Sequence[str]) -> ChainRecord:
+def _chain(batch: ItemBatch, chain: int, result: ChainResult, labels: Sequence[str]) -> ChainRecord:
     stride = -(-len(result.steps) // LISTED_STEPS) or 1
     kept = [s for i, s in enumerate(result.steps) if i % stride == 0 or s is result.steps[-1]]
     return ChainRecord(
@@ -391,12 +392,12 @@ def _chain(batch: Batch, chain: int, result: ChainResult, labels: Sequence[str])
     )
 
 
-def label_records(batches: Sequence[Batch]) -> list[LabelRecord]:
+def label_records(batches: Sequence[ItemBatch]) -> list[LabelRecord]:
     """What became of every item, in item order of the batches."""
     return [_record(batch, place) for batch in batches for place in range(len(batch.items))]
 
 
-def _record(batch: Batch, place: int) -> LabelRecord:
+def _record(batch: ItemBatch, place: int) -> LabelRecord:
     best = batch.best
     label = best.labels[place]
     provenance = {**batch.provenance, "chain": batch.chain, "is_start": best.start[place] == label}
@@ -430,17 +431,17 @@ def _item(record: LabelRecord, labels: Sequence[str]) -> ItemRecord:
     )
 
 
-def _gold_of(batch: Batch, gold: Mapping[str, int]) -> dict[int, int]:
+def _gold_of(batch: ItemBatch, gold: Mapping[str, int]) -> dict[int, int]:
     return {i: gold[item.id] for i, item in enumerate(batch.items) if item.id in gold}
 
 
 def _joined(labels: Sequence[Labels]) -> dict[int, int]:
     """Place among all items -> label, of those that have one."""
-    flat = [label for own in labels for label in own]
+    flat = [label for batch_labels in labels for label in batch_labels]
     return {place: label for place, label in enumerate(flat) if label != UNLABELLED}
 
 
-def _questions(batches: Sequence[Batch]) -> list[str]:
+def _questions(batches: Sequence[ItemBatch]) -> list[str]:
     """The question of every item: items of one group or one text, or that constraints tie."""
     keys = []
     for batch in batches:
@@ -452,7 +453,7 @@ def _questions(batches: Sequence[Batch]) -> list[str]:
 
 
 def _balance(labels: Sequence[Labels], names: Sequence[str]) -> dict[str, int]:
-    held = Counter(label for own in labels for label in own)
+    held = Counter(label for batch_labels in labels for label in batch_labels)
     return {name: held[index] for index, name in enumerate(names)}
 
 

@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.loops.icm.chain import Batch
+from rookery.loops.icm.chain import ItemBatch
 from rookery.loops.icm.objective import log_odds
 from rookery.search.annealing import AnnealingConfig, start_labels
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
@@ -105,7 +105,7 @@ class Support:
         return self.random_gains[len(self.random_gains) // 2]
 
 
-async def measure_support(batch: Batch, *, questions: Sequence[str]) -> Support | None:
+async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Support | None:
     """Of the best labels of a batch; None when there are not two questions, or no item is answered.
 
     `questions` names the question of each item. The reads are asked for once and stored.
@@ -122,23 +122,23 @@ async def measure_support(batch: Batch, *, questions: Sequence[str]) -> Support 
         for item in items
     ]
     reads = await batch.scorer.score(contexts)
-    own = [labels[item] for _, item in contexts]
+    context_labels = [labels[item] for _, item in contexts]
     odds = np.array(
         [
             math.nan if read is None else log_odds(read, label)
-            for read, label in zip(reads, own, strict=True)
+            for read, label in zip(reads, context_labels, strict=True)
         ]
     ).reshape(1 + NUM_CONTEXTS, len(items))
     is_known = np.isfinite(odds).all(axis=0)
     if not is_known.any():
         return None
-    odds, own = odds[:, is_known], np.array(own[: len(items)])[is_known]
+    odds, context_labels = odds[:, is_known], np.array(context_labels[: len(items)])[is_known]
     gain = float(_gain(odds[0], odds[1:]))
     return Support(
         gain=gain,
         strength=_strength(gain, num_questions),
         random_gains=random_gains(
-            num_questions, batch.problem.num_labels, _sureness(odds[1:], own)
+            num_questions, batch.problem.num_labels, _sureness(odds[1:], context_labels)
         ),
         num_items=odds.shape[1],
     )
@@ -146,20 +146,22 @@ async def measure_support(batch: Batch, *, questions: Sequence[str]) -> Support 
 
 def join_supports(supports: Sequence[Support]) -> Support | None:
     """Of all batches: the means over their items; None when there is none."""
-    total = sum(own.num_items for own in supports)
+    total = sum(support.num_items for support in supports)
     if not total:
         return None
-    parts = [own.num_items / total for own in supports]
-    gains = np.array([own.random_gains for own in supports])
+    parts = [support.num_items / total for support in supports]
+    gains = np.array([support.random_gains for support in supports])
     return Support(
-        gain=math.fsum(part * own.gain for part, own in zip(parts, supports, strict=True)),
-        strength=math.fsum(part * own.strength for part, own in zip(parts, supports, strict=True)),
+        gain=math.fsum(part * support.gain for part, support in zip(parts, supports, strict=True)),
+        strength=math.fsum(
+            part * support.strength for part, support in zip(parts, supports, strict=True)
+        ),
         random_gains=tuple((np.array(parts) @ gains).tolist()),
         num_items=total,
     )
 
 
-def _random_labels(batch: Batch, number: int) -> Labels:
+def _random_labels(batch: ItemBatch, number: int) -> Labels:
     problem = batch.problem
     return start_labels(
         problem.constraints,
@@ -171,12 +173,12 @@ def _random_labels(batch: Batch, number: int) -> Labels:
 
 
 def _of_others(
-    shown: Labels, found: Labels, questions: Sequence[str], item: int
+    shown: Labels, labels: Labels, questions: Sequence[str], item: int
 ) -> tuple[int, ...]:
     """What is shown of the other questions' items that have a label."""
     return tuple(
-        UNLABELLED if own == UNLABELLED or question == questions[item] else label
-        for label, own, question in zip(shown, found, questions, strict=True)
+        UNLABELLED if held == UNLABELLED or question == questions[item] else label
+        for label, held, question in zip(shown, labels, questions, strict=True)
     )
 
 
@@ -197,11 +199,11 @@ def _strength(gain: float, num_questions: int) -> float:
     return min(1.0, max(0.0, gain / math.sqrt(num_questions - 1)))
 
 
-def _gain(found: NDArray[np.float64], random: NDArray[np.float64]) -> NDArray[np.float64]:
+def _gain(behind: NDArray[np.float64], random: NDArray[np.float64]) -> NDArray[np.float64]:
     """Log-odds [..., item] behind the found labels, [context, ..., item] behind random ones."""
     spread = np.sqrt(random.var(axis=0, ddof=1).mean(axis=-1))
-    raised = (found - random.mean(axis=0)).mean(axis=-1)
-    is_flat = spread <= 1e-9 * (1.0 + np.abs(found).max(axis=-1))
+    raised = (behind - random.mean(axis=0)).mean(axis=-1)
+    is_flat = spread <= 1e-9 * (1.0 + np.abs(behind).max(axis=-1))
     return np.where(is_flat, 0.0, raised / np.where(is_flat, 1.0, spread))
 
 
@@ -225,12 +227,12 @@ def random_gains(num_questions: int, num_labels: int, sureness: float = 0.0) -> 
     labels = rng.integers(num_labels, size=(NUM_MODELS, NUM_STARTS, size))
     labels = _ascend(couplings, alone, labels)
     fields = _fields(couplings, labels)
-    own = np.take_along_axis(fields, labels[..., None], axis=-1)[..., 0]
+    label_fields = np.take_along_axis(fields, labels[..., None], axis=-1)[..., 0]
     total = np.take_along_axis(fields + alone[:, None], labels[..., None], axis=-1)[..., 0]
     models, best = np.arange(NUM_MODELS), total.mean(axis=-1).argmax(axis=-1)
-    found = labels[models, best]
-    random = np.take_along_axis(behind, found[:, None, :, None], axis=-1)[..., 0]
-    return tuple(np.sort(_gain(own[models, best], random.swapaxes(0, 1))).tolist())
+    best_labels = labels[models, best]
+    random = np.take_along_axis(behind, best_labels[:, None, :, None], axis=-1)[..., 0]
+    return tuple(np.sort(_gain(label_fields[models, best], random.swapaxes(0, 1))).tolist())
 
 
 def _fields(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -416,10 +418,14 @@ def _majority_words(majority: MajorityLabel, evidence: Evidence) -> str:
 
 
 def _judge_transfers(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
-    against = {batch: own for batch, own in evidence.transfers.items() if own.is_below_chance}
+    against = {
+        batch: transfer
+        for batch, transfer in evidence.transfers.items()
+        if transfer.is_below_chance
+    }
     if against:
         words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
-        surely = "have" if any(own.is_inverse for own in against.values()) else "may have"
+        surely = "have" if any(transfer.is_inverse for transfer in against.values()) else "may have"
         warnings["opposite"] = (
             f"Batches {surely} opposite labels. Behind labels of batch 0 the model expects others "
             f"than there are ({words}). Label all items in one batch, or compare a few of these "

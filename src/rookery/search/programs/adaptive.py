@@ -1,6 +1,6 @@
 """A search that adapts to its budget: operators compete for attempts, and lines begin on islands.
 
-    database = AdaptiveDatabase(DatabaseConfig(), seed=7, num_attempts=1000)
+    database = AdaptiveDatabase(ProgramDatabaseConfig(), seed=7, num_attempts=1000)
     database.tell(first_program)
     plan = database.ask(1)            # Plan(operator="best", ...)
     database.tell(record)             # or tell_failure(FailedRecord(...)), with plan.operator
@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rookery.search.programs.bandit import Arm, OperatorBandit, OperatorRecord
-from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.database import ProgramDatabase, ProgramDatabaseConfig
 from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, Member, ScoredProgram
 from rookery.seeding import stream
 
-__all__ = ["AdaptiveDatabase", "Budget"]
+__all__ = ["AdaptiveDatabase", "SearchBudget"]
 
 NUM_RANKED = 60
 """Programs that draws by rank reach."""
@@ -46,7 +46,7 @@ NOT_THE_PROGRAM = frozenset({"model", "judge", "evaluation"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class SearchBudget:
     """How far a search may go."""
 
     num_attempts: int
@@ -58,7 +58,12 @@ class AdaptiveDatabase(ProgramDatabase):
     """Islands are lines: 0 is the main one, the others begin with a child of the first program."""
 
     def __init__(
-        self, config: DatabaseConfig, *, seed: int, budget: Budget, arms: Iterable[Arm] = ()
+        self,
+        config: ProgramDatabaseConfig,
+        *,
+        seed: int,
+        budget: SearchBudget,
+        arms: Iterable[Arm] = (),
     ) -> None:
         super().__init__(config, seed=seed, arms=arms)
         self._budget = budget

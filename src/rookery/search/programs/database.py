@@ -1,6 +1,6 @@
 """The programs of an evolution: islands with feature grids, an archive, a front, arms.
 
-    database = ProgramDatabase(DatabaseConfig(), seed=7, arms=[Arm(name="small")])
+    database = ProgramDatabase(ProgramDatabaseConfig(), seed=7, arms=[Arm(name="small")])
     database.tell(first_program)
     plan = database.ask(1)               # Plan: parent, inspirations, top programs, arm
     database.tell(record)                # or tell_failure(FailedRecord(...))
@@ -30,11 +30,11 @@ from rookery.search.programs.bandit import Arm, Bandit, BanditConfig, OperatorRe
 from rookery.search.programs.island import Front
 from rookery.search.programs.population import (
     Elites,
+    ParentSamplingConfig,
     Plan,
-    Population,
-    PopulationConfig,
     PopulationState,
-    SamplingConfig,
+    ProgramPopulation,
+    ProgramPopulationConfig,
     draw_inspirations,
     draw_parent,
 )
@@ -52,10 +52,10 @@ from rookery.seeding import stream
 __all__ = [
     "Ask",
     "BestOfN",
-    "DatabaseConfig",
     "DatabaseState",
     "ParetoDatabase",
     "ProgramDatabase",
+    "ProgramDatabaseConfig",
     "References",
     "Sequential",
     "Stopping",
@@ -205,12 +205,12 @@ BUILT_IN = ("complexity", "diversity", "score")
 """Features that need no metric; an evaluator's metric of the same name comes first."""
 
 
-class DatabaseConfig(PopulationConfig):
+class ProgramDatabaseConfig(ProgramPopulationConfig):
     """How programs are kept and drawn: the section `database`, as far as search is concerned."""
 
     diversity_reference_size: int = Field(default=20, ge=1)
     """Programs that diversity is measured against."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: ParentSamplingConfig = ParentSamplingConfig()
     bandit: BanditConfig = BanditConfig()
 
     def problem_with(self, metrics: Mapping[str, float]) -> str | None:
@@ -244,7 +244,7 @@ class ProgramDatabase:
 
     def __init__(
         self,
-        config: DatabaseConfig,
+        config: ProgramDatabaseConfig,
         *,
         seed: int,
         arms: Iterable[Arm] = (),
@@ -254,7 +254,7 @@ class ProgramDatabase:
         self._config = config
         self._seed = seed
         self._num_told = state.num_told if state else 0
-        self._population = Population(config, state=state.population if state else None)
+        self._population = ProgramPopulation(config, state=state.population if state else None)
         self._references = References(
             size=config.diversity_reference_size, summaries=state.references if state else ()
         )
@@ -369,7 +369,9 @@ class ProgramDatabase:
 class ParetoDatabase(ProgramDatabase):
     """Parents are the programs that are best on some task, drawn by on how many they are."""
 
-    def __init__(self, config: DatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()) -> None:
+    def __init__(
+        self, config: ProgramDatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()
+    ) -> None:
         super().__init__(config, seed=seed, arms=arms)
         self._front = Front(size=None)
         self._parents: dict[str, Member] = {}

@@ -208,14 +208,14 @@ class FeatureSpace:
 
     def coordinates(self, values: Sequence[float]) -> tuple[int, ...]:
         """The bin of each value; the middle bin while all values of a dimension are equal."""
-        found = []
+        bins_hit = []
         for value, bound, bins in zip(values, self._bounds, self._bins, strict=True):
             assert bound is not None, "widen comes first"
             # Halves keep the span of the largest floats finite.
             span = bound[1] / 2 - bound[0] / 2
             share = (value / 2 - bound[0] / 2) / span if span > 0 else 0.5
-            found.append(min(bins - 1, max(0, int(share * bins))))
-        return tuple(found)
+            bins_hit.append(min(bins - 1, max(0, int(share * bins))))
+        return tuple(bins_hit)
 
     def clip(self, coordinates: Sequence[int]) -> tuple[int, ...]:
         """The nearest bins that exist."""

@@ -1,6 +1,6 @@
 """The programs kept: on islands with feature grids, in the archive, in the front.
 
-    population = Population(PopulationConfig(), state=None)
+    population = ProgramPopulation(ProgramPopulationConfig(), state=None)
     population.add(member)
     population.best, population.islands[2].ranking.best(3)
 
@@ -33,17 +33,17 @@ from rookery.search.programs.program import Member
 
 __all__ = [
     "Elites",
+    "ParentSamplingConfig",
     "Plan",
-    "Population",
-    "PopulationConfig",
     "PopulationState",
-    "SamplingConfig",
+    "ProgramPopulation",
+    "ProgramPopulationConfig",
     "draw_inspirations",
     "draw_parent",
 ]
 
 
-class PopulationConfig(Config):
+class ProgramPopulationConfig(Config):
     """Which programs are kept, and where."""
 
     population_size: int = Field(default=1000, ge=1)
@@ -67,7 +67,7 @@ class PopulationConfig(Config):
     they would be from the archive."""
 
     @model_validator(mode="after")
-    def _check_features(self) -> "PopulationConfig":
+    def _check_features(self) -> "ProgramPopulationConfig":
         names = list(self.feature_dimensions)
         if len(set(names)) != len(names):
             raise ValueError(f"feature_dimensions {names} name one dimension twice.")
@@ -99,10 +99,10 @@ class PopulationState:
     """Children of the busiest island at the last migration."""
 
 
-class Population:
+class ProgramPopulation:
     """Programs by id, with every index that search needs of them."""
 
-    def __init__(self, config: PopulationConfig, *, state: PopulationState | None) -> None:
+    def __init__(self, config: ProgramPopulationConfig, *, state: PopulationState | None) -> None:
         empty = tuple(IslandState(cells={}) for _ in range(config.num_islands))
         state = state or PopulationState(islands=empty)
         if len(state.islands) != config.num_islands:
@@ -279,7 +279,7 @@ TRIES = 3
 """Cells that are looked up for one place among the inspirations: OpenEvolve's number."""
 
 
-class SamplingConfig(Config):
+class ParentSamplingConfig(Config):
     """How a parent and inspirations are drawn."""
 
     exploration_ratio: float = Field(default=0.2, ge=0, le=1)
@@ -339,7 +339,7 @@ class Elites:
 
 
 def draw_parent(
-    island: Island, *, elites: Elites, config: SamplingConfig, rng: np.random.Generator
+    island: Island, *, elites: Elites, config: ParentSamplingConfig, rng: np.random.Generator
 ) -> str:
     """A parent for a child on the island; from elsewhere while the island is empty."""
     share = rng.random()
@@ -355,7 +355,7 @@ def draw_inspirations(
     *,
     parent: Member,
     space: FeatureSpace,
-    config: SamplingConfig,
+    config: ParentSamplingConfig,
     rng: np.random.Generator,
 ) -> tuple[str, ...]:
     """Members of the island without the parent, none twice, at most `num_inspirations`."""

@@ -140,8 +140,8 @@ def score_of(metrics: Mapping[str, float], *, features: Collection[str] = ()) ->
     """
     if COMBINED in metrics:
         return mean_of([metrics[COMBINED]])
-    own = [value for name, value in metrics.items() if name not in features]
-    return mean_of(own or metrics.values())
+    scores = [value for name, value in metrics.items() if name not in features]
+    return mean_of(scores or metrics.values())
 
 
 def mean_of(values: Collection[float]) -> float | None:

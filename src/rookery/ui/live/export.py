@@ -156,6 +156,7 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
     wanted: set[int] = set()
     if run.kind == "genome":
         duel = answers[f"{base}/duel"] = run.duel("")
+        answers[f"{base}/duel?candidate={duel['candidate']}"] = duel
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
     left = MOST_BYTES
     for row in reversed(lists.get("steps", [])):

@@ -44,7 +44,7 @@ class ServiceLink:
         try:
             async with asyncio.timeout(ANSWER_S):
                 try:
-                    found = await self._get("/status?format=json")
+                    document = await self._get("/status?format=json")
                 except RookeryError as error:
                     told, models = str(error), await self._get("/")
                     return answer | {"name": models.get("name", ""), "reason": told}
@@ -53,7 +53,7 @@ class ServiceLink:
                 f"{self.url} does not answer: it is busy, or `rookery serve` does not run there."
             ) from error
         with self._answers():
-            return answer | asdict(TypeAdapter(ServiceStatus).validate_python(found))
+            return answer | asdict(TypeAdapter(ServiceStatus).validate_python(document))
 
     async def models(self, *, key: str) -> dict[str, Any]:
         """What a tenant can sample from, and its checkpoints."""
@@ -72,10 +72,12 @@ class ServiceLink:
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
         async with open_session() as session:
             client = self._client(session, key, seconds=SAMPLE_S)
-            found = await client.post_json("/v1/completions", body | {"temperature": temperature})
+            completion = await client.post_json(
+                "/v1/completions", body | {"temperature": temperature}
+            )
         with self._answers():
-            choice = found["choices"][0]
-            reason, usage = choice.get("finish_reason"), found.get("usage")
+            choice = completion["choices"][0]
+            reason, usage = choice.get("finish_reason"), completion.get("usage")
             return {"text": "" + choice["text"], "finish_reason": reason, "usage": usage}
 
     @contextmanager

@@ -139,8 +139,8 @@ def spark(path: Path, prefixes: Sequence[str]) -> tuple[str, list[float]]:
         return "", []
     rows = _sampled_rows(path)
     names = {name: None for row in rows for name in row}
-    found = [name for prefix in prefixes for name in names if name.startswith(prefix)]
-    name = next(iter(found), "")
+    shown = [name for prefix in prefixes for name in names if name.startswith(prefix)]
+    name = next(iter(shown), "")
     numbers = [float(row[name]) for row in rows if name in row]
     thinned = thin(range(len(numbers)), numbers, points=SPARK_LINES)
     return name, [value for _, value in thinned if value is not None]
@@ -447,15 +447,15 @@ def _estimate(row: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 def _state(path: Path) -> tuple[int, ...]:
     """When a file changed last, then all times and sizes; a missing one counts 0."""
-    found = []
+    stamps = []
     for name in WATCHED:
         try:
             seen = os.stat(f"{path}/{name}")
             # A reader leaves an empty log behind: it tells of no change.
-            found.append((seen.st_mtime_ns, seen.st_size) if seen.st_size else (0, 0))
+            stamps.append((seen.st_mtime_ns, seen.st_size) if seen.st_size else (0, 0))
         except OSError:
-            found.append((0, 0))
-    return (max(time_ns for time_ns, _ in found), *(number for pair in found for number in pair))
+            stamps.append((0, 0))
+    return (max(time_ns for time_ns, _ in stamps), *(number for pair in stamps for number in pair))
 
 
 def run_id(path: Path, root: Path) -> str:

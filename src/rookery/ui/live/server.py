@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -39,6 +40,7 @@ from rookery.concurrency import task_group
 from rookery.config import is_loopback
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs.summary import find_runs
+from rookery.ui.live.address import served
 from rookery.ui.live.export import join_modules, read_file, to_json
 from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed
 from rookery.ui.live.reading import OpenRun, OpenRuns
@@ -87,10 +89,13 @@ class Json(JSONResponse):
 class LivePage:
     """A page that is being served, from a thread of this process."""
 
-    def __init__(self, server: uvicorn.Server, thread: threading.Thread, url: str) -> None:
+    def __init__(
+        self, server: uvicorn.Server, thread: threading.Thread, url: str, notes: ExitStack
+    ) -> None:
         self._server = server
         self._thread = thread
         self.url = url
+        self._notes = notes
 
     def wait(self) -> None:
         """Until it ends, which Ctrl-C does."""
@@ -101,6 +106,7 @@ class LivePage:
         """Idempotent."""
         self._server.should_exit = True
         self._thread.join(START_S)
+        self._notes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,8 +163,10 @@ def open_page(
     if not server.started:
         raise ConfigError(f"The page could not be served on {host}:{number}.")
     shown = f"[{host}]" if ":" in host else host
+    address, notes = f"http://{shown}:{number}/", ExitStack()
+    notes.enter_context(served(Path(runs_dir), address))
     query = "" if key else f"?token={token}"
-    return LivePage(server, thread, f"http://{shown}:{number}/{query}")
+    return LivePage(server, thread, f"{address}{query}", notes)
 
 
 def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
@@ -181,17 +189,17 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
     session = secrets.token_urlsafe(24)
 
     async def gate(request: Request, answer: Answer) -> Response:
-        given = request.query_params.get("token")
+        sent = request.query_params.get("token")
         is_code = request.url.path.startswith("/static/")  # the same for everyone
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = Json({"error": "The page only reads."}, status_code=405)
-        elif given is not None and _is_equal(given, token):
+        elif sent is not None and _is_equal(sent, token):
             response = RedirectResponse("/", status_code=303)  # there is one page
             response.set_cookie(cookie, session, httponly=True, samesite="lax")
         elif is_code or _is_equal(request.cookies.get(cookie, ""), session):
             response = await answer(request)
         else:
-            response = HTMLResponse(_closed(is_wrong=given is not None), status_code=401)
+            response = HTMLResponse(_closed(is_wrong=sent is not None), status_code=401)
         response.headers.setdefault("Content-Security-Policy", POLICY)
         response.headers.setdefault("Cache-Control", "no-store")
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -209,9 +217,9 @@ def _asks_service(request: Request) -> bool:
     return asks and kind.partition(";")[0] == "application/json"
 
 
-def _is_equal(given: str, wanted: str) -> bool:
+def _is_equal(sent: str, wanted: str) -> bool:
     """In a time that tells nothing, not even the length."""
-    digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (given, wanted)]
+    digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (sent, wanted)]
     return hmac.compare_digest(*digests)
 
 
@@ -328,7 +336,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
         return _events(run.pulse, app)
 
 
-class SampleRequest(BaseModel):
+class SampleForm(BaseModel):
     """What the box of the service's page sends."""
 
     key: str = ""
@@ -348,8 +356,8 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
     def link() -> "ServiceLink":
         if not service:
             raise RunError("No service is named: start `rookery ui --service URL` to see one.")
-        found: ServiceLink = _fleets().ServiceLink(service)
-        return found
+        opened: ServiceLink = _fleets().ServiceLink(service)
+        return opened
 
     @app.get("/api/fleet")
     async def servers() -> Response:
@@ -358,6 +366,8 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
 
     @app.get("/api/service")
     async def status() -> Response:
+        if not service:
+            return Json({"url": ""})
         return Json(await _until_over(app, (await asyncio.to_thread(link)).status()))
 
     @app.post("/api/service/models")
@@ -366,7 +376,7 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
         return Json(await _until_over(app, asked))
 
     @app.post("/api/service/sample")
-    async def sample(body: SampleRequest) -> Response:
+    async def sample(body: SampleForm) -> Response:
         asked = (await asyncio.to_thread(link)).sample(**body.model_dump())
         return Json(await _until_over(app, asked))
 

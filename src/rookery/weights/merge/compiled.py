@@ -1,6 +1,6 @@
 """The passes in C, compiled when they are first needed: ten times as fast, the same bits.
 
-    engine = load_engine()
+    engine = load_compiled()
 
 A C compiler is used where there is one (`cc` on the PATH, half a second once per process); without
 one the passes run in torch.
@@ -26,14 +26,14 @@ from rookery.weights.merge.cross import Rows, blocks
 __all__ = [
     "Blend",
     "Drop",
-    "Engine",
     "Floats",
     "Integers",
+    "PassRunner",
     "Tensors",
     "Trim",
     "as_tensors",
-    "compile_engine",
-    "load_engine",
+    "compile_passes",
+    "load_compiled",
     "open_rows",
 ]
 
@@ -81,7 +81,7 @@ class Blend(Generic[Row]):
     out: Row
 
 
-class Engine(Protocol[Row]):
+class PassRunner(Protocol[Row]):
     """Runs passes; all give the same bits."""
 
     def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Row:
@@ -100,7 +100,7 @@ class Engine(Protocol[Row]):
 
 
 class Tensors:
-    """An Engine of tensors."""
+    """A PassRunner of tensors."""
 
     def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
         limits = row.new_full((len(bounds),), torch.inf)
@@ -222,7 +222,7 @@ class _Blend(ctypes.Structure):
 
 
 class Compiled:
-    """An Engine. Calls take whole rows and leave other threads running."""
+    """A PassRunner. Calls take whole rows and leave other threads running."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._limits = library.limits
@@ -283,7 +283,7 @@ def _addresses(arrays: list[Floats]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(arrays))(*[_address(array) for array in arrays])
 
 
-def compile_engine(compiler: str) -> Compiled:
+def compile_passes(compiler: str) -> Compiled:
     """Raises CalledProcessError, TimeoutExpired or OSError where it cannot be built or loaded."""
     with TemporaryDirectory(prefix="rookery-") as folder:
         library = Path(folder) / "entries.so"
@@ -300,22 +300,22 @@ def _compile(compiler: str, library: Path, *flags: str) -> None:
 
 
 @cache
-def load_engine() -> Compiled | None:
+def load_compiled() -> Compiled | None:
     """The compiled passes; None where no compiler is found or it fails."""
     compiler = shutil.which("cc")
     if compiler is None:
         logger.info("No C compiler `cc`: TIES and DARE run in torch, slower and to the same bits.")
         return None
     try:
-        return compile_engine(compiler)
+        return compile_passes(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s did not compile %s (%s); using torch.", compiler, _SOURCE.name, error)
         return None
 
 
-def open_rows(rows: Rows, out: torch.Tensor) -> tuple[Engine[Any], Any, Any]:
+def open_rows(rows: Rows, out: torch.Tensor) -> tuple[PassRunner[Any], Any, Any]:
     """An engine, and the rows [P, M] and the result as it takes them."""
-    compiled = load_engine() if rows.data.device.type == "cpu" else None
+    compiled = load_compiled() if rows.data.device.type == "cpu" else None
     if compiled is not None:
         return compiled, rows.data.numpy(), out.numpy()
     return Tensors(), rows.data, out

@@ -12,7 +12,7 @@ import pytest
 
 from rookery.compat.openevolve import fill_best, fill_checkpoint, list_checkpoints, read_checkpoint
 from rookery.errors import RunError
-from rookery.loops.evolve.outputs import Checkpoint, FeatureRange, WriteOptions
+from rookery.loops.evolve.outputs import FeatureRange, ProgramCheckpoint, WriteOptions
 from rookery.loops.evolve.program import ProgramRecord, join_files
 
 OpenEvolve = Callable[[str, Any], Any]
@@ -45,7 +45,7 @@ PROGRAMS = (
         prompts={"diff_user": {"system": "s", "user": "u", "responses": ["r"]}},
     ),
 )
-CHECKPOINT = Checkpoint(
+CHECKPOINT = ProgramCheckpoint(
     programs=PROGRAMS,
     islands=(("a1",), ("b2",), ()),
     grids=({"0-1": "a1"}, {"3-4": "b2"}, {}),
@@ -60,7 +60,7 @@ CHECKPOINT = Checkpoint(
 )
 
 
-def _write(output: Path, checkpoint: Checkpoint = CHECKPOINT) -> Path:
+def _write(output: Path, checkpoint: ProgramCheckpoint = CHECKPOINT) -> Path:
     folder = output / "checkpoints" / f"checkpoint_{checkpoint.iteration}"
     folder.mkdir(parents=True)
     fill_checkpoint(folder, checkpoint, place=folder, options=OPTIONS)

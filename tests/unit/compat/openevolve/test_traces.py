@@ -13,7 +13,7 @@ import pytest
 from rookery.compat.openevolve.traces import TraceWriter, trace_entry, trace_path
 from rookery.errors import ConfigError, RunError
 from rookery.loops.evolve.config import TraceConfig
-from rookery.loops.evolve.outputs import Step
+from rookery.loops.evolve.outputs import ChildStep
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.prompts import Prompt
 
@@ -32,10 +32,10 @@ CHILD = ProgramRecord(
     changes="c",
 )
 PROMPT = Prompt(system="s", user="u", template="diff_user")
-STEP = Step(parent=PARENT, child=CHILD, prompt=PROMPT, answer="r")
+STEP = ChildStep(parent=PARENT, child=CHILD, prompt=PROMPT, answer="r")
 
 
-def _step(name: str) -> Step:
+def _step(name: str) -> ChildStep:
     return replace(STEP, child=replace(CHILD, id=name))
 
 

@@ -194,16 +194,16 @@ def test_each_failure_has_its_kind(answer: str, kind: FailureKind) -> None:
     assert _kind(answer) == kind
 
 
-def test_blocks_that_are_nowhere_are_counted() -> None:
+def test_blocks_that_are_nowhere_change_nothing() -> None:
     child = _child(_diff("import math", "import os") + _diff("nowhere", "x"), _program(PARENT))
-    assert child.num_unmatched == 1 and child.code.startswith("import os")
+    assert child.code == PARENT.replace("import math", "import os", 1)
 
 
 def test_edits_outside_of_blocks_are_undone_or_refused() -> None:
     rules = replace(RULES, enforce_blocks=True)
     inside, outside = _diff("    return x + 1", "    return 2"), _diff("import math", "import os")
     child = _child(inside + outside, _program(PARENT), rules)
-    assert child.code == PARENT.replace("x + 1", "2") and child.num_reverted_files == 1
+    assert child.code == PARENT.replace("x + 1", "2")
     assert _kind(outside, rules) == FailureKind.NO_CHANGE
     assert _kind(_diff("# EVOLVE-BLOCK-END", "#"), rules) == FailureKind.MARKERS_BROKEN
 

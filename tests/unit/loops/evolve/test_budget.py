@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rookery.loops.evolve.config import BudgetConfig
-from rookery.loops.evolve.order import BacklogLimit, Progress, find_exhausted, stop_reason
+from rookery.loops.evolve.config import EvolveBudgetConfig
+from rookery.loops.evolve.order import BacklogLimit, SearchProgress, find_exhausted, stop_reason
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Evaluated, Generated
 
@@ -18,7 +18,7 @@ def exhausted(num_told: int, num_open: int, **budget: float) -> str:
     spending = Spending()
     for _ in range(num_told):
         spending.add_attempt(Generated(prompt_tokens=TOKENS, completion_tokens=TOKENS))
-    config = BudgetConfig.model_validate(budget)
+    config = EvolveBudgetConfig.model_validate(budget)
     return find_exhausted(config, spending, num_told=num_told, num_open=num_open)
 
 
@@ -45,7 +45,7 @@ def test_equal_attempts_spend_all_money_whatever_is_in_flight(num_attempts: int)
 def test_what_first_programs_cost_counts_before_any_attempt() -> None:
     spending = Spending(prompt_tokens=11)
     for limit, is_over in ((10, True), (11, False)):
-        config = BudgetConfig(max_tokens=limit)
+        config = EvolveBudgetConfig(max_tokens=limit)
         found = find_exhausted(config, spending, num_told=0, num_open=0)
         assert bool(found) == is_over
 
@@ -56,7 +56,7 @@ def test_the_first_attempt_begins_alone_as_its_cost_is_not_known() -> None:
 
 
 def test_attempts_in_flight_count_as_much_as_the_dearest_before() -> None:
-    spending, config = Spending(), BudgetConfig(max_tokens=1000)
+    spending, config = Spending(), EvolveBudgetConfig(max_tokens=1000)
     judged = Evaluated(prompt_tokens=50, completion_tokens=50)
     spending.add_attempt(Generated(prompt_tokens=100, completion_tokens=100), judged)
     spending.add_attempt(Generated(prompt_tokens=10, completion_tokens=10))
@@ -104,14 +104,14 @@ def test_a_call_that_failed_is_not_timed() -> None:
     assert backlog.model.value is None
 
 
-PROGRESS = Progress(
+PROGRESS = SearchProgress(
     num_attempts=10,
     num_decided=4,
     num_open=0,
     num_recorded=0,
     elapsed_s=3600.0,
-    found="",
-    budget=BudgetConfig(),
+    goal_reason="",
+    budget=EvolveBudgetConfig(),
     spending=Spending(prompt_tokens=900, dearest_prompt_tokens=300),
 )
 
@@ -120,18 +120,21 @@ PROGRESS = Progress(
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"found": "The target."}, "The target."),
-        ({"found": "The target.", "num_open": 6}, ""),
-        ({"budget": BudgetConfig(max_hours=1.0)}, "The budget of 1 hours is over."),
-        ({"budget": BudgetConfig(max_hours=1.0), "num_recorded": 1}, ""),
-        ({"budget": BudgetConfig(max_hours=1.0), "num_open": 2}, "The budget of 1 hours is over."),
-        ({"budget": BudgetConfig(max_hours=1.1)}, ""),
+        ({"goal_reason": "The target."}, "The target."),
+        ({"goal_reason": "The target.", "num_open": 6}, ""),
+        ({"budget": EvolveBudgetConfig(max_hours=1.0)}, "The budget of 1 hours is over."),
+        ({"budget": EvolveBudgetConfig(max_hours=1.0), "num_recorded": 1}, ""),
         (
-            {"budget": BudgetConfig(max_tokens=1000)},
+            {"budget": EvolveBudgetConfig(max_hours=1.0), "num_open": 2},
+            "The budget of 1 hours is over.",
+        ),
+        ({"budget": EvolveBudgetConfig(max_hours=1.1)}, ""),
+        (
+            {"budget": EvolveBudgetConfig(max_tokens=1000)},
             "The budget of 1000 tokens allows no further iteration.",
         ),
-        ({"budget": BudgetConfig(max_tokens=1000), "num_open": 1}, ""),
-        ({"budget": BudgetConfig(max_tokens=1200)}, ""),
+        ({"budget": EvolveBudgetConfig(max_tokens=1000), "num_open": 1}, ""),
+        ({"budget": EvolveBudgetConfig(max_tokens=1200)}, ""),
     ],
 )
 def test_why_a_search_stops(changes: dict[str, Any], reason: str) -> None:

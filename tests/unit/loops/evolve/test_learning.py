@@ -27,7 +27,7 @@ from rookery.ports import TextModel
 from rookery.reports import EvolveReport
 from rookery.reports.evolve import LearnedRow
 from rookery.runs import Run
-from rookery.sandbox import Outcome
+from rookery.sandbox import EvaluationOutcome
 from rookery.tasks.taskset import load_taskset_file
 from rookery.testing import FakeTextModel
 from rookery.types import TextRequest
@@ -69,9 +69,11 @@ def climb(chance: float) -> Callable[[TextRequest], str]:
     return reply
 
 
-def endless(code: str) -> Outcome:
+def endless(code: str) -> EvaluationOutcome:
     x = int(code.split("=")[1])
-    return Outcome(metrics={"combined_score": x / 1000}, artifacts={}, seconds=0.0, output_tail="")
+    return EvaluationOutcome(
+        metrics={"combined_score": x / 1000}, artifacts={}, seconds=0.0, output_tail=""
+    )
 
 
 class ToyLearner:

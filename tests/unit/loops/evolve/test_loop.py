@@ -23,7 +23,7 @@ from rookery.compat.openevolve import fill_best, read_checkpoint, read_config
 from rookery.loops.evolve import outputs
 from rookery.loops.evolve.outputs import log_to_file
 from rookery.loops.evolve.search_state import search_config
-from rookery.sandbox import Failure, Outcome
+from rookery.sandbox import EvaluationOutcome, Failure
 from rookery.types import TextRequest
 
 
@@ -211,7 +211,7 @@ def test_grid_and_archive_fit_the_iterations() -> None:
     assert (old.archive_size, old.bins, old.migration_interval) == (100, (10, 10), 50)
 
 
-def toy_with_bugs(code: str) -> Outcome:
+def toy_with_bugs(code: str) -> EvaluationOutcome:
     """As an evaluator that a program with a bug does not get through."""
     x = number_in(code)
     if "BUG" in code:
@@ -221,9 +221,11 @@ def toy_with_bugs(code: str) -> Outcome:
             type="NameError",
             traceback="Traceback\n" + "  more\n" * 30 + f'  line 1, in f\nNameError: "np" at {x}',
         )
-        return Outcome(metrics={}, artifacts={}, seconds=0.0, output_tail="", failure=failure)
+        return EvaluationOutcome(
+            metrics={}, artifacts={}, seconds=0.0, output_tail="", failure=failure
+        )
     metrics = {"combined_score": 1 - abs(100 - x) / 100}
-    return Outcome(metrics=metrics, artifacts={}, seconds=0.0, output_tail="")
+    return EvaluationOutcome(metrics=metrics, artifacts={}, seconds=0.0, output_tail="")
 
 
 class BuggyModel:

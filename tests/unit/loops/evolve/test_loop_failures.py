@@ -29,7 +29,7 @@ from rookery.loops.evolve import proposer
 from rookery.loops.evolve.parts import Iteration
 from rookery.ports import Observer
 from rookery.runtime.retry import Backoff
-from rookery.sandbox import Failure, Outcome
+from rookery.sandbox import EvaluationOutcome, Failure
 from rookery.sandbox.outcome import FailureKind
 from rookery.types import Job, JobCancelled, JobFailed, JobOutcome, TextReply, TextRequest
 
@@ -37,11 +37,13 @@ from rookery.types import Job, JobCancelled, JobFailed, JobOutcome, TextReply, T
 def failing(kind: FailureKind) -> Any:
     """An evaluator that scores the first program and nothing else."""
 
-    def outcome(code: str) -> Outcome:
+    def outcome(code: str) -> EvaluationOutcome:
         if code == FIRST.code:
             return toy_outcome(code)
         failure = Failure(kind=kind, reason="It went wrong.", type="ValueError")
-        return Outcome(metrics={}, artifacts={}, seconds=0.1, output_tail="", failure=failure)
+        return EvaluationOutcome(
+            metrics={}, artifacts={}, seconds=0.1, output_tail="", failure=failure
+        )
 
     return outcome
 
@@ -89,9 +91,9 @@ async def test_an_answer_without_a_new_program_is_a_failure(
 
 
 async def test_metrics_without_a_score_are_a_failure(tmp_path: Path) -> None:
-    def outcome(code: str) -> Outcome:
+    def outcome(code: str) -> EvaluationOutcome:
         metrics = {"note": "fine"} if code != FIRST.code else {"combined_score": 0.1}
-        return Outcome(metrics=metrics, artifacts={}, seconds=0.1, output_tail="")
+        return EvaluationOutcome(metrics=metrics, artifacts={}, seconds=0.1, output_tail="")
 
     result = await evolve_toy(tmp_path, toy_config(max_iterations=2), executor=ToyExecutor(outcome))
     assert [failure.kind for failure in result.failures] == ["no_score"]
@@ -133,7 +135,7 @@ async def test_lost_workers_count_over_sessions(tmp_path: Path) -> None:
 async def test_an_evaluator_that_raises_is_tried_again_without_cascade(tmp_path: Path) -> None:
     failed: Counter[str] = Counter()
 
-    def outcome(code: str) -> Outcome:
+    def outcome(code: str) -> EvaluationOutcome:
         failed[code] += 1
         return toy_outcome(code) if failed[code] > 2 or code == FIRST.code else broken(code)
 
@@ -181,7 +183,7 @@ async def test_an_executor_that_closes_ends_the_run_to_be_resumed(tmp_path: Path
 async def test_a_first_program_that_fails_is_refused_before_any_model_call(tmp_path: Path) -> None:
     model = toy_model()
     executor = ToyExecutor(
-        lambda code: Outcome(
+        lambda code: EvaluationOutcome(
             metrics={},
             artifacts={},
             seconds=0.1,

@@ -22,14 +22,14 @@ from loops.evolve.toy import (
 from rookery.compat.openevolve import read_checkpoint
 from rookery.errors import ConfigError, EngineDownError
 from rookery.loops.evolve import scheduler
-from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
+from rookery.loops.evolve.config import EvolveBudgetConfig, EvolveConfig
 from rookery.loops.evolve.order import BacklogLimit
 from rookery.loops.evolve.problem import EvaluationRequest, FirstProgram
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.scheduler import PER_WORKER
 from rookery.ports import TextModel
 from rookery.reports import EvolveReport
-from rookery.sandbox import Outcome
+from rookery.sandbox import EvaluationOutcome
 from rookery.testing import FakeTextModel
 from rookery.types import Job, JobOutcome, TextReply, TextRequest, TokenUsage
 
@@ -136,7 +136,7 @@ async def test_a_budget_of_tokens_needs_a_model_that_counts_them(tmp_path: Path)
 
 def test_a_budget_of_money_needs_prices() -> None:
     with pytest.raises(ValueError, match="max_usd needs prices"):
-        BudgetConfig(max_usd=1.0)
+        EvolveBudgetConfig(max_usd=1.0)
 
 
 async def test_a_target_ends_the_run(tmp_path: Path) -> None:
@@ -149,8 +149,10 @@ async def test_a_target_ends_the_run(tmp_path: Path) -> None:
 
 
 async def test_patience_ends_the_run(tmp_path: Path) -> None:
-    def outcome(code: str) -> Outcome:
-        return Outcome(metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail="")
+    def outcome(code: str) -> EvaluationOutcome:
+        return EvaluationOutcome(
+            metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail=""
+        )
 
     config = toy_config(max_iterations=100, early_stopping_patience=5)
     result = await evolve_toy(
@@ -166,13 +168,13 @@ class NoisyEvaluator:
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
 
-    def __call__(self, code: str) -> Outcome:
+    def __call__(self, code: str) -> EvaluationOutcome:
         self.times[code] += 1
         score = 0.3
         if code != FIRST.code and code == list(self.times)[1]:
             score = 0.9 if self.times[code] == 1 else 0.11
         metrics = {"combined_score": score}
-        return Outcome(metrics=metrics, artifacts={}, seconds=1.0, output_tail="")
+        return EvaluationOutcome(metrics=metrics, artifacts={}, seconds=1.0, output_tail="")
 
 
 async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
@@ -428,8 +430,8 @@ async def test_a_judge_that_says_nothing_is_a_failure(tmp_path: Path) -> None:
 
 
 async def test_artifacts_are_kept_up_to_their_limit(tmp_path: Path) -> None:
-    def outcome(code: str) -> Outcome:
-        return Outcome(
+    def outcome(code: str) -> EvaluationOutcome:
+        return EvaluationOutcome(
             metrics={"combined_score": 0.001 * (number_in(code) % 1000)},
             artifacts={"small": "fine", "large": "y" * 500},
             seconds=0.0,

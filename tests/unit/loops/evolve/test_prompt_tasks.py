@@ -29,7 +29,7 @@ from rookery.loops.evolve.prompt_tasks import PromptForm, draw_minibatch, find_f
 from rookery.loops.evolve.report import export_population
 from rookery.reports import EvolveReport
 from rookery.runs import Run
-from rookery.search.programs.database import DatabaseConfig, ParetoDatabase
+from rookery.search.programs.database import ParetoDatabase, ProgramDatabaseConfig
 from rookery.search.programs.program import ScoredProgram, summarize
 from rookery.testing import FakeTextModel
 from rookery.types import Message, SampleRequest, Task, TextRequest, TokenIds
@@ -276,7 +276,7 @@ def record(id: str, *rewards: float, attempt: int = 1) -> ScoredProgram:
 
 
 def test_parents_are_best_on_some_task_by_on_how_many() -> None:
-    database = ParetoDatabase(DatabaseConfig(num_islands=1), seed=3)
+    database = ParetoDatabase(ProgramDatabaseConfig(num_islands=1), seed=3)
     database.tell(record("first", 0, 0, 0, 0, attempt=0))
     assert {database.ask(attempt).parent for attempt in range(1, 9)} == {"first"}
     database.tell(record("many", 1, 1, 1, 0, attempt=1))
@@ -290,7 +290,7 @@ def test_parents_are_best_on_some_task_by_on_how_many() -> None:
 def test_no_prompt_that_is_best_on_a_task_is_forgotten() -> None:
     """As a comparison of every two prompts has it."""
     draw = np.random.default_rng(0).random((260, 20)) < 0.3
-    database = ParetoDatabase(DatabaseConfig(num_islands=1), seed=0)
+    database = ParetoDatabase(ProgramDatabaseConfig(num_islands=1), seed=0)
     for number, rewards in enumerate(draw.astype(float).tolist()):
         database.tell(record(f"p{number}", *rewards, attempt=number))
     front = [

@@ -15,7 +15,7 @@ from rookery.loops.evolve.report import export_training_data
 from rookery.loops.evolve.tuning import NumberSearch, lift_constants, write_constants
 from rookery.reports import EvolveReport
 from rookery.runs import Run
-from rookery.sandbox import Failure, Outcome
+from rookery.sandbox import EvaluationOutcome, Failure
 from rookery.types import Job
 
 CODE = """scale = 7.5
@@ -85,7 +85,7 @@ def test_lists_of_numbers_are_tuned() -> None:
 PROGRAM = "# EVOLVE-BLOCK-START\na = 1.0\nb = 1.0\n# EVOLVE-BLOCK-END\nc = 1.0\n"
 
 
-def outcome_of(code: str) -> Outcome:
+def outcome_of(code: str) -> EvaluationOutcome:
     """Best at a = 3, b = 5; a program with an `a` above 6 fails."""
     values: dict[str, Any] = {}
     exec(code, values)  # the program of this test, made of numbers
@@ -93,9 +93,13 @@ def outcome_of(code: str) -> Outcome:
     assert values["c"] == 1.0, "outside of the block"
     if a > 6:
         failure = Failure(kind="error", reason="too large")
-        return Outcome(metrics={}, artifacts={}, seconds=0.0, output_tail="", failure=failure)
+        return EvaluationOutcome(
+            metrics={}, artifacts={}, seconds=0.0, output_tail="", failure=failure
+        )
     score = 1 / (1 + (a - 3) ** 2 + (b - 5) ** 2)
-    return Outcome(metrics={"combined_score": score}, artifacts={}, seconds=0.5, output_tail="")
+    return EvaluationOutcome(
+        metrics={"combined_score": score}, artifacts={}, seconds=0.5, output_tail=""
+    )
 
 
 def tune_config(**own: Any) -> EvolveConfig:
@@ -169,8 +173,10 @@ async def test_tuning_is_deterministic(tmp_path: Path) -> None:
 
 
 async def test_numbers_that_are_best_already_are_a_failed_attempt(tmp_path: Path) -> None:
-    def flat(_: str) -> Outcome:
-        return Outcome(metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail="")
+    def flat(_: str) -> EvaluationOutcome:
+        return EvaluationOutcome(
+            metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail=""
+        )
 
     report = await run_toy(tmp_path, tune_config(), ToyExecutor(flat))
     failures = {failure.kind: failure for failure in report.failures}

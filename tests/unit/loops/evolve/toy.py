@@ -21,7 +21,7 @@ from rookery.loops.evolve.program import ProgramRecord
 from rookery.ports import UNOBSERVED, Embedder, Executor, Observer, TextModel
 from rookery.reports import EvolveReport
 from rookery.runs import Run
-from rookery.sandbox import Failure, Outcome, encode_outcome
+from rookery.sandbox import EvaluationOutcome, Failure, encode_outcome
 from rookery.testing import FakeTextModel
 from rookery.types import Job, JobDone, JobOutcome, TextRequest, WorkerInfo, WorkerLost
 
@@ -72,13 +72,15 @@ def toy_model(reply: Callable[[TextRequest], str | None] = propose) -> FakeTextM
     return FakeTextModel(reply, name="toy")
 
 
-def toy_outcome(code: str) -> Outcome:
+def toy_outcome(code: str) -> EvaluationOutcome:
     """What the evaluator says of a program. Some numbers stand for trouble."""
     x = number_in(code)
     if x % 13 == 12:
         failure = Failure(kind="error", reason=f"x is {x}.")
-        return Outcome(metrics={}, artifacts={}, seconds=0.01, output_tail="", failure=failure)
-    return Outcome(
+        return EvaluationOutcome(
+            metrics={}, artifacts={}, seconds=0.01, output_tail="", failure=failure
+        )
+    return EvaluationOutcome(
         metrics={"combined_score": 1 - abs(100 - x) / 100, "x": float(x)},
         artifacts={"note": f"x was {x}"},
         seconds=0.01,
@@ -91,7 +93,7 @@ class ToyExecutor:
 
     def __init__(
         self,
-        outcome: Callable[[str], Outcome] = toy_outcome,
+        outcome: Callable[[str], EvaluationOutcome] = toy_outcome,
         *,
         is_lost: Callable[[Job], bool] = lambda job: False,
         delay_s: Callable[[Job], float] = lambda job: 0.0,

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from rookery.search.programs.adaptive import AdaptiveDatabase, Budget
+from rookery.search.programs.adaptive import AdaptiveDatabase, SearchBudget
 from rookery.search.programs.bandit import OPERATORS, OperatorBandit
-from rookery.search.programs.database import DatabaseConfig
+from rookery.search.programs.database import ProgramDatabaseConfig
 from rookery.search.programs.population import Plan
 from rookery.search.programs.program import FailedRecord, ScoredProgram, summarize
 from rookery.seeding import stream
 
-CONFIG = DatabaseConfig(migration_interval=10**9)
+CONFIG = ProgramDatabaseConfig(migration_interval=10**9)
 ALL = dict.fromkeys(OPERATORS, True)
 
 
 def start(num_attempts: int = 1000, *, max_cost: float | None = None) -> AdaptiveDatabase:
-    budget = Budget(num_attempts=num_attempts, max_cost=max_cost)
+    budget = SearchBudget(num_attempts=num_attempts, max_cost=max_cost)
     database = AdaptiveDatabase(CONFIG, seed=3, budget=budget)
     database.tell(
         ScoredProgram(
@@ -190,7 +190,7 @@ def test_models_that_report_no_tokens_count_by_attempts() -> None:
 
 def test_objectives_draw_from_the_front() -> None:
     config = CONFIG.model_copy(update={"objectives": ("combined_score", "speed")})
-    database = AdaptiveDatabase(config, seed=1, budget=Budget(num_attempts=50))
+    database = AdaptiveDatabase(config, seed=1, budget=SearchBudget(num_attempts=50))
     for number, metrics in enumerate(
         ({"combined_score": 0.9, "speed": 0.1}, {"combined_score": 0.1, "speed": 0.9})
     ):

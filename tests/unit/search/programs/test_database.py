@@ -9,17 +9,17 @@ from pydantic import TypeAdapter
 from rookery.search.programs.bandit import Arm, BanditConfig
 from rookery.search.programs.database import (
     Ask,
-    DatabaseConfig,
     DatabaseState,
     ProgramDatabase,
+    ProgramDatabaseConfig,
     Tell,
     Window,
 )
-from rookery.search.programs.population import Plan, SamplingConfig
+from rookery.search.programs.population import ParentSamplingConfig, Plan
 from rookery.search.programs.program import FailedRecord, ScoredProgram, summarize
 from rookery.seeding import stream
 
-CONFIG = DatabaseConfig(
+CONFIG = ProgramDatabaseConfig(
     population_size=30,
     archive_size=9,
     num_islands=3,
@@ -61,7 +61,7 @@ def child_of(
     )
 
 
-def start(config: DatabaseConfig = CONFIG, *, seed: int = 3) -> ProgramDatabase:
+def start(config: ProgramDatabaseConfig = CONFIG, *, seed: int = 3) -> ProgramDatabase:
     database = ProgramDatabase(config, seed=seed, arms=ARMS)
     first = founder("first", 0.1)
     database.tell(replace(first, metrics={"combined_score": 0.1, "speed": 0.5}))
@@ -84,7 +84,7 @@ def tell(database: ProgramDatabase, plan: Plan, outcome: ScoredProgram | None) -
         database.tell(outcome)
 
 
-def reload(database: ProgramDatabase, config: DatabaseConfig = CONFIG) -> ProgramDatabase:
+def reload(database: ProgramDatabase, config: ProgramDatabaseConfig = CONFIG) -> ProgramDatabase:
     document = TypeAdapter(DatabaseState).dump_json(database.state)
     return ProgramDatabase(config, seed=3, state=TypeAdapter(DatabaseState).validate_json(document))
 
@@ -178,9 +178,9 @@ def test_an_island_without_programs_gets_a_parent_from_elsewhere() -> None:
     assert plan.top == ("first",)
 
 
-def share_of(config: SamplingConfig, id: str) -> float:
+def share_of(config: ParentSamplingConfig, id: str) -> float:
     database = ProgramDatabase(
-        DatabaseConfig(num_islands=1, archive_size=1, sampling=config), seed=5
+        ProgramDatabaseConfig(num_islands=1, archive_size=1, sampling=config), seed=5
     )
     for name, score in (("low", 1.0), ("high", 3.0)):
         database.tell(founder(name, score, code=name * 40))
@@ -194,13 +194,13 @@ def share_of(config: SamplingConfig, id: str) -> float:
 def test_parents_are_drawn_alike_from_the_archive_or_by_score(
     exploration: float, exploitation: float, expected: float
 ) -> None:
-    config = SamplingConfig(exploration_ratio=exploration, exploitation_ratio=exploitation)
+    config = ParentSamplingConfig(exploration_ratio=exploration, exploitation_ratio=exploitation)
     assert share_of(config, "high") == pytest.approx(expected, abs=0.07)
 
 
 def test_with_objectives_parents_come_from_the_front() -> None:
-    sampling = SamplingConfig(exploration_ratio=0, exploitation_ratio=1)
-    config = DatabaseConfig(num_islands=1, objectives=("a", "b"), sampling=sampling)
+    sampling = ParentSamplingConfig(exploration_ratio=0, exploitation_ratio=1)
+    config = ProgramDatabaseConfig(num_islands=1, objectives=("a", "b"), sampling=sampling)
     database = ProgramDatabase(config, seed=0)
     for id, a, b in (("x", 1.0, 0.0), ("y", 0.0, 1.0), ("z", 0.0, 0.5)):
         database.tell(replace(founder(id, 0.0, code=id * 9), metrics={"a": a, "b": b}))
@@ -208,7 +208,7 @@ def test_with_objectives_parents_come_from_the_front() -> None:
 
 
 def test_metrics_that_cannot_be_used_get_a_sentence_and_change_nothing() -> None:
-    config = DatabaseConfig(feature_dimensions=("complexity", "speed"), objectives=("size",))
+    config = ProgramDatabaseConfig(feature_dimensions=("complexity", "speed"), objectives=("size",))
     database = ProgramDatabase(config, seed=0)
     good = {"combined_score": 1.0, "speed": 1.0, "size": 2.0}
     assert database.problem_with(good) is None
@@ -226,7 +226,7 @@ def test_metrics_that_cannot_be_used_get_a_sentence_and_change_nothing() -> None
 
 
 def test_a_program_is_told_once_on_an_island_that_exists() -> None:
-    database = start(DatabaseConfig())
+    database = start(ProgramDatabaseConfig())
     with pytest.raises(ValueError, match="told before"):
         database.tell(founder("first", 0.1))
     with pytest.raises(ValueError, match="0 to 4"):
@@ -235,11 +235,11 @@ def test_a_program_is_told_once_on_an_island_that_exists() -> None:
         database.tell(replace(founder("other", 0.1), arm="none"))
     assert list(database.members) == ["first"]
     with pytest.raises(ValueError, match="tell the programs to start from"):
-        ProgramDatabase(DatabaseConfig(), seed=0).ask(1)
+        ProgramDatabase(ProgramDatabaseConfig(), seed=0).ask(1)
 
 
 def test_improvement_over_the_parent_is_the_arms_gain() -> None:
-    database = start(DatabaseConfig())
+    database = start(ProgramDatabaseConfig())
     plan = replace(database.ask(1), arm="small")
     database.tell(child_of(plan, {"combined_score": 0.6}, code="a", cost=100))
     worse = replace(plan, attempt=2)
@@ -251,7 +251,7 @@ def test_improvement_over_the_parent_is_the_arms_gain() -> None:
 
 
 def test_a_metric_takes_the_place_of_a_built_in_feature() -> None:
-    config = DatabaseConfig(num_islands=1, feature_dimensions=("complexity",))
+    config = ProgramDatabaseConfig(num_islands=1, feature_dimensions=("complexity",))
     database = ProgramDatabase(config, seed=0)
     member = database.tell(
         ScoredProgram(id="p", attempt=0, island=0, code=summarize("abc"),

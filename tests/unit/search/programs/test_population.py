@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rookery.search.candidate import Fitness, first_front
 from rookery.search.programs.island import Front
-from rookery.search.programs.population import Population, PopulationConfig
+from rookery.search.programs.population import ProgramPopulation, ProgramPopulationConfig
 from rookery.search.programs.program import Member, ScoredProgram, summarize
 from rookery.seeding import stream
 
-CONFIG = PopulationConfig(
+CONFIG = ProgramPopulationConfig(
     population_size=12,
     archive_size=4,
     num_islands=3,
@@ -140,7 +140,7 @@ DRAWN = st.lists(
 
 
 def compare(drawn: list[tuple[int, int, int, int, bool]]) -> SlowPopulation:
-    fast, slow = Population(CONFIG, state=None), SlowPopulation()
+    fast, slow = ProgramPopulation(CONFIG, state=None), SlowPopulation()
     for serial, values in enumerate(drawn):
         member = make(serial, values)
         fast.add(member)
@@ -188,7 +188,7 @@ def test_they_agree_over_a_long_run_in_which_scores_and_bounds_grow(seed: int) -
 def test_the_best_of_all_and_of_each_island_stay_whatever_comes(
     drawn: list[tuple[int, int, int, int, bool]],
 ) -> None:
-    population = Population(CONFIG, state=None)
+    population = ProgramPopulation(CONFIG, state=None)
     best: dict[int, int] = {}
     for serial, values in enumerate(drawn):
         population.add(make(serial, values))
@@ -203,12 +203,12 @@ def test_the_best_of_all_and_of_each_island_stay_whatever_comes(
 
 
 def test_cells_move_with_the_bounds_and_the_better_of_two_holders_stays() -> None:
-    config = PopulationConfig(
+    config = ProgramPopulationConfig(
         num_islands=1,
         feature_dimensions=("complexity", "speed"),
         feature_bins={"complexity": 2, "speed": 1},
     )
-    population = Population(config, state=None)
+    population = ProgramPopulation(config, state=None)
     for serial, (score, length) in enumerate([(1, 10), (2, 20)]):
         population.add(make(serial, (score, length, 0, 0, False)))
     assert population.state.islands[0].cells == {"0-0": "p0", "1-0": "p1"}
@@ -218,9 +218,9 @@ def test_cells_move_with_the_bounds_and_the_better_of_two_holders_stays() -> Non
 
 
 def test_one_number_of_bins_gives_at_least_the_cells_of_the_archive() -> None:
-    assert PopulationConfig(feature_bins=3, archive_size=100).bins == (10, 10)
-    assert PopulationConfig(feature_bins=12, archive_size=100).bins == (12, 12)
-    assert PopulationConfig(feature_bins={"diversity": 4}).bins == (10, 4)
+    assert ProgramPopulationConfig(feature_bins=3, archive_size=100).bins == (10, 10)
+    assert ProgramPopulationConfig(feature_bins=12, archive_size=100).bins == (12, 12)
+    assert ProgramPopulationConfig(feature_bins={"diversity": 4}).bins == (10, 4)
 
 
 POINTS = st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=40)

@@ -135,7 +135,7 @@ class StageContext:
             )
             self.search.put_last(at_centre)
             await self.log.record("es", at_centre, cost(), members=list(measured.values()))
-        return {name: own.fitness for name, own in measured.items()}
+        return {name: candidate.fitness for name, candidate in measured.items()}
 
 
 # What the stages that search coefficients share: sums of all founders, as a whole or by block.

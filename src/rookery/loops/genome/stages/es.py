@@ -196,7 +196,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
             break
         fitness = await measure_sums(context, points, stage="cmaes", letter="m", unit=config.unit)
         await asyncio.to_thread(search.tell, list(fitness.values()))
-        population = [name for name, own in fitness.items() if not own.is_failed]
+        population = [name for name, member in fitness.items() if not member.is_failed]
     return population
 
 

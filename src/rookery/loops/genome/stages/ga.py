@@ -109,7 +109,9 @@ class GaStage(Config):
 async def run_ga(config: GaStage, context: StageContext) -> list[str]:
     """Evolve from everything measured so far; the members at the end."""
     settings, seed = config.population, context.seed
-    population = ga.found(context.fitness(), config=settings, seed=seed, prefix=context.prefix)
+    population = ga.make_population(
+        context.fitness(), config=settings, seed=seed, prefix=context.prefix
+    )
     for _ in range(config.generations):
         if config.patience is not None and population.num_stale >= config.patience:
             break

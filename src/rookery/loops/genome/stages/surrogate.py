@@ -24,7 +24,7 @@ from rookery.loops.genome.stages.context import (
 )
 from rookery.search.candidate import rank_key, score_factors
 from rookery.search.merit import merits_at
-from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
+from rookery.search.surrogate import NUM_STARTS, Bounds, Surrogate, Worth, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
 
@@ -79,7 +79,7 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
         fitness = await measure_sums(
             context, points, stage="surrogate", letter="n", unit=config.unit
         )
-        population = [name for name, own in fitness.items() if not own.is_failed]
+        population = [name for name, member in fitness.items() if not member.is_failed]
     return population
 
 
@@ -91,8 +91,10 @@ def _propose(
     search, sums = context.search, _sums(context, num_blocks)
     points = np.array(list(sums.values()))
     measured = [search.measured[name] for name in sums]
-    rewards = _table(search, [own.rewards for own in measured])
-    answers = _table(search, [{**own.rewards, **own.certainties} for own in measured])
+    rewards = _table(search, [candidate.rewards for candidate in measured])
+    answers = _table(
+        search, [{**candidate.rewards, **candidate.certainties} for candidate in measured]
+    )
     # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
     low = np.fmin.reduce(answers, axis=0, initial=0.0)
     span = np.fmax.reduce(answers, axis=0, initial=1.0) - low
@@ -102,7 +104,7 @@ def _propose(
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks, is_live=is_live),
         starts=points[:NUM_STARTS],
-        box=Box(config.low, config.high),
+        box=Bounds(config.low, config.high),
         worth=_worth(search, low, span, limits),
         count=config.population,
         rng=rng,
@@ -128,18 +130,19 @@ def _worth(search: SearchEvaluator, low: Array, span: Array, limits: Array) -> W
     of choices that are more certain than `limits` they are 1."""
     sources = [task.source for task in search.tasks]
     num_choices = _num_choices(search)
-    own = [task.weight for task in search.tasks]
-    factors = span * score_factors(sources, weights=search.weights, task_weights=own) / len(own)
-    places = {s: np.flatnonzero([own == s for own in sources]) for s in search.floors}
+    weights = [task.weight for task in search.tasks]
+    factors = span * score_factors(sources, weights=search.weights, task_weights=weights)
+    factors /= len(sources)
+    places = {s: np.flatnonzero([other == s for other in sources]) for s in search.floors}
 
     def worth(chances: Array) -> Array:
         merits = merits_at(chances, merit=search.merit, num_choices=num_choices, limits=limits)
         value: Array = merits @ factors
         for source, floor in search.floors.items():
             at = places[source]
-            own = chances[:, at]
+            chance = chances[:, at]
             is_choice = np.take(num_choices, at) > 0
-            rewards = np.where(is_choice, own > limits[at], low[at] + span[at] * own)
+            rewards = np.where(is_choice, chance > limits[at], low[at] + span[at] * chance)
             value = value - MISSED * np.maximum(0.0, floor - rewards.mean(axis=1))
         return value
 
@@ -154,7 +157,7 @@ def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]
     """The coefficients of the founders and of the sums of all of them that were measured, the best
     first."""
     measured = context.search.measured
-    alive = [name for name, own in measured.items() if not own.fitness.is_failed]
+    alive = [name for name, candidate in measured.items() if not candidate.fitness.is_failed]
     alive.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
     points = {name: _point(context, name, num_blocks) for name in alive}
     known = {n: p for n, p in points.items() if p is not None and max(map(abs, p)) <= MOST}
@@ -174,4 +177,4 @@ def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ..
 
 def _table(search: SearchEvaluator, values: Sequence[Mapping[str, float]]) -> Array:
     """[candidates, tasks]; NaN where one was not asked."""
-    return np.array([[own.get(task.id, np.nan) for task in search.tasks] for own in values])
+    return np.array([[by_task.get(task.id, np.nan) for task in search.tasks] for by_task in values])

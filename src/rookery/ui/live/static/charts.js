@@ -76,7 +76,7 @@ export function axis(colours, options) {
     nameLocation: "middle",
     nameTextStyle: { color: colours.muted, fontSize: 12 },
     axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true },
-    axisLine: { show: false },
+    axisLine: { show: false, onZero: false }, // else its name stands at zero, wherever that is
     axisTick: { show: false },
     splitLine: { show: false },
     ...options,

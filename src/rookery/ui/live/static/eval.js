@@ -36,9 +36,9 @@ export class EvalView {
   // `trained@1f2e` as its report calls it: two adapters may have one name.
   title(model) {
     const [short] = model.split("@");
-    const known = this.report.models.find(({ version }) => version && model.endsWith(`@${version}`));
+    const known = this.report.models.filter(({ version }) => version && model.endsWith(`@${version}`)).map(({ name }) => name).join(", ");
     const isTwin = this.names.some((other) => other !== model && other.split("@")[0] === short);
-    return known?.name ?? (isTwin ? `${short} ${model.slice(short.length + 1, short.length + 9)}` : short);
+    return known || (isTwin ? `${short} ${model.slice(short.length + 1, short.length + 9)}` : short);
   }
 
   drawModels(view, report) {

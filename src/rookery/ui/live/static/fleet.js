@@ -24,7 +24,7 @@ class Watched {
     try {
       const found = await this.source.get(this.path);
       this.body.replaceChildren(...this.draw(found));
-      this.after.hidden = false;
+      this.after.hidden = found.url === "";
       this.trouble.replaceChildren();
     } catch (error) {
       this.body.querySelector(".empty")?.remove();
@@ -64,6 +64,7 @@ export async function showFleet(source, main) {
 }
 
 function drawService({ url, models, queues = [], tenants = [], journal_bytes: journal, reason }) {
+  if (!url) return [emptyNote("No service is named: start `rookery ui --service URL` to see one.")];
   const wait = (queue) => (queue.tokens_per_s ? `${number(queue.tokens_waiting / queue.tokens_per_s, 0)} s` : "not known");
   const queue = (one) => [one.name, count(one.num_waiting), count(one.tokens_waiting), one.tokens_per_s ? count(Math.round(one.tokens_per_s)) : "not measured yet", wait(one)];
   const tenant = (one) => [h("span", { class: "name" }, one.name), count(one.num_pending), count(one.num_models), count(one.num_checkpoints), ...["trained", "sampled", "prompt"].map((kind) => count(one.tokens[kind] ?? 0))];

@@ -158,7 +158,7 @@ export class GenomeView {
     const base = frame(colours);
     const done = this.generations.filter((g) => isNumber(g.best));
     const last = (done.at(-1)?.generation ?? 0) + 1;
-    const line = (name, key, colour, width) => ({ type: "line", name, data: done.filter((g) => isNumber(g[key])).map((g) => [g.generation, g[key]]), symbolSize: width * 2.4, showSymbol: done.length <= 40, lineStyle: { color: colour, width }, itemStyle: { color: colour }, z: 4, endLabel: { show: true, formatter: name, color: colour, fontSize: 12, fontWeight: 600 }, labelLayout: { moveOverlap: "shiftY" } });
+    const line = (name, key, colour, width) => ({ type: "line", name, data: done.filter((g) => isNumber(g[key])).map((g) => [g.generation, g[key]]), symbolSize: width * 2.4, showSymbol: done.length <= 40, lineStyle: { color: colour, width }, itemStyle: { color: colour }, z: 4, endLabel: { show: true, formatter: name, color: colour, fontSize: 12, fontWeight: 600, lineHeight: 20 }, labelLayout: { moveOverlap: "shiftY" } });
     let best = -Infinity;
     const soFar = done.map((g) => ({ generation: g.generation, best: (best = Math.max(best, g.best)) }));
     const isLarge = this.points.length > 2000;

@@ -12,7 +12,7 @@ import { LeagueView } from "./league.js";
 import { comparison, costsLine, headline, warningsBox } from "./report.js";
 import { progressBar, statusMark } from "./runs.js";
 import { grouped, mergeView, Metrics } from "./source.js";
-import { clock, count, duration, number } from "./words.js";
+import { clock, count, duration, number, six } from "./words.js";
 
 const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, icm: IcmView, evolve: EvolveView, eval: EvalView, league: LeagueView, pipeline: EvalView }));
 const POINTS = 600;
@@ -39,7 +39,7 @@ export class CurvesView {
   draw(curves) {
     const names = [...curves.keys()];
     const isSame = names.length === this.charts.size && names.every((n) => this.charts.has(n));
-    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written yet."));
+    if (!names.length) this.element.replaceChildren(emptyNote("No metrics are written."));
     else if (isSame) names.forEach((n) => this.charts.get(n).setSeries([{ name: n, points: curves.get(n) }]));
     else this.build(names);
   }
@@ -59,7 +59,7 @@ export class CurvesView {
     }, 200);
     const chart = lineChart({ label: name, series: [{ name, points }], onzoom: zoom });
     this.charts.set(name, chart);
-    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, number(points.at(-1)?.[1], 4))), chart.box);
+    return h("figure", null, h("figcaption", null, name, h("span", { class: "note" }, six(points.at(-1)?.[1]))), chart.box);
   }
 
   close() {

@@ -1,0 +1,195 @@
+"""What an evolution starts from: its files, read and checked before anything is started.
+
+inputs = read_inputs(run_config(problem, loaded), settings)
+inputs.programs, inputs.spec or inputs.tasks      # programs have an evaluator, prompts tasks
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rookery.compat.openevolve import LoadedConfig, read_checkpoint
+from rookery.compose.engine_models import digest_engine
+from rookery.compose.running import digest, digest_scorers, join_digests
+from rookery.config import Config
+from rookery.errors import ConfigError
+from rookery.executors import WorkerSpec
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.problem import FirstProgram, evaluation_spec, read_first_program
+from rookery.loops.evolve.program import ProgramRecord, read_program
+from rookery.loops.evolve.prompt_tasks import PromptTasks, find_form
+from rookery.paths import expanded
+from rookery.runs.run_folder import Find, resolve_text
+from rookery.tasks.splits import SPLITS
+from rookery.tasks.taskset import load_taskset_file
+
+__all__ = [
+    "EvolveProblem",
+    "EvolveRunConfig",
+    "Inputs",
+    "read_inputs",
+    "resolve_problem",
+    "run_config",
+]
+
+OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
+
+
+class EvolveRunConfig(Config):
+    """All that an evolve run is made from."""
+
+    program: Path
+    """A file or a folder; of prompts, the first one."""
+    evaluator: Path | None = None
+    """null: the program is a prompt, scored by `settings.rookery.tasks`."""
+    output: Path
+    config_file: Path | None = None
+    """Where the keys of models are read again: they are not written with the run."""
+    warnings: tuple[str, ...] = ()
+    """Of the config file."""
+    extended_from: int = 0
+    """Iterations of the run when it had last finished and more were asked for."""
+    settings: EvolveConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvolveProblem:
+    """What to evolve, and where to."""
+
+    program: Path
+    """A file or a folder."""
+    evaluator: Path | None
+    """None: the program is a prompt."""
+    output: Path | None = None
+    """None: `openevolve_output` beside the program, `prompt_output` beside a prompt."""
+    config_file: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        name = OUTPUT if self.evaluator is not None else PROMPT_OUTPUT
+        return (self.output or self.program.absolute().parent / name).absolute()
+
+
+def resolve_problem(problem: EvolveProblem, *, find: Find) -> EvolveProblem:
+    """With the paths of `run:NAME/PART`: a program may be what another run found."""
+    program = resolve_text(str(problem.program), find=find, key="program")
+    evaluator = problem.evaluator
+    if evaluator is not None:
+        evaluator = Path(resolve_text(str(evaluator), find=find, key="evaluator"))
+    return replace(problem, program=Path(program), evaluator=evaluator)
+
+
+def run_config(problem: EvolveProblem, loaded: LoadedConfig) -> EvolveRunConfig:
+    """What the run is made from, with absolute paths."""
+    file = problem.config_file
+    return EvolveRunConfig(
+        program=problem.program.absolute(),
+        evaluator=None if problem.evaluator is None else problem.evaluator.absolute(),
+        output=problem.folder,
+        config_file=None if file is None else file.absolute(),
+        warnings=loaded.warnings,
+        settings=loaded.config,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Everything that can be refused before a worker starts or a model is asked."""
+
+    programs: Sequence[FirstProgram | ProgramRecord]
+    spec: WorkerSpec | None
+    """Of the workers; None for prompts."""
+    tasks: PromptTasks | None = None
+    """Of prompts."""
+    warnings: tuple[str, ...]
+    digests: Mapping[str, str]
+    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
+
+
+def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
+    """Read the programs, the checkpoint and the evaluator's folder."""
+    section = settings.rookery
+    if section.tasks is not None:
+        return _read_prompt_inputs(config, settings)
+    if config.evaluator is None:
+        raise ConfigError(
+            "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
+        )
+    paths = (config.program, *map(Path, section.first_programs))
+    firsts = [read_first_program(path, config=settings) for path in paths]
+    if not settings.llm.ensemble:
+        raise ConfigError(
+            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
+            "a model of your own."
+        )
+    programs: list[FirstProgram | ProgramRecord] = [*firsts]
+    if section.checkpoint is not None:
+        programs += read_checkpoint(Path(section.checkpoint)).programs
+    runs = config.output.parent
+    is_inside = runs != config.evaluator.parent and runs.is_relative_to(config.evaluator.parent)
+    spec = evaluation_spec(
+        settings,
+        evaluator=config.evaluator,
+        first=firsts[0],
+        output=runs if is_inside else config.output,
+    )
+    warnings = [warning for first in firsts for warning in first.warnings]
+    if section.sandbox.backend == "none":
+        warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
+    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
+    evaluator = digest([config.evaluator.read_bytes()])
+    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
+    warnings = [*config.warnings, *warnings]
+    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
+
+
+def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
+    """Read the prompts and the taskset, and refuse what cannot be asked."""
+    section = settings.rookery
+    assert section.tasks is not None
+    if config.evaluator is not None:
+        raise ConfigError(
+            f"An evaluator is named, {config.evaluator}, and rookery.tasks scores prompts: leave "
+            "one of them out."
+        )
+    if settings.evaluator.use_llm_feedback or section.checkpoint is not None:
+        key = "rookery.checkpoint" if section.checkpoint else "evaluator.use_llm_feedback"
+        raise ConfigError(f"{key} is for programs, and rookery.tasks is set: leave {key} out.")
+    firsts = [
+        _read_prompt(path, settings)
+        for path in (config.program, *map(Path, section.first_programs))
+    ]
+    taskset = load_taskset_file(section.tasks.taskset, with_fields=True)
+    for split in SPLITS:
+        taskset.split(split)
+    form, warnings = find_form(firsts[0].code, taskset)
+    for first in firsts:
+        if problem := form.find_problem(first.code):
+            raise ConfigError(f"{problem} Every first prompt names the same fields.")
+    digests = join_digests(
+        {config.program.name: digest(first.code for first in firsts)},
+        {taskset.name: digest([*taskset.tasks, sorted(taskset.fields.items())])},
+        digest_scorers([taskset]),
+        digest_engine(section),
+    )
+    return Inputs(
+        programs=firsts,
+        spec=None,
+        tasks=PromptTasks(taskset=taskset, form=form),
+        warnings=(*config.warnings, *warnings, *taskset.notes),
+        digests=digests,
+    )
+
+
+def _read_prompt(path: Path, settings: EvolveConfig) -> FirstProgram:
+    if expanded(path).is_dir():
+        raise ConfigError(f"{path} is a folder: a prompt is a file.")
+    code = read_program(path).strip()
+    if not code:
+        raise ConfigError(f"The prompt {path} is empty: write what the model is told.")
+    if len(code) > settings.max_code_length:
+        raise ConfigError(
+            f"The prompt {path} has {len(code)} characters and max_code_length is "
+            f"{settings.max_code_length}: its children would be refused. Raise it."
+        )
+    return FirstProgram(code=code, language="text", suffix=path.suffix or ".txt")

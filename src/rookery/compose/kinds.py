@@ -1,0 +1,57 @@
+"""The kinds of runs there are, and how one that was interrupted goes on.
+
+outcome = resume("runs/demo")
+kind = find_kind("genome")                      # of `KINDS`, a loop alone as a kind too
+"""
+
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rookery.compose import KINDS
+from rookery.compose.running import Outcome, RunKind, RunOpener, is_first_process
+from rookery.config import parse_config
+from rookery.errors import RunError
+from rookery.runs import Run
+from rookery.ui.display import Display
+
+if TYPE_CHECKING:
+    from rookery.loops.contract import Loop
+
+__all__ = ["find_kind", "resume"]
+
+
+def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) -> Outcome[Any]:
+    """Go on with the run in a folder from where its event log ends; nothing is done twice.
+
+    The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
+    With `rescore` its answers are scored again, and what follows from their rewards is made again:
+    all answers when a scorer changed, else those without a reward.
+    """
+    with Run.view(Path(path)) as run:
+        if run.kind not in KINDS:
+            raise RunError(
+                f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
+            )
+        kind = find_kind(run.kind)
+        if rescore and kind.scored is None:
+            raise RunError(
+                f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
+            )
+        place = run.path.absolute()
+        config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
+        if is_first_process():
+            run.require_free()
+    rescored = kind.scored if rescore else None
+    open_run = RunOpener(lambda: Run.open(place), folder=place, rescored=rescored)
+    return kind.finish(config, open_run, Display(is_quiet=not progress))
+
+
+def find_kind(name: str) -> RunKind[Any, Any]:
+    """The kind, or that of a loop that needs no assembly of its own."""
+    entry: RunKind[Any, Any] | Loop[Any] = pkgutil.resolve_name(KINDS[name])
+    if isinstance(entry, RunKind):
+        return entry
+    from rookery.compose.loop import kind_of  # needs the extra `hf`, and evolve need not have it
+
+    return kind_of(name, entry)
