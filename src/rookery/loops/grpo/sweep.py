@@ -368,8 +368,8 @@ def _select_mean(trained: Sequence[Trained]) -> float | None:
 async def _measure(
     inputs: SweepInputs, ranked: Sequence[Trained], run: Run
 ) -> tuple[SweepRecord, dict[str, list[ReportRow]]]:
-    """The report tasks are read once, with the best checkpoint of every adapter. Returns the
-    ranking, and the rows of each adapter beside the baselines; none where another run reads them."""
+    """The report tasks are read once, with the best checkpoint of every adapter. The ranking, and
+    the rows of each adapter beside the baselines; no rows where another run reads the tasks."""
     first, parts = ranked[0]
     selection = Selection(
         inputs.evaluator,
