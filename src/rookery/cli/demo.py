@@ -309,7 +309,17 @@ def _say_next(*commands: tuple[str, str]) -> int:
 
 
 Kind = Literal[
-    "genome", "grpo", "icm", "evolve", "prompt", "scorer", "game", "pipeline", "flywheel", "league"
+    "genome",
+    "grpo",
+    "icm",
+    "evolve",
+    "prompt",
+    "scorer",
+    "game",
+    "pipeline",
+    "flywheel",
+    "sweep",
+    "league",
 ]
 _NEXT: dict[Kind, str] = {
     "genome": "rookery genome run {0}/config.yaml",
@@ -321,6 +331,7 @@ _NEXT: dict[Kind, str] = {
     "game": "rookery grpo run {0}/config.yaml",
     "pipeline": "rookery pipeline run {0}/config.yaml",
     "flywheel": "rookery pipeline run {0}/config.yaml",
+    "sweep": "rookery pipeline run {0}/config.yaml",
     "league": "rookery league {0}/config.yaml",
 }
 """What runs a project of each kind."""
@@ -331,6 +342,8 @@ _SHARED: dict[Kind, tuple[str, ...]] = {
     "scorer": ("scorer.py", "tasks.jsonl"),
     "game": ("tasks.jsonl",),
     "flywheel": ("scorer.py", "tasks.jsonl"),
+    "sweep": ("words.jsonl",),
+    "league": ("words.jsonl",),
 }
 """Files that several kinds have."""
 
@@ -348,6 +361,7 @@ def new(kind: Kind, folder: Path) -> int:
     program. prompt: evolve a prompt on tasks. scorer: a reward of your own, measured. game: grpo
     with several turns. pipeline: labels, then adapters trained on them, then a search among these.
     flywheel: evolve a prompt, train on the proposals that won, evolve on with that adapter.
+    sweep: train several adapters from a reward, then a search among them.
     league: all ways to make a model better on one taskset, ranked under one budget.
 
     Parameters
