@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
@@ -62,7 +61,7 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     if config.atropos is not None:
         check_commands(config.atropos.environments)
     template, reference = load_template(folder.path), _read_reference(config)
-    place = trainer_place(config)
+    place = trainer_place(config.engine)
     return GrpoFiles(tasksets, folder, template, start, init, reference, place)
 
 
@@ -90,22 +89,15 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     return read_adapter(folder)
 
 
-class _Placed(Protocol):
-    """A config of a loop that trains."""
-
-    @property
-    def engine(self) -> AnyEngineConfig: ...
-
-
-def trainer_place(config: _Placed) -> tuple[str, str]:
+def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
     """The device and the type of the trainer's model: those of an engine in this process, or a GPU
     that servers leave to it. Each process of torchrun has a GPU of its own."""
     device, dtype = "auto", "auto"
-    if config.engine.type == "embedded":
-        device, dtype = config.engine.device, config.engine.dtype
+    if engine.type == "embedded":
+        device, dtype = engine.device, engine.dtype
     device = find_device(device)
     local_rank = os.environ.get("LOCAL_RANK")
-    launch = launch_of(config.engine)
+    launch = launch_of(engine)
     if device == "cuda" and (local_rank or (launch is not None and launch.spare_gpus)):
         first = first_spare_gpu(launch) if launch is not None else 0
         return f"cuda:{first + int(local_rank or 0)}", dtype

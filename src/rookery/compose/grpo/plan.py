@@ -27,7 +27,7 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
-from rookery.engines import launch_of
+from rookery.engines import AnyEngineConfig, launch_of
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
@@ -339,10 +339,10 @@ def server_share(
     return math.floor(100 * share) / 100
 
 
-def has_one_gpu(config: GrpoConfig) -> bool:
+def has_one_gpu(engine: AnyEngineConfig) -> bool:
     """Whether one server is started, on the trainer's GPU."""
-    launch = launch_of(config.engine)
-    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+    launch = launch_of(engine)
+    if launch is None or not _is_beside(launch, trainer_place(engine)[0]):
         return False
     return num_replicas(launch) == gpus_each(launch) == 1
 

@@ -106,7 +106,7 @@ def run_grpo(
 
 def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
-    if config.staleness is None and config.atropos is None and has_one_gpu(config):
+    if config.staleness is None and config.atropos is None and has_one_gpu(config.engine):
         config = config.model_copy(update={"staleness": 1})
     if not is_first_process():
         return help_grpo(config)
@@ -308,7 +308,7 @@ async def _open_bridged(
     folder: Path,
 ) -> AsyncIterator[Bridged]:
     share = await asyncio.to_thread(server_share, config, files, plan)
-    is_beside, model_folder = has_one_gpu(config), files.folder
+    is_beside, model_folder = has_one_gpu(config.engine), files.folder
     merged = is_merged(config, files, is_beside=is_beside)
     used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
     async with (
