@@ -38,6 +38,8 @@ class GrpoFiles:
     init: Adapter | None
     reference: Adapter | Path | None
     """What a KL term is to, an adapter or a model folder; None: what training begins with."""
+    has_reference_model: bool
+    """Whether that is a model in memory besides the one that is trained."""
     place: tuple[str, str]
     """The device and the type of the trainer's model, see `trainer_place`."""
     prompt_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -61,8 +63,13 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     if config.atropos is not None:
         check_commands(config.atropos.environments)
     template, reference = load_template(folder.path), _read_reference(config)
+    has_reference_model = (
+        config.needs_reference
+        if config.full is not None
+        else isinstance(reference, Path) and reference.resolve() != folder.path.resolve()
+    )
     place = trainer_place(config.engine)
-    return GrpoFiles(tasksets, folder, template, start, init, reference, place)
+    return GrpoFiles(tasksets, folder, template, start, init, reference, has_reference_model, place)
 
 
 def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
