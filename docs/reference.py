@@ -121,7 +121,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def configs() -> str:
     """A section for every config and every part of it, each part where it first occurs."""
-    from rookery.compose.running import find_kind
+    from rookery.compose.kinds import find_kind
     from rookery.compose.serve import ServeConfig
     from rookery.fleet import FleetConfig
     from rookery.loops.evolve.config import EvolveConfig

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rookery.types import Completion, Json, ModelRef, Task
+from rookery.types import Completion, ModelRef, Task
 
 
-def task(reference: Json, *, choices: tuple[str, ...] = ()) -> Task:
+def task(reference: Any, *, choices: tuple[str, ...] = ()) -> Task:
     return Task(id="set/1", prompt="Q", reference=reference, choices=choices, source="set")
 
 
