@@ -68,6 +68,7 @@ from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
 from rookery.types import Adapter, Task
 from rookery.ui.display import Display
+from rookery.ui.live.address import run_address
 from rookery.ui.live.export import render_run
 from rookery.ui.summary import render_summary
 
@@ -324,7 +325,9 @@ def is_run(path: Path) -> bool:
 def resumable(path: Path, display: Display) -> Iterator[None]:
     """Says where to watch a run. What ends it before its end says how to go on with it: Ctrl-C,
     SIGTERM, and the loss of servers or workers. A run that left no folder is begun again."""
-    display.hint(f"See it live with: rookery ui {shlex.quote(str(path.parent))}")
+    address = run_address(path)
+    command = f"with: rookery ui {shlex.quote(str(path.parent))}"
+    display.hint(f"See it live {f'at {address}' if address else command}")
     resume_by = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield

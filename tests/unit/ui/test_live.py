@@ -27,15 +27,10 @@ from ui.made_runs import (
     make_genome,
     make_grpo,
     make_icm,
-    make_league,
-    make_loop,
-    make_pipeline,
-    make_sft,
     read_saved,
 )
 
 import rookery
-from rookery.compose import KINDS
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs import NewEvent, Run
 from rookery.ui.live.export import (
@@ -541,21 +536,6 @@ def test_a_report_has_what_the_view_has_not(visitor: Visitor) -> None:
     assert report["weights"]["g001-c00"] == [0.6, 0.4]
     empty = visitor.get("runs/train/report")
     assert not empty["is_written"] and empty["summary"]["sentence"].startswith("No result yet.")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_run_has_a_report_before_one_is_written(tmp_path: Path, kind: str) -> None:
-    with Run.create(tmp_path, kind=kind, name="a", config={}):
-        report = OpenRun(tmp_path / "a", "a").report()
-        assert not report["is_written"] and "sentence" in report["summary"]
-
-
-@pytest.mark.parametrize("make", [make_evolve, make_pipeline, make_league, make_sft, make_loop])
-def test_a_written_report_is_shown(tmp_path: Path, make: Callable[..., Path]) -> None:
-    """Also of a kind of run that the page knows nothing of."""
-    report = OpenRun(make(tmp_path, report={"warnings": ["So it is."]}), "a").report()
-    assert report["is_written"] and report["summary"]["sentence"]
-    assert report["warnings"] == ["So it is."]
 
 
 def test_scripts_cannot_end_early() -> None:

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -39,6 +40,7 @@ from rookery.concurrency import task_group
 from rookery.config import is_loopback
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs.summary import find_runs
+from rookery.ui.live.address import served
 from rookery.ui.live.export import join_modules, read_file, to_json
 from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed
 from rookery.ui.live.reading import OpenRun, OpenRuns
@@ -87,10 +89,13 @@ class Json(JSONResponse):
 class LivePage:
     """A page that is being served, from a thread of this process."""
 
-    def __init__(self, server: uvicorn.Server, thread: threading.Thread, url: str) -> None:
+    def __init__(
+        self, server: uvicorn.Server, thread: threading.Thread, url: str, notes: ExitStack
+    ) -> None:
         self._server = server
         self._thread = thread
         self.url = url
+        self._notes = notes
 
     def wait(self) -> None:
         """Until it ends, which Ctrl-C does."""
@@ -101,6 +106,7 @@ class LivePage:
         """Idempotent."""
         self._server.should_exit = True
         self._thread.join(START_S)
+        self._notes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,8 +163,10 @@ def open_page(
     if not server.started:
         raise ConfigError(f"The page could not be served on {host}:{number}.")
     shown = f"[{host}]" if ":" in host else host
+    address, notes = f"http://{shown}:{number}/", ExitStack()
+    notes.enter_context(served(Path(runs_dir), address))
     query = "" if key else f"?token={token}"
-    return LivePage(server, thread, f"http://{shown}:{number}/{query}")
+    return LivePage(server, thread, f"{address}{query}", notes)
 
 
 def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
