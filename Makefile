@@ -12,7 +12,7 @@ comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # What Rookery talks to or is compared with, each in an environment of its own: .venv-NAME.
-PEERS := vllm openevolve trl tinker tinker-0.24.1 tinker-0.16.1 schemathesis megatron atropos verifiers openai
+PEERS := vllm openevolve trl tinker tinker-0.24.1 tinker-0.16.1 schemathesis megatron atropos verifiers openai gepa
 peer_bin = $(CURDIR)/.venv-$(1)/bin
 WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(call peer_bin,openevolve)/python
 WITH_TRL := ROOKERY_TRL_PYTHON=$(call peer_bin,trl)/python
@@ -143,6 +143,12 @@ PEER_PIP = $(@D)/bin/python -m pip install --quiet
 .venv-verifiers/.ready:
 	$(new_venv)
 	$(PEER_PIP) "verifiers==0.4.0"
+	@touch $@
+
+# For benchmarks/evolve_prompt.py --gepa .venv-gepa/lib/python3.*/site-packages
+.venv-gepa/.ready:
+	$(new_venv)
+	$(PEER_PIP) "gepa==0.1.4"
 	@touch $@
 
 # litellm reads tools only where mcp is there.

@@ -69,7 +69,7 @@ def grpo(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     """Train a tiny model by a reward alone to add two numbers: group-relative policy optimisation.
 
     About a minute on one CPU core, and half a minute more the first time, when the model is made,
-    half trained. Nothing is fetched. The gain is measured on 200 sums that were not trained on.
+    half trained. Nothing is fetched. The gain is measured on 196 sums that were not trained on.
 
         rookery demo grpo
         rookery demo grpo --steps 80 --seed 1
@@ -195,7 +195,10 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
     folder = (runs_dir / name).absolute()
     run_async(_serve_and_train(model, folder))
     return _say_next(
-        (f"rookery serve {shlex.quote(str(folder / 'config.json'))} --port 8000", "it stays"),
+        (
+            f"rookery serve {shlex.quote(str(folder / 'config.json'))} --port 8000",
+            "the service, to stay",
+        ),
         ("rookery keys add ada", "a key for a user; serve then with --anonymous false"),
         ("pip install tinker", "its client, for code that runs elsewhere"),
     )
@@ -275,11 +278,11 @@ async def _train(client: "ServiceClient", model: str) -> None:
         [output] = await client.trainer.forward_backward([request])
         await client.trainer.optim_step([OptimStep(trainee="demo", learning_rate=1e-3)])
         mean = sum(map(sum, output.logprobs)) / len(rows)
-        say(f"step {step + 1}: log-probability of an answer that is learned {mean:.3f}")
+        say(f"step {step + 1}: log-probability of the answers in training {mean:.3f}")
     after = await _answer_logprobs(client, held_out)
     gain = paired_difference(after, before, rng=stream(0, "demo"))
     say(
-        f"Log-probability of the right answer, 40 words that were not trained on: "
+        f"Log-probability gained by right answers, 40 words that were not trained on: "
         f"{gain.estimate:+.3f} (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
     )
     ref = await client.trainer.publish("demo")
@@ -306,7 +309,17 @@ def _say_next(*commands: tuple[str, str]) -> int:
 
 
 Kind = Literal[
-    "genome", "grpo", "icm", "evolve", "prompt", "scorer", "game", "pipeline", "flywheel", "league"
+    "genome",
+    "grpo",
+    "icm",
+    "evolve",
+    "prompt",
+    "scorer",
+    "game",
+    "pipeline",
+    "flywheel",
+    "sweep",
+    "league",
 ]
 _NEXT: dict[Kind, str] = {
     "genome": "rookery genome run {0}/config.yaml",
@@ -318,6 +331,7 @@ _NEXT: dict[Kind, str] = {
     "game": "rookery grpo run {0}/config.yaml",
     "pipeline": "rookery pipeline run {0}/config.yaml",
     "flywheel": "rookery pipeline run {0}/config.yaml",
+    "sweep": "rookery pipeline run {0}/config.yaml",
     "league": "rookery league {0}/config.yaml",
 }
 """What runs a project of each kind."""
@@ -328,6 +342,8 @@ _SHARED: dict[Kind, tuple[str, ...]] = {
     "scorer": ("scorer.py", "tasks.jsonl"),
     "game": ("tasks.jsonl",),
     "flywheel": ("scorer.py", "tasks.jsonl"),
+    "sweep": ("words.jsonl",),
+    "league": ("words.jsonl",),
 }
 """Files that several kinds have."""
 
@@ -345,6 +361,7 @@ def new(kind: Kind, folder: Path) -> int:
     program. prompt: evolve a prompt on tasks. scorer: a reward of your own, measured. game: grpo
     with several turns. pipeline: labels, then adapters trained on them, then a search among these.
     flywheel: evolve a prompt, train on the proposals that won, evolve on with that adapter.
+    sweep: train several adapters from a reward, then a search among them.
     league: all ways to make a model better on one taskset, ranked under one budget.
 
     Parameters

@@ -50,7 +50,8 @@ async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[M
             if name not in engine_models:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
         names = [name for name in by_name if name in engine_models]
-        if names or config.rookery.tasks is not None:
+        rookery = config.rookery
+        if names or rookery.tasks is not None or rookery.learn is not None:
             from rookery.compose.engine_models import open_engine_models
 
             opened = await stack.enter_async_context(open_engine_models(config.rookery, display))

@@ -123,7 +123,7 @@ def test_a_league_that_was_interrupted_ends_as_one_that_was_not(
     def press(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for module, name in ((loop, "RunSummary"), (measure, "stream_seed"), (measure, "model_row")):
+    for module, name in ((loop, "GenomeSummary"), (measure, "stream_seed"), (measure, "model_row")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, press)
             begun = (place / "runs/cut").exists()

@@ -90,6 +90,23 @@ def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
     assert "fw.first, fw.writer" in ended.words
 
 
+def test_a_sweeps_adapters_are_founders(rookery: Command, place: Path) -> None:
+    write_chat_model(place / "mine-chat")
+    words = written(rookery, "sweep")
+    for name in ("config.yaml", "taskset.yaml"):
+        file = place / "mine" / name
+        text = file.read_text().replace("smollm2", str(place / "mine-chat"))
+        exact = "{type: exact, ignore_case: true, ignore_punctuation: true}"
+        text = text.replace(exact, "{type: python, function: scorer.py:score}")
+        file.write_text(text.replace("steps: 8", "steps: 1").replace("layers: 8", "layers: 1"))
+    reward = "def score(task, completion):\n    return sum(completion.tokens) % 97 / 97\n"
+    (place / "mine/scorer.py").write_text(reward)  # that gibberish may improve
+    ended = rookery(*words, "--name", "sw")
+    assert ended.code == 0, ended.err
+    assert len(list((place / "runs/sw.evolved/founders").iterdir())) == 4
+    assert "sw.sweep" in ended.words
+
+
 @pytest.mark.parametrize("folder", ["founders", "tasks.jsonl"])
 def test_what_is_there_is_left_alone(refused: Command, folder: str) -> None:
     ended = refused("new", "genome", folder)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -312,8 +313,9 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
 
 
+@pytest.mark.parametrize("others", [[{"name": "base", "weight": 0.1}], []])
 def test_an_adapter_learns_from_the_run_and_joins_its_models(
-    problem: Path, model: Scripted, chat_model: Path
+    problem: Path, model: Scripted, chat_model: Path, others: list[dict[str, Any]]
 ) -> None:
     (problem / "templates").mkdir()
     (problem / "templates" / "diff_user.txt").write_text(
@@ -324,10 +326,7 @@ def test_an_adapter_learns_from_the_run_and_joins_its_models(
         "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
         "llm": {
             "max_tokens": 8,
-            "models": [
-                {"name": "scripted", "api_base": model.url},
-                {"name": "base", "weight": 0.1},
-            ],
+            "models": [{"name": "scripted", "api_base": model.url}, *others],
         },
         "rookery": UNSAFE
         | {

@@ -368,8 +368,8 @@ def _select_mean(trained: Sequence[Trained]) -> float | None:
 async def _measure(
     inputs: SweepInputs, ranked: Sequence[Trained], run: Run
 ) -> tuple[SweepRecord, dict[str, list[ReportRow]]]:
-    """The report tasks are read once, with the best checkpoint of every adapter. Returns the
-    ranking, and the rows of each adapter beside the baselines."""
+    """The report tasks are read once, with the best checkpoint of every adapter. The ranking, and
+    the rows of each adapter beside the baselines; no rows where another run reads the tasks."""
     first, parts = ranked[0]
     selection = Selection(
         inputs.evaluator,
@@ -382,15 +382,13 @@ async def _measure(
     saved |= {adapter.swept.name: other.trained for adapter, other in ranked[1:]}
     seed = first.swept.config.seed
     rewards = await selection.rewards(saved, seed=seed)
-    by_name = {row.name: row for row in selection.compare(rewards, seed=seed)}
-    baselines = [by_name[name].model_copy(update={"lead": None}) for name in parts.baselines]
-    rows = {first.swept.name: [by_name[name] for name in (first.swept.name, *parts.baselines)]}
-    for adapter, _ in ranked[1:]:
-        rows[adapter.swept.name] = [by_name[adapter.swept.name], *baselines]
-    named = {
-        name: [_as_trained(adapter_rows[0]), *adapter_rows[1:]]
-        for name, adapter_rows in rows.items()
-    }
+    compared = selection.compare(rewards, seed=seed) if rewards else []
+    by_name = {row.name: row for row in compared}
+    named: dict[str, list[ReportRow]] = {adapter.swept.name: [] for adapter, _ in ranked}
+    baselines = [by_name[name] for name in parts.baselines if rewards]
+    for name in named if rewards else ():
+        named[name] = [_as_trained(by_name[name]), *baselines]
+        baselines = [row.model_copy(update={"lead": None}) for row in baselines]
     record = SweepRecord(
         settings=_setting_rows(ranked, rewards, selection, list(parts.baselines), seed),
         adapters=tuple(_describe(one, by_name, is_chosen=one is ranked[0]) for one in ranked),
@@ -413,6 +411,11 @@ def _setting_rows(
 ) -> tuple[SettingRow, ...]:
     """What the adapters of each setting earned on average, task by task."""
     settings = _settings(ranked)
+    if not rewards:
+        return tuple(
+            SettingRow(name=setting, num_seeds=len(trained), select=_select_mean(trained))
+            for setting, trained in settings.items()
+        )
     earned = {
         setting: mean_rewards([rewards[adapter.swept.name] for adapter, _ in trained])
         for setting, trained in settings.items()
@@ -439,7 +442,7 @@ def _describe(one: Trained, rows: Mapping[str, ReportRow], *, is_chosen: bool) -
         select=_select(parts),
         chosen_step=parts.selection.best,
         is_chosen=is_chosen,
-        row=rows[adapter.swept.name],
+        row=rows.get(adapter.swept.name),
         rewards=tuple(step.metrics.get("reward/mean") for step in parts.log.read()),
     )
 
