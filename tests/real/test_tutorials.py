@@ -1,7 +1,7 @@
 """The tutorials as a reader does them: every block in order in an empty folder, and what it shows.
-The examples run to their end, too.
+Their notebooks and the examples run to their end, too.
 
-    ROOKERY_LONG=1 pytest tests/real/test_tutorials.py      # the short ones as notebooks, too
+    ROOKERY_LONG=1 pytest tests/real/test_tutorials.py
 
 `tinker_laptop` installs the SDK: a package index must be in reach.
 """
@@ -23,7 +23,6 @@ from notebooks import PAGES, is_shown, read_page
 
 from rookery.starters.number_changer import NAME, serve_number_changer
 
-NOTEBOOKS = ("evolve_program", "own_environment")
 ON_GPU = ("gsm8k",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(page.stem for page in PAGES.glob("*.md") if page.name != "index.md")
@@ -77,9 +76,7 @@ def test_a_tutorial_does_what_it_shows(name: str, place: Path) -> None:
             assert is_shown(block, printed), f"{block.shown}\nprinted:\n{printed}"
 
 
-@long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_a_notebook_does_what_its_page_shows(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

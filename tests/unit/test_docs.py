@@ -137,8 +137,12 @@ def test_what_containers_and_pages_install_exists() -> None:
     extras = set(project["optional-dependencies"])
     containers = list((ROOT / "docker").iterdir())
     for path in [*TEXTS, *containers, ROOT / "Makefile"]:
-        named = re.findall(r"(?:rookery|[ \"]\.)\[([a-z,]+)\]", path.read_text())
+        text = path.read_text()
+        named = re.findall(r"(?:rookery|whl|[ \"]\.)\[([a-z,]+)\]", text)
         assert {extra for names in named for extra in names.split(",")} <= extras, path
+        assert set(re.findall(r"rookery-(\S+?)-py3", text)) <= {project["version"]}, path
+    first = (ROOT / "README.md").read_text() + (DOCS / "start.md").read_text()
+    assert "'rookery[demo]'" not in first, "the index has another project of this name"
     kept = (ROOT / ".dockerignore").read_text()
     for path in containers:
         copied = re.findall(r"^COPY (.+) \S+$", path.read_text(), re.MULTILINE)
@@ -235,6 +239,41 @@ def test_configs_of_a_page_are_read_by_a_command(path: Path) -> None:
 
 def test_a_misspelt_key_is_no_config() -> None:
     assert _is_config({"seed": 1}) and not _is_config({"sead": 1})
+
+
+PEERS = ("TRL", "verl", "mergekit and GENOME", "The ICM repository")
+
+
+def _stand_ins(section: str) -> Iterator[str]:
+    """What the last column of its tables has in code: keys, values and whole settings."""
+    page = (DOCS / "coming_from.md").read_text()
+    [text] = re.findall(rf"^##+ {section}\n((?:(?!##).*\n)*)", page, re.M)
+    for row in re.findall(r"^\|.*\|$", text, re.M):
+        yield from re.findall(r"`([^`]+)`", row.split("|")[-2])
+
+
+def _setting(code: str) -> dict[str, object]:
+    """`loss.type: gspo` as the config has it."""
+    path, _, value = code.partition(": ")
+    first, *inner = path.split(".")
+    return {first: _setting(f"{'.'.join(inner)}: {value}") if inner else yaml.safe_load(value)}
+
+
+@pytest.mark.parametrize("section", PEERS)
+def test_what_stands_for_a_key_of_a_peer_is_read(section: str, reference: ModuleType) -> None:
+    pages = [
+        reference.on_page_markdown(f"<!-- generated: {name} -->") for name in ("configs", "parts")
+    ]
+    words = set(re.findall(r"[\w-]+", " ".join(re.findall(r"`([^`]+)`", "".join(pages)))))
+    codes = list(_stand_ins(section))
+    assert len(codes) > 5
+    fleet = {"engine": {"type": "fleet", "launch": {"model": "m"}}, "full": True}
+    for code in codes:
+        if ": " in code and not code.startswith("{"):
+            given = yaml.safe_load(code.join("{}")) if ", " in code else _setting(code)
+            assert _is_config(given) or _is_config({**fleet, **given}), code
+        elif re.fullmatch(r"\.?[a-z_*]+(\.[a-z_*]+)*", code):
+            assert {*code.split(".")} - {"*", ""} <= words, code
 
 
 def test_pages_are_short() -> None:

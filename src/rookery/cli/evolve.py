@@ -258,7 +258,9 @@ def export(path: Path, out: Path | None = None, *, training_data: Path | None = 
     from rookery.runs import Run
 
     if out is None and training_data is None:
-        raise ConfigError("Say where to: evolve export RUN FILE.jsonl, or --training-data FILE.")
+        raise ConfigError(
+            "No file is named: write `evolve export RUN FILE.jsonl`, or --training-data FILE."
+        )
     with Run.view(path) as view:
         if view.kind != "evolve":
             raise RunError(f"{path} is a run of kind {view.kind!r}, not of evolve.")

@@ -64,7 +64,7 @@ def small_zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tenso
     try:
         raw = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{num_bytes:,} bytes cannot be had: {error.strerror}") from error
+        raise MemoryError(f"Could not allocate {num_bytes:,} bytes: {error.strerror}") from error
     raw.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(raw, dtype=like.dtype).view(*shape)
 

@@ -281,8 +281,8 @@ def describe_taskset(taskset: Taskset) -> TasksetRecord:
 
 def warn_of_failed_tasks(rows: Sequence[ReportRow]) -> list[str]:
     return [
-        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: what is "
-        "missing is not averaged away."
+        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: the "
+        "mean of its other answers would mislead."
         for row in rows
         if row.num_failed
     ]
@@ -290,10 +290,7 @@ def warn_of_failed_tasks(rows: Sequence[ReportRow]) -> list[str]:
 
 def warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
     reasons = dict.fromkeys(row.small for row in rows if row.small)
-    return [
-        f"The report is of a small sample ({reason}): its intervals are rough."
-        for reason in reasons
-    ]
+    return [f"The report is small ({reason}): its intervals are rough." for reason in reasons]
 
 
 def warn_of_batches(engine: Engine) -> list[str]:
@@ -313,7 +310,8 @@ def warn_of_precision(engine: "AnySamplerConfig") -> list[str]:
         return []
     return [
         f"The linear layers had {engine.rounding} weights (`weights: {engine.rounding}`), so that "
-        "answers differ from those in float32: measure what you keep as it will be served."
+        "answers differ from those in float32: measure the result with the weights that will "
+        "serve it."
     ]
 
 

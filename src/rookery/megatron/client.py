@@ -90,7 +90,7 @@ class MegatronServer:
             raise down(
                 f"The Megatron server can't be reached at {self.url}: {detail}. Start it with "
                 "`torchrun --nproc-per-node 1 -m rookery.megatron --model FOLDER --port PORT`, "
-                "then this program again; what was trained since the last save has gone with it."
+                "then this program again; training since the last save is lost."
             ) from error
         if response.status == 200:
             return answer

@@ -340,10 +340,10 @@ def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
     least = min(sources, key=lambda source: source.num_equal)
     if round(total, 6) < MIN_VALUES:
         count = sum(len(source.values) for source in sources)
-        return f"{_counted(count, total, noun)} in all, where {MIN_VALUES} are few"
+        return f"{_counted(count, total, noun)} in all, fewer than {MIN_VALUES}"
     if round(least.num_equal, 6) < MIN_PER_SOURCE:
         counted = _counted(len(least.values), least.num_equal, noun)
-        return f"{counted} of {least.name}, where {MIN_PER_SOURCE} are few"
+        return f"{counted} of {least.name}, fewer than {MIN_PER_SOURCE}"
     return ""
 
 

@@ -334,7 +334,7 @@ def _require_finite(lora: LoraFactors, *, layer: str, where: str) -> None:
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(
                 f"{where}: lora_{factor} of {layer} holds NaN or infinity; "
-                "what made it diverged, use an earlier checkpoint."
+                "its training diverged. Use an earlier checkpoint."
             )
     if not isfinite(lora.scale):
         raise AdapterError(f"{where}: the scale of {layer} is {lora.scale}; it must be finite.")

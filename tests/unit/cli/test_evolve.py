@@ -300,7 +300,7 @@ def test_answers_that_improved_a_program_are_exported(
     assert ended.code == 0 and f"{len(rows)} answers that improved a program" in ended.words
     assert rows and all(row["score"] > row["parent_score"] for row in rows)
     assert "<<<<<<< SEARCH" in rows[0]["messages"][-1]["content"]
-    assert "Say where to" in refused("evolve", "export", "openevolve_output").words
+    assert "No file is named" in refused("evolve", "export", "openevolve_output").words
     (problem / "evaluator.py").write_text("def evaluate(path):\n    return {'combined_score': 0}\n")
     assert rookery(*RUN, "-i", 2, "-o", "none", *model.flags).code == 0
     ended = rookery("evolve", "export", "none", "--training-data", "none.jsonl")

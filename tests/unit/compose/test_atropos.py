@@ -296,7 +296,7 @@ async def test_a_second_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.M
         await client.register(TrainerRegistration.model_validate(REGISTRATION))
         for _ in range(10):
             refused = await ask(session, "POST", "/register", REGISTRATION | {"batch_size": 8})
-            assert "A trainer with batch_size 4 was heard of 0 s ago" in refused["error"]
+            assert "A trainer with batch_size 4 asked 0 s ago" in refused["error"]
             await asyncio.sleep(0.1)
         for _ in range(2):
             await ask(session, "POST", "/scored_data", make_document())

@@ -267,7 +267,9 @@ async def test_one_fleet_has_one_model_and_needs_a_server() -> None:
     with pytest.raises(FleetError, match="different models, tiny and other"):
         async with pool(Stub(), Stub(root="other")):
             pass
-    with pytest.raises(FleetError, match=r"can't be reached at http://127.0.0.1:9"):
+    with pytest.raises(
+        FleetError, match=r"can't be reached at http://127.0.0.1:9: Connection refused\. Is"
+    ):
         async with open_fleet(FleetConfig(urls=("http://127.0.0.1:9",))):
             pass
 

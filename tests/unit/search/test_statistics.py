@@ -195,11 +195,11 @@ def test_coverage_of_the_difference_of_few_tasks(
 def test_few_tasks_prove_little_and_say_so() -> None:
     interval = paired_difference([1.0, 1.0], [0.0, 0.0], rng=stream(0))
     assert interval.low <= 0
-    assert interval.small == "2 tasks in all, where 30 are few"
+    assert interval.small == "2 tasks in all, fewer than 30"
     assert bootstrap_mean([1.0], rng=stream(0)).low < 0.5
     strata = Strata(names=("a",) * 40 + ("b",) * 2, weights={"a": 1.0, "b": 1.0})
     uneven = bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=strata)
-    assert uneven.small == "2 tasks of b, where 5 are few"
+    assert uneven.small == "2 tasks of b, fewer than 5"
     unweighted = Strata(names=strata.names, weights={"a": 1.0})
     assert not bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=unweighted).small
 
@@ -280,7 +280,7 @@ def test_a_cluster_of_equal_sizes_counts_as_its_mean() -> None:
     assert rows.high - rows.low > 1.5 * (plain.high - plain.low)
     few = Strata(names=("all",) * 80, clusters=tuple(questions[:80]))
     small = bootstrap_mean(ours[:80].tolist(), rng=stream(1), strata=few).small
-    assert small == "10 questions in all, where 30 are few"
+    assert small == "10 questions in all, fewer than 30"
 
 
 def test_sources_that_ask_the_same_questions_are_no_independent_evidence() -> None:
@@ -354,7 +354,7 @@ def test_questions_count_as_many_as_they_are_worth() -> None:
     strata = Strata(names=("all",) * len(clusters), clusters=clusters)
     values = [float(i % 2) for i in range(len(clusters))]
     small = bootstrap_mean(values, rng=stream(0), strata=strata, num_resamples=QUICK).small
-    assert small == "40 questions that count for 4 in all, where 30 are few"
+    assert small == "40 questions that count for 4 in all, fewer than 30"
     even = Strata(names=("all",) * 60, clusters=tuple(i // 2 for i in range(60)))
     assert not bootstrap_mean(
         [0.0, 1.0] * 30, rng=stream(0), strata=even, num_resamples=QUICK

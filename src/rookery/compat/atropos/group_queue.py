@@ -132,8 +132,8 @@ class Registry:
         silent_s = self._clock() - self._heard_s
         if self.trainer is not None and silent_s < ACTIVE_S:
             raise TaskError(
-                f"A trainer with batch_size {self.trainer.batch_size} was heard of "
-                f"{silent_s:.0f} s ago, and a gateway has one: stop it and register again after "
+                f"A trainer with batch_size {self.trainer.batch_size} asked {silent_s:.0f} s "
+                f"ago, and a gateway serves one trainer: stop it and register again after "
                 f"{ACTIVE_S:g} s, or start another gateway."
             )
         self.trainer, self._trainer_id = trainer, str(uuid.uuid4().int)

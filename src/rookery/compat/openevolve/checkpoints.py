@@ -135,7 +135,7 @@ def _parse(model: type[Document], path: Path, folder: Path) -> Document:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
         raise RunError(
-            f"{path} is not of a checkpoint: {where}: {first['msg']}.{_hint(folder)}"
+            f"{path} is no part of a checkpoint: {where}: {first['msg']}.{_hint(folder)}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}.{_hint(folder)}") from error

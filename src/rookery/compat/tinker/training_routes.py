@@ -382,7 +382,7 @@ class Links:
             parts[2].encode(), self._signature(parts[0], parts[1]).encode()
         )
         if not is_real or int(parts[1]) < time.time():  # signed: a number
-            raise Refusal(404, "This download link is not good any more: ask for a new one.")
+            raise Refusal(404, "This download link has expired: ask for a new one.")
         return parts[0]
 
     def _signature(self, blob: str, expires: str) -> str:

@@ -466,6 +466,9 @@ def _new_address(location: str, where: URL, url: str) -> str:
 
 def _unreachable(what: str, url: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        reason = os.strerror(number) if number > 0 else str(error.os_error.strerror or reason)
     return f"The {what} can't be reached at {url}: {reason}. Is it running?"
 
 

@@ -199,7 +199,7 @@ def _warnings(texts: dict[str, str], config: EvolveConfig) -> list[str]:
 _MB = 2**20
 FORGEABLE = (
     "This evaluator runs the program in its own process: a program can forge its score. "
-    "docs/sandbox.md says what an evaluator must do without."
+    "docs/isolation.md says what an evaluator must do without."
 )
 
 

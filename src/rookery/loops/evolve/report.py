@@ -292,7 +292,7 @@ def _warn_of_tasks(tasks: TasksReport) -> Iterator[str]:
     if not tasks.taskset.num_select:
         yield "There are no select tasks: the prompt was chosen by the tasks it was found on."
     if not tasks.rows:
-        yield "There are no report tasks: what the chosen prompt is worth was not measured."
+        yield "There are no report tasks: the gain of the chosen prompt was not measured."
     yield from warn_of_failed_tasks(tasks.rows)
     yield from warn_of_small_samples(tasks.rows)
 

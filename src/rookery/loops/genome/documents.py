@@ -335,18 +335,12 @@ def _warn_of_random_search(parts: RunParts, summary: GenomeSummary) -> list[str]
 
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     warnings = [note for taskset in tasksets for note in taskset.notes]
-    unseen = [t.name for t in tasksets if not t.split("search")]
     unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
-    unreported = [t.name for t in tasksets if not t.split("report")]
-    if unseen:
-        warnings.append(f"No search tasks: the search does not see {_listed(unseen)}.")
     if unchosen:
         warnings.append(
-            "No select tasks: the choice among finalists sees the search tasks again of "
-            f"{_listed(unchosen)}."
+            f"No select tasks in {_listed(unchosen)}: the choice among finalists uses the search "
+            "tasks there again."
         )
-    if unreported:
-        warnings.append(f"No report tasks: the report says nothing of {_listed(unreported)}.")
     return warnings
 
 

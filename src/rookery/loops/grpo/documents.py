@@ -306,8 +306,8 @@ def _warn_of_sweep(sweep: SweepRecord | None) -> list[str]:
         return failed
     return [
         *failed,
-        f"Each of {len(sweep.settings)} settings was trained with one seed: what the best has over "
-        "the others may be luck. Write --seeds 3, for example.",
+        f"Each of {len(sweep.settings)} settings was trained with one seed: the lead of the best "
+        "may be luck. Write --seeds 3, for example.",
     ]
 
 
@@ -320,13 +320,10 @@ def _warn_of_result(summary: GrpoSummary) -> list[str]:
     ]
     if summary.selection.best == 0 and summary.tasksets:
         warnings.append(
-            "No checkpoint is better than the start on the select tasks: what is called trained "
-            "is the start itself."
+            "No checkpoint is better than the start on the select tasks: `trained` is the start."
         )
     if not summary.tasksets:
-        warnings.append(
-            "There were no tasksets to measure on: what is called trained is the newest checkpoint."
-        )
+        warnings.append("There were no tasksets to measure on: `trained` is the newest checkpoint.")
     if summary.config.advantages == "shuffled":
         warnings.append("A control: advantages were shuffled, so nothing was to be learned.")
     return warnings

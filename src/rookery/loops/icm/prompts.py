@@ -233,7 +233,7 @@ def load_encoder(model_folder: str | Path) -> Encoder:
             return Encoder(encode=encode, first=with_special[:start])
     raise ModelError(
         f"The tokenizer of {model_folder} reads 'a' as {list(plain)}, and with the tokens that "
-        f"every prompt begins with as {list(with_special)}: its first tokens cannot be told."
+        f"every prompt begins with as {list(with_special)}: its first tokens are ambiguous."
     )
 
 

@@ -427,7 +427,7 @@ def _judge_transfers(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
         words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
         surely = "have" if any(transfer.is_inverse for transfer in against.values()) else "may have"
         warnings["opposite"] = (
-            f"Batches {surely} opposite labels. Behind labels of batch 0 the model expects others "
+            f"Batches {surely} opposite labels. After labels of batch 0 the model expects others "
             f"than there are ({words}). Label all items in one batch, or compare a few of these "
             "batches' labels by hand and turn them around if they are."
         )

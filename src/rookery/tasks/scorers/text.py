@@ -83,7 +83,7 @@ class ExactConfig(ScorerOptions):
             return f"exact needs a text, a number or a list of them as reference, got {_kind(task)}"
         if not all(normalize_text(text, config=self) for text in texts):
             return (
-                f"exact got the reference {task.reference!r}, of which nothing is left to compare: "
+                f"exact got the reference {task.reference!r}, and nothing is left to compare: "
                 "any empty completion would be right. Give a reference with text"
             )
         return ""

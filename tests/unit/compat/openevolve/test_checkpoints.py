@@ -210,8 +210,11 @@ def _edit(path: Path, **changes: Any) -> None:
         (lambda f: _truncate(f / "programs" / "b2.json"), "b2.json cannot be read"),
         (lambda f: (f / "programs" / "b2.json").unlink(), r"1 programs of its islands \(b2\)"),
         (lambda f: shutil.rmtree(f / "programs"), "is not a checkpoint"),
-        (lambda f: _edit(f / "metadata.json", islands=3), "metadata.json is not of a checkpoint"),
-        (lambda f: _edit(f / "programs" / "b2.json", id="../../evil"), "b2.json is not of a"),
+        (
+            lambda f: _edit(f / "metadata.json", islands=3),
+            "metadata.json is no part of a checkpoint",
+        ),
+        (lambda f: _edit(f / "programs" / "b2.json", id="../../evil"), "b2.json is no part of a"),
         (lambda f: _edit(f / "programs" / "b2.json", artifacts_json="{"), "artifacts cannot be"),
     ],
 )
