@@ -298,7 +298,8 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
-        rookery eval smollm2 tasks.jsonl --fleet http://gpu1:8000 --adapter out/poet
+        rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
+        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
     ----------
@@ -334,11 +335,10 @@ def evaluate(
     from rookery.compose.evaluation import evaluate as measure
 
     log_warnings()
-    return print_outcome(measure(
-        model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
-        progress=not json_out, report={"samples": samples}, split=split, limit=limit,
-        device=device, dtype=dtype, weights=weights, engine=_read_service(service),
-    ), as_json=json_out)  # fmt: skip
+    return print_outcome(measure(model, taskset, adapters=adapter, fleet=_read_fleet(fleet),
+        name=name, runs_dir=runs_dir, progress=not json_out, report={"samples": samples},
+        split=split, limit=limit, device=device, dtype=dtype, weights=weights,
+        engine=_read_service(service)), as_json=json_out)  # fmt: skip
 
 
 def _read_service(url: str) -> dict[str, str] | None:

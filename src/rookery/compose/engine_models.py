@@ -87,7 +87,7 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
             await _require_loading(engine, config.learn)
             learner = EngineLearner(
                 engine, config.learn, folder=folder, template=template,
-                place=trainer_place(parts),
+                place=trainer_place(parts.engine),
                 service=parts.engine if parts.engine.type == "service" else None,
             )  # fmt: skip
         answerer = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rookery.compat.openevolve import LoadedConfig, read_checkpoint
-from rookery.compose.engine_models import digest_engine
 from rookery.compose.running import digest, digest_scorers, join_digests
 from rookery.config import Config
 from rookery.errors import ConfigError
@@ -145,6 +144,8 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
 
 def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     """Read the prompts and the taskset, and refuse what cannot be asked."""
+    from rookery.compose.engine_models import digest_engine  # programs need no torch
+
     section = settings.rookery
     assert section.tasks is not None
     if config.evaluator is not None:

@@ -67,7 +67,7 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes, each kind by itself. `pass_bytes` come and go, the others stay."""
+    """Bytes, each kind by itself. `one_pass` and `one_step` come and go, the others stay."""
 
     shape: ModelShape
     dtype: torch.dtype

@@ -244,7 +244,9 @@ def test_a_policy_is_merged_where_its_server_has_no_other_use(
     (tmp_path / "config.json").write_text(json.dumps(document))
     config = config_of(SharingStub(port=1), **{"full": False, **changes})
     folder = ModelFolder(path=tmp_path, name="tiny", names=frozenset())
-    files = GrpoFiles([], folder, cast(Template, None), tmp_path, None, None, ("cpu", "auto"))
+    files = GrpoFiles(
+        [], folder, cast(Template, None), tmp_path, None, None, False, ("cpu", "auto")
+    )
     assert is_merged(config, files, is_beside=is_beside) is merged
     head = config.lora.model_copy(update={"targets": ("lm_head",)})
     forced = config.model_copy(update={"bridge": "merge", "lora": head})

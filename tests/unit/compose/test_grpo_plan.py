@@ -267,7 +267,7 @@ def test_a_trainer_computes_on_the_gpu_that_servers_leave(
     for num, device in ((0, "cuda"), (1, "cuda:2"), (2, "cuda:1")):
         engine = {"type": "fleet", "launch": {**launch, "spare_gpus": num}}
         config = GrpoConfig.model_validate({"engine": engine, "tasksets": tasksets})
-        assert trainer_place(config) == (device, "auto")
+        assert trainer_place(config.engine) == (device, "auto")
     engine = {"type": "fleet", "launch": {**launch, "spare_gpus": 1}}
     with pytest.raises(ValueError, match="spare_gpus is 1: one copy of the weights is on one GPU"):
         GrpoConfig.model_validate(

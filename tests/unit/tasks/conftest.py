@@ -1,7 +1,4 @@
-"""Fixtures of the tasks tests: completions, and small real tokenizers made on the spot."""
-
-from collections.abc import Callable
-from typing import Any
+"""Fixtures of the tasks tests: small real tokenizers made on the spot."""
 
 import pytest
 from tokenizers import (
@@ -15,36 +12,12 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rookery.types import Completion, Json, ModelRef, Task
-
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>"]
 CORPUS = ["Label the word red or blue. Answer: red Answer: blue assistant user system"] * 3
-
-
-@pytest.fixture
-def completion() -> Callable[..., Completion]:
-    def make(text: str, *, finish_reason: Any = "stop") -> Completion:
-        return Completion(
-            model=ModelRef(name="base", version="1"),
-            tokens=(1,),
-            logprobs=(-0.5,),
-            text=text,
-            finish_reason=finish_reason,
-        )
-
-    return make
-
-
-@pytest.fixture
-def task() -> Callable[..., Task]:
-    def make(reference: Json, *, choices: tuple[str, ...] = ()) -> Task:
-        return Task(id="set/1", prompt="Q", reference=reference, choices=choices, source="set")
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
 import json
 from collections import Counter
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tasks.drawn import completion
 
 from rookery.errors import TaskError
 from rookery.starters import DEMOS
@@ -13,7 +13,6 @@ from rookery.tasks import generators
 from rookery.tasks.generators import GENERATORS, LABELS, UNITS, generate
 from rookery.tasks.scorers import build_scorer
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
-from rookery.types import Completion
 
 ROOT = Path(__file__).parents[3]
 LABEL_TASKS = [name for name in GENERATORS if name.startswith("label-")]
@@ -24,9 +23,7 @@ def every_item(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-async def test_a_generated_taskset_is_repeatable_and_its_references_are_right(
-    name: str, completion: Callable[..., Completion]
-) -> None:
+async def test_a_generated_taskset_is_repeatable_and_its_references_are_right(name: str) -> None:
     config = GeneratedConfig(generator=name, size=40, seed=3)
     made, again = load_taskset(config), load_taskset(config)
     assert made == again

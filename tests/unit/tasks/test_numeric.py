@@ -3,7 +3,6 @@ import gc
 import os
 import select
 import signal
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tasks.drawn import completion, task
 
 from rookery.errors import TaskError
 from rookery.tasks.scorers import MathConfig, NumericConfig, build_scorer
 from rookery.tasks.scorers.numeric import MathScorer, find_answer
-from rookery.types import Completion, Json, Task
+from rookery.types import Json
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,7 @@ def test_decimals_are_read_exactly(value: Decimal) -> None:
         ({"rel_tolerance": 0.01, "abs_tolerance": 5.0}, 200, "205", 1),
     ],
 )
-async def test_numeric(
-    config: dict[str, Any],
-    reference: Json,
-    text: str,
-    reward: float,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
-) -> None:
+async def test_numeric(config: dict[str, Any], reference: Json, text: str, reward: float) -> None:
     scorer = build_scorer(NumericConfig(**config))
     assert await scorer.reward(task(reference), completion(text)) == reward
 
@@ -169,25 +162,19 @@ def scorer() -> MathScorer:
     return MathScorer(MathConfig())
 
 
-async def test_math_compares_by_value_and_many_at_once(
-    scorer: MathScorer, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_math_compares_by_value_and_many_at_once(scorer: MathScorer) -> None:
     rewards = await asyncio.gather(
         *(scorer.reward(task(reference), completion(text)) for reference, text, _ in CASES)
     )
     assert rewards == [reward for _, _, reward in CASES]
 
 
-async def test_a_reference_that_is_no_formula_is_an_error(
-    scorer: MathScorer, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_reference_that_is_no_formula_is_an_error(scorer: MathScorer) -> None:
     with pytest.raises(TaskError, match="is no formula that math-verify can read"):
         await scorer.reward(task(":("), completion("2"))
 
 
-async def test_a_killed_process_is_an_error_and_is_replaced(
-    scorer: MathScorer, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_killed_process_is_an_error_and_is_replaced(scorer: MathScorer) -> None:
     assert await scorer.reward(task("2"), completion("2")) == 1.0
     assert scorer.process_id is not None
     os.kill(scorer.process_id, signal.SIGKILL)
@@ -196,9 +183,7 @@ async def test_a_killed_process_is_an_error_and_is_replaced(
     assert await scorer.reward(task("2"), completion("3")) == 0.0
 
 
-async def test_an_endless_computation_is_an_error_and_leaves_no_process(
-    task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_an_endless_computation_is_an_error_and_leaves_no_process() -> None:
     scorer = MathScorer(MathConfig(timeout_s=2.0))
     assert await scorer.reward(task("2"), completion("2")) == 1.0
     process_id = scorer.process_id
@@ -209,9 +194,7 @@ async def test_an_endless_computation_is_an_error_and_leaves_no_process(
         os.kill(process_id, 0)
 
 
-async def test_the_process_ends_with_its_scorer(
-    task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_the_process_ends_with_its_scorer() -> None:
     scorer = MathScorer(MathConfig())
     assert await scorer.reward(task("2"), completion("2")) == 1.0
     assert scorer.process_id is not None

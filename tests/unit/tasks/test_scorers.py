@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from tasks.drawn import completion, task
 
 from rookery.errors import TaskError
 from rookery.ports import Scorer
@@ -29,7 +30,7 @@ from rookery.tasks.scorers import (
     ScorerConfig,
     build_scorer,
 )
-from rookery.types import Completion, Json, Task
+from rookery.types import Json
 
 LOOSE = ExactConfig(ignore_case=True, ignore_punctuation=True)
 
@@ -83,14 +84,7 @@ def test_every_scorer_of_the_dict_is_in_the_union_and_is_a_scorer(tmp_path: Path
         (LOOSE, "don't", "dont", 1),
     ],
 )
-async def test_exact(
-    config: Any,
-    reference: Json,
-    text: str,
-    reward: float,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
-) -> None:
+async def test_exact(config: Any, reference: Json, text: str, reward: float) -> None:
     assert await build_scorer(config).reward(task(reference), completion(text)) == reward
 
 
@@ -112,11 +106,7 @@ async def test_exact(
     ],
 )
 async def test_a_task_that_cannot_be_judged_is_an_error_and_never_zero(
-    config: Any,
-    reference: Json,
-    words: str,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
+    config: Any, reference: Json, words: str
 ) -> None:
     with pytest.raises(TaskError, match=words):
         await build_scorer(config).reward(task(reference), completion("4"))
@@ -138,13 +128,7 @@ async def test_a_task_that_cannot_be_judged_is_an_error_and_never_zero(
         (("no", "yes"), "yes", "yes"),
     ],
 )
-async def test_choice(
-    choices: tuple[str, ...],
-    reference: Json,
-    right: str,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
-) -> None:
+async def test_choice(choices: tuple[str, ...], reference: Json, right: str) -> None:
     scorer = build_scorer(ChoiceConfig())
     for choice in choices:
         made = task(reference, choices=choices)
@@ -168,19 +152,13 @@ async def test_choice(
     ],
 )
 async def test_choice_refuses_a_reference_that_does_not_name_one(
-    choices: tuple[str, ...],
-    reference: Json,
-    words: str,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
+    choices: tuple[str, ...], reference: Json, words: str
 ) -> None:
     with pytest.raises(TaskError, match=words):
         await build_scorer(ChoiceConfig()).reward(task(reference, choices=choices), completion("x"))
 
 
-async def test_a_chosen_text_that_is_no_choice_is_the_callers_error(
-    task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_chosen_text_that_is_no_choice_is_the_callers_error() -> None:
     with pytest.raises(TaskError, match=r"' red' was chosen, which is none of the choices"):
         await build_scorer(ChoiceConfig()).reward(
             task("red", choices=("red", "blue")), completion(" red")
@@ -203,13 +181,7 @@ async def test_a_chosen_text_that_is_no_choice_is_the_callers_error(
     ],
 )
 async def test_regex(
-    pattern: str,
-    group: str | int,
-    reference: Json,
-    text: str,
-    reward: float,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
+    pattern: str, group: str | int, reference: Json, text: str, reward: float
 ) -> None:
     scorer = build_scorer(RegexConfig(pattern=pattern, group=group))
     assert await scorer.reward(task(reference), completion(text)) == reward
@@ -256,9 +228,7 @@ SCHEMA: dict[str, Any] = {
         ('{"a":' * 20_000, 0),
     ],
 )
-async def test_json_schema(
-    text: str, reward: float, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_json_schema(text: str, reward: float) -> None:
     scorer = build_scorer(JsonSchemaConfig(json_schema=SCHEMA))
     assert await scorer.reward(task(None), completion(text)) == reward
 
@@ -276,11 +246,7 @@ async def test_json_schema(
     ],
 )
 async def test_json_that_must_equal_the_reference(
-    reference: Json,
-    text: str,
-    reward: float,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
+    reference: Json, text: str, reward: float
 ) -> None:
     scorer = build_scorer(JsonSchemaConfig(match_reference=True))
     assert await scorer.reward(task(reference), completion(text)) == reward
@@ -293,9 +259,7 @@ def test_a_schema_that_is_none_or_says_nothing_is_refused() -> None:
         JsonSchemaConfig()
 
 
-async def test_a_schema_does_not_fetch_another(
-    task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_schema_does_not_fetch_another() -> None:
     asked = []
 
     class Schemas(BaseHTTPRequestHandler):
@@ -355,13 +319,7 @@ def user_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "reward"), [("length", 3.0), ("is_right", 1.0), ("later", 0.25), ("instance", 0.5)]
 )
-async def test_python(
-    name: str,
-    reward: float,
-    user_file: Path,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
-) -> None:
+async def test_python(name: str, reward: float, user_file: Path) -> None:
     scorer = build_scorer(PythonConfig(function=f"{user_file}:{name}"))
     got = await scorer.reward(task("red"), completion("red"))
     assert got == reward
@@ -381,22 +339,14 @@ async def test_python(
         ("fails", "my_rewards.py:fails failed: 'colour'"),
     ],
 )
-async def test_python_that_does_not_return_a_number(
-    name: str,
-    words: str,
-    user_file: Path,
-    task: Callable[..., Task],
-    completion: Callable[..., Completion],
-) -> None:
+async def test_python_that_does_not_return_a_number(name: str, words: str, user_file: Path) -> None:
     with pytest.raises(TaskError, match=words):
         await build_scorer(PythonConfig(function=f"{user_file}:{name}")).reward(
             task("red"), completion("red")
         )
 
 
-async def test_python_of_an_installed_module(
-    task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_python_of_an_installed_module() -> None:
     with pytest.raises(TaskError, match="the scorer math:isclose failed"):
         await build_scorer(PythonConfig(function="math:isclose")).reward(task(1), completion("1"))
     assert math.isclose(1, 1)
@@ -428,9 +378,7 @@ def test_python_needs_a_file_and_a_function(function: str) -> None:
         PythonConfig(function=function)
 
 
-async def test_a_stop_iteration_of_python_is_an_error_of_its_task(
-    tmp_path: Path, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_stop_iteration_of_python_is_an_error_of_its_task(tmp_path: Path) -> None:
     """asyncio cannot carry one out of a thread: whoever waited would wait for ever."""
     file = tmp_path / "scorer.py"
     file.write_text("def first(task, completion): return float(next(iter(())))")
@@ -439,9 +387,7 @@ async def test_a_stop_iteration_of_python_is_an_error_of_its_task(
         await asyncio.wait_for(scorer.reward(task("1"), completion("x")), 30)
 
 
-async def test_a_call_of_python_that_does_not_end_costs_its_answer_alone(
-    tmp_path: Path, task: Callable[..., Task], completion: Callable[..., Completion]
-) -> None:
+async def test_a_call_of_python_that_does_not_end_costs_its_answer_alone(tmp_path: Path) -> None:
     """A plain function and an async one; the limit of a call begins when the one before ended."""
     file = tmp_path / "scorer.py"
     file.write_text(SLOW)
@@ -520,7 +466,7 @@ READINGS = [
 
 @pytest.mark.parametrize(("config", "texts", "answer"), READINGS, ids=lambda v: str(v)[:20])
 def test_texts_that_a_scorer_reads_alike_are_one_answer(
-    config: Any, texts: Sequence[str], answer: str | None, completion: Callable[..., Completion]
+    config: Any, texts: Sequence[str], answer: str | None
 ) -> None:
     scorer = build_scorer(config)
     assert {scorer.read(completion(text)) for text in texts} == {answer}

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
@@ -39,6 +38,8 @@ class GrpoFiles:
     init: Adapter | None
     reference: Adapter | Path | None
     """What a KL term is to, an adapter or a model folder; None: what training begins with."""
+    has_reference_model: bool
+    """Whether that is a model in memory besides the one that is trained."""
     place: tuple[str, str]
     """The device and the type of the trainer's model, see `trainer_place`."""
     prompt_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -62,8 +63,13 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     if config.atropos is not None:
         check_commands(config.atropos.environments)
     template, reference = load_template(folder.path), _read_reference(config)
-    place = trainer_place(config)
-    return GrpoFiles(tasksets, folder, template, start, init, reference, place)
+    has_reference_model = (
+        config.needs_reference
+        if config.full is not None
+        else isinstance(reference, Path) and reference.resolve() != folder.path.resolve()
+    )
+    place = trainer_place(config.engine)
+    return GrpoFiles(tasksets, folder, template, start, init, reference, has_reference_model, place)
 
 
 def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
@@ -90,22 +96,15 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     return read_adapter(folder)
 
 
-class _Placed(Protocol):
-    """A config of a loop that trains."""
-
-    @property
-    def engine(self) -> AnyEngineConfig: ...
-
-
-def trainer_place(config: _Placed) -> tuple[str, str]:
+def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
     """The device and the type of the trainer's model: those of an engine in this process, or a GPU
     that servers leave to it. Each process of torchrun has a GPU of its own."""
     device, dtype = "auto", "auto"
-    if config.engine.type == "embedded":
-        device, dtype = config.engine.device, config.engine.dtype
+    if engine.type == "embedded":
+        device, dtype = engine.device, engine.dtype
     device = find_device(device)
     local_rank = os.environ.get("LOCAL_RANK")
-    launch = launch_of(config.engine)
+    launch = launch_of(engine)
     if device == "cuda" and (local_rank or (launch is not None and launch.spare_gpus)):
         first = first_spare_gpu(launch) if launch is not None else 0
         return f"cuda:{first + int(local_rank or 0)}", dtype

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo.policy import has_reference_model, needs_reference
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -27,7 +26,7 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
-from rookery.engines import launch_of
+from rookery.engines import AnyEngineConfig, launch_of
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
@@ -145,7 +144,7 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
 
     def size(config: GrpoConfig) -> tuple[int, bool]:
         num_rollouts = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
-        return num_rollouts * config.max_drawn_tokens, needs_reference(config)
+        return num_rollouts * config.max_drawn_tokens, config.needs_reference
 
     largest = max((adapter.config for adapter in swept(config)), key=size)
     return largest.model_copy(update={"sweep": config.sweep})
@@ -170,7 +169,7 @@ def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
     launch = launch_of(config.engine)
     if launch is None or not _is_beside(launch, device) or config.full is not None:
         return None
-    if config.trainer.pass_tokens is not None or needs_reference(config):
+    if config.trainer.pass_tokens is not None or config.needs_reference:
         return None
     total = _memory(device)
     weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
@@ -339,10 +338,10 @@ def server_share(
     return math.floor(100 * share) / 100
 
 
-def has_one_gpu(config: GrpoConfig) -> bool:
+def has_one_gpu(engine: AnyEngineConfig) -> bool:
     """Whether one server is started, on the trainer's GPU."""
-    launch = launch_of(config.engine)
-    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+    launch = launch_of(engine)
+    if launch is None or not _is_beside(launch, trainer_place(engine)[0]):
         return False
     return num_replicas(launch) == gpus_each(launch) == 1
 
@@ -417,10 +416,10 @@ def _trainer_rows(
     yield MemoryRow(
         name="moments", num_bytes=many * step.moments // parts, note="of AdamW", remedy=halved
     )
-    if needs_reference(config):
+    if config.needs_reference:
         yield MemoryRow(
             name="reference",
-            num_bytes=step.weights if has_reference_model(config, files) else step.masters,
+            num_bytes=step.weights if files.has_reference_model else step.masters,
             note="what the KL term is to",
             remedy="leave loss.kl out",
         )

@@ -30,6 +30,7 @@ from rookery.train import (
     FullWeights,
     LoraConfig,
     LoraTrainer,
+    TrainerConfig,
     initial_adapter,
 )
 from rookery.train.full import ShardedTrainer
@@ -42,13 +43,11 @@ __all__ = [
     "PolicyParts",
     "adapter_policy",
     "adapter_trainer",
+    "compute_for_first_process",
     "end_processes",
     "full_policy",
-    "has_reference_model",
-    "help_grpo",
     "make_reference",
     "make_trainer",
-    "needs_reference",
 ]
 
 # What the KL term of a grpo run is to, made as the config says.
@@ -61,31 +60,19 @@ __all__ = [
 # | an adapter | the adapter | another copy of the engine's model, with the adapter |
 
 
-def needs_reference(config: GrpoConfig) -> bool:
-    return "reference_logprobs" in config.loss.needs
-
-
-def has_reference_model(config: GrpoConfig, files: GrpoFiles) -> bool:
-    """Whether the reference is a model in memory besides the one that is trained."""
-    if config.full is not None:
-        return needs_reference(config)
-    folder = files.folder.path.resolve()
-    return isinstance(files.reference, Path) and files.reference.resolve() != folder
-
-
 def make_reference(
-    config: GrpoConfig, files: GrpoFiles, model: SlottedModel
+    files: GrpoFiles, model: SlottedModel, trainer: TrainerConfig
 ) -> Adapter | LoraTrainer | None:
     """An adapter of `model`, which is trained, or the trainee REFERENCE over another model. None:
     the loss needs none, or it is the adapter that training begins with. Loads a model: slow."""
-    if not has_reference_model(config, files):
+    if not files.has_reference_model:
         return _adapter(files, model)
     reference = files.reference
     folder = files.start if reference is None else files.folder.path
     other = _load(reference if isinstance(reference, Path) else folder, like=model)
-    trainer = LoraTrainer(other, config=config.trainer)
-    trainer.add(REFERENCE, reference if isinstance(reference, Adapter) else _unchanged(other))
-    return trainer
+    scorer = LoraTrainer(other, config=trainer)
+    scorer.add(REFERENCE, reference if isinstance(reference, Adapter) else _unchanged(other))
+    return scorer
 
 
 def _adapter(files: GrpoFiles, model: SlottedModel) -> Adapter | None:
@@ -150,7 +137,7 @@ def adapter_policy(
     def make(run: Run) -> PolicyWeights:
         policy = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
-        if reference is None and needs_reference(config):
+        if reference is None and config.needs_reference:
             reference = policy
         return AdapterPolicy(
             trainer, start=policy, engine=engine, reference=reference, publisher=publisher
@@ -222,7 +209,7 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
 # torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml
 
 
-def help_grpo(config: GrpoConfig) -> Outcome[GrpoReport]:
+def compute_for_first_process(config: GrpoConfig) -> Outcome[GrpoReport]:
     """Do the part of this process until the first one has ended; the outcome of that one."""
     quiet_libraries()
     files = read_files(config)

@@ -24,11 +24,10 @@ from rookery.compose.grpo.policy import (
     PolicyParts,
     adapter_policy,
     adapter_trainer,
+    compute_for_first_process,
     end_processes,
     full_policy,
-    help_grpo,
     make_reference,
-    needs_reference,
 )
 from rookery.compose.grpo.progress import Measurements, SweepBar, TrainBar
 from rookery.compose.grpo.service import check_service, own_states, service_policy, service_start
@@ -106,10 +105,10 @@ def run_grpo(
 
 def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcome[GrpoReport]:
     config = _with_own_start(config, open_run.folder)
-    if config.staleness is None and config.atropos is None and has_one_gpu(config):
+    if config.staleness is None and config.atropos is None and has_one_gpu(config.engine):
         config = config.model_copy(update={"staleness": 1})
     if not is_first_process():
-        return help_grpo(config)
+        return compute_for_first_process(config)
     if config.game is not None and open_run.rescored:
         # A game rewards while it is played, and the weights of former checkpoints are gone.
         open_run = replace(open_run, rescored=())
@@ -308,7 +307,7 @@ async def _open_bridged(
     folder: Path,
 ) -> AsyncIterator[Bridged]:
     share = await asyncio.to_thread(server_share, config, files, plan)
-    is_beside, model_folder = has_one_gpu(config), files.folder
+    is_beside, model_folder = has_one_gpu(config.engine), files.folder
     merged = is_merged(config, files, is_beside=is_beside)
     used = bridged_engine(config, gpu_share=share, is_beside=is_beside, is_merged=merged)
     async with (
@@ -359,7 +358,7 @@ async def _checked_policy(
     """What is to be trained; whatever would make the run fail is refused."""
     start = None if config.full is not None else _start(config, files, opened.model)
     _check(config, files, opened.engine, start=None if _is_merge(opened) else start)
-    reference = await asyncio.to_thread(make_reference, config, files, opened.model)
+    reference = await asyncio.to_thread(make_reference, files, opened.model, config.trainer)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
         return full_policy(config, files, parts)
@@ -383,10 +382,7 @@ async def _checked_sweep(
     config: GrpoConfig, files: GrpoFiles, opened: Opened, processes: Processes
 ) -> _Trainings:
     adapters = swept(config)
-    with_reference = [adapter.config for adapter in adapters if needs_reference(adapter.config)]
-    reference = await asyncio.to_thread(
-        make_reference, (with_reference or [config])[0], files, opened.model
-    )
+    reference = await asyncio.to_thread(make_reference, files, opened.model, config.trainer)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     joint = JointTrainer(adapter_trainer(config, parts), num_adapters=len(adapters))
     makers: list[tuple[Swept, MakePolicy]] = []

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rookery.compose.grpo.files import GrpoFiles
-from rookery.compose.grpo.policy import needs_reference
 from rookery.compose.running import num_processes
 from rookery.compose.sft import base_name
 from rookery.errors import ConfigError
@@ -57,7 +56,7 @@ async def service_policy(
 ) -> TraineePolicy:
     """The trainees of a run, made in the service."""
     await _create(client, POLICY, start)
-    if needs_reference(config):
+    if config.needs_reference:
         await _create(client, REFERENCE, _reference(files, client.engine, start))
     trainer = client.trainer
     return TraineePolicy(trainer, trainees=trainer, engine=client.engine, base=start.base)

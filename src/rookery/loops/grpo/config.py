@@ -232,6 +232,11 @@ class GrpoConfig(ScheduleConfig):
         return 1 if self.sweep is None else self.sweep.num_adapters
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return "reference_logprobs" in self.loss.needs
+
+    @property
     def advantage_name(self) -> AdvantageName:
         """The advantages in use."""
         return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
