@@ -177,6 +177,9 @@ def test_clicks_follow_a_candidate_a_cell_and_an_item(
         grid.click(position={"x": place[0], "y": place[1]})
         visit.see(".detail h3", text="p1")
         assert "program=p1" in visit.page.url
+        row = visit.page.locator(".programs .lt-space .lt-row").filter(has_text="p3")
+        row.locator(".payload").click()
+        visit.see(".detail h3", text="p3")
         visit.page.goto(visit.origin + "#/run/labels?item=i1")
         visit.see(".detail dd", text="yes")
         visit.close()
@@ -192,6 +195,7 @@ def test_no_script_but_the_page_s_own_runs(browser: Any, served: tuple[LivePage,
             const script = document.createElement("script");
             script.textContent = "window.injected = true";
             document.body.append(script);
+            if (window.injected) done("it ran");
         })"""
     )
     assert refused == "script-src-elem" and not visit.page.evaluate("window.injected")
