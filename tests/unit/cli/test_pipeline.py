@@ -135,6 +135,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     ("change", "sentence"),
     [
         ({"model": "nowhere/at/all"}, "There is no model folder nowhere/at/all"),
+        ({"model": "nan-model"}, "and report.model is"),
         ({"adapters": ["a"]}, "report.adapters is set, and the report measures what the steps"),
         ({"weights": "int4", "dtype": "bfloat16"}, "weights is int4, which computes in float32"),
     ],
