@@ -30,7 +30,8 @@ from rookery.runs import NewEvent, Run
 CHROMIUM = os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 BLOCK = 1_000
-SEEN = """(wanted) => new Promise((done) => {
+SEEN = """(wanted) => new Promise((done, failed) => {
+    setTimeout(() => failed(new Error(`no ${wanted} within a minute`)), 60000);
     const look = () => {
         const found = [...document.querySelectorAll(wanted)].some((one) => one.clientHeight);
         if (found) requestAnimationFrame(() => done(performance.now()));

@@ -133,6 +133,7 @@ def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display)
     path, kind = place_of(whole, name), find_kind(config.steps[name].loop)
     settings = read_step(config, name, whole)
     if not is_run(path):
+        _require_unused(config, name, whole)
         runs_dir, is_quiet = path.parent, display.is_quiet
         kind.start(settings, {}, name=path.name, runs_dir=runs_dir, progress=not is_quiet)
         return
@@ -153,6 +154,17 @@ def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display)
         )
     if not is_finished:
         resume(path, progress=not display.is_quiet)
+
+
+def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:
+    """RunError where a later step was made from an earlier run of this one, which is gone."""
+    for other in config.steps:
+        path = place_of(whole, other)
+        if is_run(path) and name in {step for _, step in feeds(config, other)}:
+            raise RunError(
+                f"{path} was made from an earlier {place_of(whole, name).name}, which is gone: "
+                "remove it too, and what was made from it."
+            )
 
 
 def _finder(config: StepsConfig, whole: Path) -> Find:

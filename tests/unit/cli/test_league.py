@@ -1,6 +1,7 @@
 """`rookery league`: entrants under one budget, on the tiny model."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ import yaml
 from driving import Command
 from tiny import write_chat_model
 
+from rookery.compose.league.entrants import League
 from rookery.reports import LeagueReport, parse_league_report
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
@@ -136,6 +138,29 @@ def test_a_league_that_was_interrupted_ends_as_one_that_was_not(
         counts = run.counts()
     with Run.view(place / "runs/whole") as run:
         assert counts["rollout"] == run.counts()["rollout"]
+
+
+def test_an_entrant_whose_least_work_is_beyond_the_budget_is_named(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Founders are measured in any case; and steps are made once, however many there are."""
+    made, steps = [], League.steps
+
+    def count(self: League, folder: Path) -> Any:
+        made.append(folder)
+        return steps(self, folder)
+
+    monkeypatch.setattr(League, "steps", count)
+    founders = {"founders": ["a", "b"], "entrants": ["sft", "genome"]}
+    write(place, **founders, num_seeds=4, budget={"max_answer_tokens": 40})
+    assert rookery("league", league, "--name", "small").code == 0
+    assert len(made) == 2
+    report = read(place, "small")
+    over = [line for line in report.warnings if "answer tokens of 40" in line]
+    assert [line.split()[0] for line in over] == [f"genome-{seed}" for seed in range(4)]
+    for row in report.rows:
+        for each in (row.gain, row.lead):
+            assert each is None or math.copysign(1, each.mean or 0.0) == 1 or each.mean != 0.0
 
 
 def clockless(report: LeagueReport) -> list[Any]:

@@ -100,6 +100,18 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     assert ended.code == 2 and "is a run of kind sft, and the step first of grpo" in ended.words
 
 
+def test_what_was_made_from_a_step_that_is_gone_is_not_taken(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    assert rookery("pipeline", "run", write(place, steps()), "--name", "f").code == 0
+    shutil.rmtree(place / "runs/f.first")
+    ended = rookery("runs", "resume", "f")
+    assert ended.code == 2 and "f.second was made from an earlier f.first" in ended.words
+    assert not (place / "runs/f.first").exists()
+    shutil.rmtree(place / "runs/f.second")
+    assert rookery("runs", "resume", "f").code == 0
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -316,6 +316,7 @@ class ReportParts:
             budget=describe_budget(self.league),
             warnings=(
                 *taskset.notes,
+                *_warn_of_overspending(rows, self.league.config.budget.max_answer_tokens),
                 *warn_of_small_samples(self._means),
                 *warn_of_failed_tasks(self._means),
                 *warn_of_batches(engine),
@@ -429,10 +430,21 @@ def _find_difference(
     if difference is not None or turned is None:
         return difference
     negative = {
-        key: None if value is None else -value
+        key: None if value is None else 0.0 - value  # -0.0 is shown as a loss
         for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
     }
     return Estimate.model_validate(negative)
+
+
+def _warn_of_overspending(rows: Sequence[LeagueRow], budget: int | None) -> list[str]:
+    """Of what an entrant has to do at least, whatever the budget is."""
+    return [
+        f"{run.name} took {run.spent.tokens:,} answer tokens of {budget:,}: measuring what it "
+        "began with and choosing its result is more. Raise the budget, or take fewer tasks."
+        for row in rows
+        for run in row.runs
+        if budget is not None and run.spent.tokens > budget
+    ]
 
 
 WHAT = {

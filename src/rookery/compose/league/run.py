@@ -75,38 +75,46 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
     quiet_libraries()
     league = League.read(config)
     display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
-    _check(league)
+    steps = _check(league)
 
     def begin(run: Run) -> StepsConfig:
+        nonlocal steps  # made once: a league of many seeds has thousands
         league.write_files(run)
-        return league.steps(run.path)
+        steps = league.steps(run.path)
+        return steps
+
+    def take(run: Run, name: str, work: Callable[[], None]) -> None:
+        _take(steps, display, run, name, work)
 
     scorers = digest_scorers([league.taskset])
     same = on_same_inputs(open_run, league.digests(), scorers, file=SHARED_INPUTS)
-    again = take_steps(begin, same, display, take=partial(_take, league, display))
+    again = take_steps(begin, same, display, take=take)
     return finisher(partial(_plan, league))(config, again, display)
 
 
-def _check(league: League) -> None:
-    """Refuse settings that cannot be, before anything is run."""
+def _check(league: League) -> StepsConfig:
+    """The steps; refuses settings that cannot be, before anything is run."""
     place = Path.cwd()
-    steps = league.steps(place)
-    if not league.entrants(place):
+    steps, entrants = league.steps(place), league.entrants(place)
+    if not entrants:
         reasons = " ".join(f"{name}: {reason}" for name, reason in league.reasons.items())
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
-    for name in steps.steps:
-        settings = read_step(steps, name)
+    for name in (name for entrant in entrants if entrant.index == 0 for name in entrant.steps):
+        settings = read_step(steps, name)  # those of other seeds differ by these alone
         if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
             ranks = {f"The rank of {name}": settings.rank}
             require_adapters(with_rank(league.config.engine, settings.rank), ranks)
+    return steps
 
 
-def _take(league: League, display: Display, run: Run, name: str, work: Callable[[], None]) -> None:
+def _take(
+    steps: StepsConfig, display: Display, run: Run, name: str, work: Callable[[], None]
+) -> None:
     """One that cannot be run is left out, durably, and so is one that takes from it."""
     if run.get(FAILED, name) is not None:
         return
-    sources = [step for _, step in feeds(league.steps(run.path), name)]
+    sources = [step for _, step in feeds(steps, name)]
     missing = [step for step in sources if run.get(FAILED, step) is not None]
     error = f"It takes from {missing[0]}, which is left out." if missing else _try(work)
     if error:

@@ -38,7 +38,7 @@ export function edgeSeries(edges, style) {
   return { type: "custom", silent: true, z: 1, data: edges.slice(0, 1), renderItem };
 }
 
-export function palette() {
+function palette() {
   const style = getComputedStyle(document.documentElement);
   const names = ["ground", "raised", "ink", "muted", "faint", "line", "accent", "wash"];
   const colours = Object.fromEntries(names.map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
@@ -236,7 +236,7 @@ function lineOption(colours, series, x) {
 }
 
 // A band between two values of each step: [[x, low, high], ...].
-export function bandSeries(band, colour) {
+function bandSeries(band, colour) {
   return {
     type: "custom",
     silent: true,

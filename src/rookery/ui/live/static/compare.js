@@ -2,14 +2,14 @@
 
 import { lineChart } from "./charts.js";
 import { brandLine, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
-import { headline, stringTable } from "./report.js";
+import { headline, intervalDrawing, scaleOf, stringTable } from "./report.js";
 import { statusMark } from "./runs.js";
 import { clip, duration, interval, isNumber, number, signed } from "./words.js";
 
 const isTree = (value) => value !== null && typeof value === "object" && Object.keys(value).length > 0;
 
 // [["engine.model", ["\"a\"", "\"b\""]], ...]: what differs, and no deeper than where all have it.
-export function configDifferences(values, prefix = "") {
+function configDifferences(values, prefix = "") {
   if (values.every(isTree) && new Set(values.map(Array.isArray)).size === 1) {
     const names = [...new Set(values.flatMap((value) => Object.keys(value)))];
     return names.flatMap((name) => configDifferences(values.map((value) => value[name]), prefix ? `${prefix}.${name}` : name));
@@ -19,24 +19,9 @@ export function configDifferences(values, prefix = "") {
 }
 
 function numbersTable(runs) {
-  const ends = runs.flatMap(({ row }) => [row.result?.mean, row.result?.low, row.result?.high]).filter(isNumber);
-  const [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const scale = scaleOf(runs.map(({ row }) => row.result ?? {}));
   const isOneScale = new Set(runs.map(({ row }) => row.kind)).size === 1; // an accuracy and a loss have none in common
-  const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
-  const drawing = (result) => {
-    if (!isNumber(result?.mean) || !isOneScale) return "";
-    const track = h("span", { class: "range-bar" });
-    if (isNumber(result.low)) {
-      const extent = h("span", { class: "extent" });
-      extent.style.left = at(result.low);
-      extent.style.width = `calc(${at(result.high)} - ${at(result.low)})`;
-      track.append(extent);
-    }
-    const dot = h("span", { class: "dot" });
-    dot.style.left = at(result.mean);
-    track.append(dot);
-    return track;
-  };
+  const drawing = (result) => (isNumber(result?.mean) && isOneScale ? intervalDrawing(result, scale) : "");
   const line = ({ row, title }) => [
     h("a", { class: "name", href: runLink(row.id) }, title ?? row.name), row.kind, statusMark(row),
     [h("b", null, isNumber(row.result?.mean) ? number(row.result.mean) : "–"), " ", h("span", { class: "interval" }, interval(row.result?.low, row.result?.high)), h("div", { class: "note" }, row.result?.label)],

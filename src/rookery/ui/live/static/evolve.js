@@ -19,7 +19,7 @@ const PROGRAM_COLUMNS = [
   { name: "why", label: "State", class: "payload" },
 ];
 
-export function diffNode(lines) {
+function diffNode(lines) {
   const kind = (line) => (line.startsWith("@@") || line.startsWith("---") || line.startsWith("+++") ? "place" : line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : "");
   return h("pre", { class: "diff" }, lines.map((line) => [h("span", { class: kind(line) }, line), "\n"]));
 }

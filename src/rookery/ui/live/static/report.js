@@ -36,7 +36,7 @@ export function scaleOf(rows) {
   return { low: step * Math.floor(low / step), high: step * Math.ceil(high / step) };
 }
 
-function intervalDrawing(row, scale, reference) {
+export function intervalDrawing(row, scale, reference) {
   const at = (value) => `${(100 * (value - scale.low)) / (scale.high - scale.low)}%`;
   const line = (kind, x1, x2, y1, y2) => svg("line", { class: kind, x1: at(x1), x2: at(x2), y1, y2 });
   return svg("svg", { class: "range", "aria-hidden": "true", focusable: "false" },

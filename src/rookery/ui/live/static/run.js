@@ -19,7 +19,7 @@ const POINTS = 600;
 const TABS = new Map([["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]]);
 
 // All metrics, grouped by what stands before the slash.
-export class CurvesView {
+class CurvesView {
   constructor({ source, path }) {
     this.source = source;
     this.metrics = new Metrics(source, path, POINTS);

@@ -28,7 +28,7 @@ export function progressBar(progress, isRunning) {
   return h("span", { class: "progress" }, bar, h("span", { class: "note" }, left + progressWords(progress)));
 }
 
-export function sparkline(values) {
+function sparkline(values) {
   if (values.length < 2) return h("span", { class: "note" }, values.length ? number(values[0]) : "");
   const line = svg("polyline", { points: sparkPoints(values, 96, 28), class: "spark-line" });
   return svg("svg", { class: "spark", viewBox: "0 0 96 28", width: 96, height: 28, "aria-hidden": "true" }, line);
