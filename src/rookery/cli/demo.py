@@ -341,7 +341,6 @@ _SHARED: dict[Kind, tuple[str, ...]] = {
     "prompt": ("scorer.py", "tasks.jsonl"),
     "scorer": ("scorer.py", "tasks.jsonl"),
     "game": ("tasks.jsonl",),
-    "flywheel": ("scorer.py", "tasks.jsonl"),
     "sweep": ("words.jsonl",),
     "league": ("words.jsonl",),
 }

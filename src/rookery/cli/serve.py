@@ -122,10 +122,8 @@ def serve(
             say(line)
 
     def stopping(num_pending: int, limit_s: float) -> None:
-        say(
-            f"Stopping, within {limit_s:g} s: {num_pending} requests are not done, and go on when "
-            "it is started again. Ctrl-C again stops now.",
-        )
+        left = f" The next start goes on with {num_pending} requests." if num_pending else ""
+        say(f"Stopping, within {limit_s:g} s.{left} Ctrl-C again stops now.")
 
     run_service(loaded, on_ready=ready, on_stop=stopping)
     return 0

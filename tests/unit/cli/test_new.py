@@ -78,7 +78,7 @@ def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
     config = place / "mine/config.yaml"
     text = config.read_text().replace("smollm2", str(place / "mine-chat"))
     config.write_text(
-        text.replace("max_tokens: 96", "max_tokens: 4").replace(
+        text.replace("max_tokens: 128", "max_tokens: 4").replace(
             "max_iterations: 12", "max_iterations: 5"
         )
     )
