@@ -7,6 +7,7 @@
 An external API is no engine, as it takes no adapters: `open_sampler` opens any of the four.
 """
 
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -20,14 +21,18 @@ from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
 from rookery.fleet.http.external import ExternalConfig, ExternalSampler, TextCodec, open_external
+from rookery.fleet.servers.settings import first_spare_gpu
+from rookery.model_names import loadable_model
 from rookery.paths import expanded
 from rookery.remote import ServiceClientConfig, ServiceEngine, open_client
+from rookery.slots import find_device
 
 __all__ = [
     "AnyEngineConfig",
     "AnySamplerConfig",
     "EngineChoice",
     "SamplerChoice",
+    "base_name",
     "engine_from_folder",
     "find_model",
     "launch_of",
@@ -39,6 +44,7 @@ __all__ = [
     "opened_model",
     "require_adapters",
     "resolve_smollm2",
+    "trainer_place",
     "with_rank",
 ]
 
@@ -174,6 +180,29 @@ def local_model(name: str, folder: Path) -> str:
         if path.is_dir():
             return str(path.parent.resolve() / path.name)  # a link keeps its name
     return name
+
+
+def base_name(model: str) -> str:
+    """The base model as an adapter names it: a folder as an absolute path, by which other programs
+    find it from anywhere."""
+    path = expanded(model)
+    is_folder = loadable_model(model) == model and path.is_dir()
+    return str(path.absolute()) if is_folder else model
+
+
+def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
+    """The device and the type of the trainer's model: those of an engine in this process, or a GPU
+    that servers leave to it. Each process of torchrun has a GPU of its own."""
+    device, dtype = "auto", "auto"
+    if engine.type == "embedded":
+        device, dtype = engine.device, engine.dtype
+    device = find_device(device)
+    local_rank = os.environ.get("LOCAL_RANK")
+    launch = launch_of(engine)
+    if device == "cuda" and (local_rank or (launch is not None and launch.spare_gpus)):
+        first = first_spare_gpu(launch) if launch is not None else 0
+        return f"cuda:{first + int(local_rank or 0)}", dtype
+    return device, dtype
 
 
 def engine_from_folder(config: SamplerConfig, folder: Path) -> SamplerConfig:

@@ -14,17 +14,15 @@ import torch
 from pydantic import Field
 
 from rookery.compose.elsewhere import end_token, sft_elsewhere
-from rookery.compose.grpo.files import trainer_place
 from rookery.compose.running import (
     digest_adapters,
     digest_models,
     open_shown_engine,
     quiet_libraries,
 )
-from rookery.compose.sft import base_name
 from rookery.config import Config, parse_config
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import EngineChoice, find_model, require_adapters
+from rookery.engines import EngineChoice, base_name, find_model, require_adapters, trainer_place
 from rookery.errors import ConfigError, RookeryError, TaskError
 from rookery.loops.evolve.config import LearnConfig, RookeryConfig
 from rookery.loops.evolve.learning import Lesson, Trained

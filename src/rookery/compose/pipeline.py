@@ -35,10 +35,13 @@ from rookery.compose.steps import (
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import Config
-from rookery.errors import TaskError
+from rookery.embedded import EngineConfig
+from rookery.errors import ConfigError, TaskError
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_items
+from rookery.model_names import model_names
+from rookery.paths import expanded
 from rookery.reports import EvaluationReport, PipelineReport, PipelineStep
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file, load_tasksets
@@ -94,6 +97,7 @@ def _finish(
     require_order(config)
     require_places(config, open_run.folder or open_run.place or Path(PIPELINE.name))
     _require_unseen(config, {n: each for n, each in settings.items() if not feeds(config, n)})
+    _require_one_model(config, settings)
     return finisher(_plan)(config, take_steps(lambda _: config, open_run, display), display)
 
 
@@ -146,6 +150,35 @@ PIPELINE = RunKind("pipeline", config=PipelineConfig, finish=_finish, scored=())
 
 def _describe_all(config: PipelineConfig, pipeline: Path) -> tuple[PipelineStep, ...]:
     return tuple(describe_step(config, name, pipeline) for name in config.steps)
+
+
+def _require_one_model(config: PipelineConfig, steps: Mapping[str, Config]) -> None:
+    """ConfigError where the report would measure an adapter of another model, when all steps have
+    ended."""
+    if config.report is None:
+        return
+    names = _names_of(config.report.model)
+    for name, settings in steps.items():
+        match settings:
+            case SftRunConfig(model=model):
+                pass
+            case GenomeConfig(engine=EngineConfig(model=model)):
+                pass
+            case GrpoConfig(engine=EngineConfig(model=model), full=None):
+                pass
+            case _:
+                continue
+        if not names & _names_of(model):
+            raise ConfigError(
+                f"The step {name} makes an adapter of {model}, and report.model is "
+                f"{config.report.model}: an adapter is measured on its own model. Write the same "
+                "in both, or leave report out."
+            )
+
+
+def _names_of(model: str) -> frozenset[str]:
+    """A folder may be linked under another name."""
+    return model_names(model, expanded(model).resolve().name)
 
 
 # Whether the tasks of the report are new to all steps.

@@ -22,11 +22,10 @@ from rookery.compose.running import (
     read_config,
     run_async,
 )
-from rookery.compose.sft import base_name
 from rookery.config import Config, is_loopback
 from rookery.embedded import EngineConfig, resolve_model, run_engine
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import AnyEngineConfig, EngineChoice, local_model, open_engine
+from rookery.engines import AnyEngineConfig, EngineChoice, base_name, local_model, open_engine
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.fleet import collected_rarely

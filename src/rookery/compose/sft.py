@@ -26,8 +26,8 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
+from rookery.engines import base_name
 from rookery.errors import AdapterError, RunError, boundary
-from rookery.model_names import loadable_model
 from rookery.paths import expanded
 from rookery.remote import ServiceClientConfig
 from rookery.reports import SftReport, SpentRecord
@@ -50,7 +50,7 @@ from rookery.types import Adapter, Datum
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 
-__all__ = ["SFT", "SftRunConfig", "base_name", "run_sft", "start_sft"]
+__all__ = ["SFT", "SftRunConfig", "run_sft", "start_sft"]
 
 TRAINED, CHECKPOINTS = "trained", "training"
 
@@ -312,11 +312,3 @@ def _write(
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return report
-
-
-def base_name(model: str) -> str:
-    """The base model as an adapter names it: a folder as an absolute path, by which other programs
-    find it from anywhere."""
-    path = expanded(model)
-    is_folder = loadable_model(model) == model and path.is_dir()
-    return str(path.absolute()) if is_folder else model

@@ -94,7 +94,8 @@ def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
     ended = rookery("pipeline", "run", other, "--name", "f")
     assert ended.code == 2 and "was made with another seed" in ended.words
     shutil.rmtree(place / "runs/f")
-    values = {"tasksets": [{"type": "jsonl", "path": "tasks.jsonl"}]}
+    tasksets = [{"type": "jsonl", "path": "tasks.jsonl"}]
+    values = {"engine": {"model": "tiny"}, "tasksets": tasksets}
     other_loop = {"first": {"loop": "grpo", "values": values}}
     ended = rookery("pipeline", "run", write(place, other_loop), "--name", "f")
     assert ended.code == 2 and "is a run of kind sft, and the step first of grpo" in ended.words
@@ -135,6 +136,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     ("change", "sentence"),
     [
         ({"model": "nowhere/at/all"}, "There is no model folder nowhere/at/all"),
+        ({"model": "nan-model"}, "and report.model is"),
         ({"adapters": ["a"]}, "report.adapters is set, and the report measures what the steps"),
         ({"weights": "int4", "dtype": "bfloat16"}, "weights is int4, which computes in float32"),
     ],

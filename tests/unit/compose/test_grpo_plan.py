@@ -13,9 +13,9 @@ from marks import long
 from tiny import write_tiny_model
 
 from rookery.compose.grpo import plan as grpo_plan
-from rookery.compose.grpo.files import trainer_place
 from rookery.compose.grpo.plan import plan_grpo
 from rookery.compose.grpo.run import run_grpo
+from rookery.engines import trainer_place
 from rookery.errors import ConfigError
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.loops.grpo import GrpoConfig

@@ -1,17 +1,14 @@
 """Everything of a grpo run that is read before a model is loaded."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rookery.compat.atropos.programs import check_commands
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import AnyEngineConfig, find_model, launch_of, require_adapters
+from rookery.engines import find_model, require_adapters, trainer_place
 from rookery.errors import ConfigError, ModelError
-from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_trainer import check_splits
-from rookery.slots import find_device
 from rookery.slots.loading import require_decoder
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
@@ -22,7 +19,6 @@ from rookery.weights import read_adapter
 __all__ = [
     "GrpoFiles",
     "read_files",
-    "trainer_place",
 ]
 
 
@@ -94,18 +90,3 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     if folder is None or (folder / "config.json").is_file():
         return folder
     return read_adapter(folder)
-
-
-def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
-    """The device and the type of the trainer's model: those of an engine in this process, or a GPU
-    that servers leave to it. Each process of torchrun has a GPU of its own."""
-    device, dtype = "auto", "auto"
-    if engine.type == "embedded":
-        device, dtype = engine.device, engine.dtype
-    device = find_device(device)
-    local_rank = os.environ.get("LOCAL_RANK")
-    launch = launch_of(engine)
-    if device == "cuda" and (local_rank or (launch is not None and launch.spare_gpus)):
-        first = first_spare_gpu(launch) if launch is not None else 0
-        return f"cuda:{first + int(local_rank or 0)}", dtype
-    return device, dtype

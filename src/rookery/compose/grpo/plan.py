@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rookery.compose.grpo.files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo.files import GrpoFiles, read_files
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -26,7 +26,7 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
-from rookery.engines import AnyEngineConfig, launch_of
+from rookery.engines import AnyEngineConfig, launch_of, trainer_place
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas

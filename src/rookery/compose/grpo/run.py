@@ -47,11 +47,10 @@ from rookery.compose.running import (
     num_processes,
     write_page,
 )
-from rookery.compose.sft import base_name
 from rookery.concurrency import task_group
 from rookery.embedded import open_engine as open_embedded
 from rookery.embedded import run_engine
-from rookery.engines import OnLaunch, open_servers
+from rookery.engines import OnLaunch, base_name, open_servers
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.errors import ConfigError
 from rookery.fleet.residency import claim_folder

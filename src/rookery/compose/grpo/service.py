@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rookery.compose.grpo.files import GrpoFiles
 from rookery.compose.running import num_processes
-from rookery.compose.sft import base_name
+from rookery.engines import base_name
 from rookery.errors import ConfigError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checkpoints import STATE

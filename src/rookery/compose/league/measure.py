@@ -437,10 +437,10 @@ def _find_difference(
 
 
 def _warn_of_overspending(rows: Sequence[LeagueRow], budget: int | None) -> list[str]:
-    """Of what an entrant has to do at least, whatever the budget is."""
+    """Of rounds that were longer than those before, and of what must be done in any case."""
     return [
-        f"{run.name} took {run.spent.tokens:,} answer tokens of {budget:,}: measuring what it "
-        "began with and choosing its result is more. Raise the budget, or take fewer tasks."
+        f"{run.name} took {run.spent.tokens:,} answer tokens of {budget:,}: a round that has begun "
+        "is finished, and founders are measured in any case."
         for row in rows
         for run in row.runs
         if budget is not None and run.spent.tokens > budget
