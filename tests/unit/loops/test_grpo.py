@@ -14,6 +14,7 @@ from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.testing import FakeObserver
 from rookery.types import Completion, SampleRequest, TrainRequest
+from rookery.ui.live.reading import OpenRun
 from rookery.weights import read_adapter
 
 
@@ -31,8 +32,15 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
         )
         kept = {path.name for path in (run.path / "checkpoints").iterdir()}
         weights = {f"adapter_step_{step}" for step in {5, report.chosen_step} - {0}}
-        assert kept == weights | {"trainer_step_5"} and run.blobs.digests() == []
+        assert kept == weights | {"trainer_step_5"}
+        texts = {event.payload["texts"] for event in run.events("batch")}
+        assert len(texts) == 5 and set(run.blobs.digests()) == texts, "all else is removed"
         gaps = [event.payload for event in run.events("gap")]
+    shown = [OpenRun(tmp_path / "x", "x").step(number) for number in range(5)]
+    assert all(step["is_whole"] and len(step["groups"]) == 2 for step in shown)
+    rollouts = [rollout for group in shown[0]["groups"] for rollout in group["rollouts"]]
+    examples = {(one.text, one.reward) for one in report.steps[0].examples}
+    assert examples <= {(one["text"], one["reward"]) for one in rollouts}
     assert [row.name for row in report.rows] == ["trained", "base model"]
     assert report.trained is not None and report.trained.gain is not None
     assert [one.step for one in report.checkpoints] == [0, 2, 4, 5]

@@ -44,8 +44,8 @@ async def test_a_step_has_the_turns_of_its_games(
     changes = grpo_inputs.game(secret_numbers, steps=1, keep_rollouts=True)
     with make_run(tmp_path, "x") as run:
         await run_training(run, grpo_inputs, model=plain_model, **changes)
-        [digest] = run.blobs.digests()
-        batch = decode_batch(run.blobs.read_bytes(digest))
+        [event] = run.events("batch")
+        batch = decode_batch(run.blobs.read_bytes(str(event.payload["digest"])))
     for group in batch.groups:
         for rollout in group.rollouts:
             [sequence] = rollout.sequences

@@ -29,6 +29,7 @@ __all__ = [
     "DrawnRollout",
     "decode_batch",
     "encode_batch",
+    "encode_texts",
     "group_relative",
     "is_equal",
     "leave_one_out",
@@ -163,6 +164,25 @@ def encode_batch(batch: Batch) -> bytes:
         "counts": asdict(batch.counts),
     }
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
+
+
+def encode_texts(batch: Batch) -> bytes:
+    """The answers with their rewards as people read them: what stays when the rest is removed."""
+    groups = [
+        {
+            "task": group.task,
+            "rollouts": [
+                {
+                    "text": rollout.text,
+                    "reward": rollout.reward,
+                    "advantages": [fmean(rollout.advantages)] if rollout.advantages else None,
+                }
+                for rollout in group.rollouts
+            ],
+        }
+        for group in batch.groups
+    ]
+    return zlib.compress(json.dumps({"groups": groups}, separators=(",", ":")).encode())
 
 
 def decode_batch(data: bytes) -> Batch:

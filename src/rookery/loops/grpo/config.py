@@ -213,7 +213,8 @@ class GrpoConfig(ScheduleConfig):
     keep: int = Field(default=2, ge=1)
     """Checkpoints that are kept besides the best one."""
     keep_rollouts: bool = False
-    """Keep the rollouts of all steps; else those before the last checkpoint are removed."""
+    """Keep the tokens of all steps; else those before the last checkpoint are removed. The texts
+    with their rewards are kept anyway, for the page."""
     max_gap: float = Field(default=0.2, gt=0.0)
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats. In bfloat16 rounding alone reaches 0.05."""

@@ -30,7 +30,6 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import fmean
 
 from rookery.concurrency import task_group
@@ -42,6 +41,7 @@ from rookery.loops.grpo.batch import (
     DrawnRollout,
     decode_batch,
     encode_batch,
+    encode_texts,
     is_equal,
 )
 from rookery.loops.grpo.config import GrpoConfig
@@ -322,9 +322,10 @@ class BatchStore:
 
     async def write(self, batch: Batch, **further: object) -> None:
         """Durable when this returns; `further` goes into its event."""
-        digest = await asyncio.to_thread(lambda: self._run.blobs.put_bytes(encode_batch(batch)))
+        digest, texts = await asyncio.to_thread(self._put, batch)
         payload: Mapping[str, object] = {
             "digest": digest,
+            "texts": texts,
             "model": batch.model.served_name,
             "model_step": batch.model_step,
             "positions": [group.position for group in batch.groups],
@@ -333,18 +334,20 @@ class BatchStore:
         }
         await self._run.append(BATCH, payload, key=str(batch.step))
 
+    def _put(self, batch: Batch) -> tuple[str, str]:
+        put = self._run.blobs.put_bytes
+        return put(encode_batch(batch)), put(encode_texts(batch))
+
     async def release(self, *, before: int) -> None:
-        """Remove the rollouts of steps below `before`."""
+        """Remove the rollouts of steps below `before`, all but their texts."""
         await asyncio.to_thread(self._prune, before)
 
     def _prune(self, before: int) -> None:
         """A run that goes on may have drawn several steps that it has to train again."""
-        kept = []
-        for step in count(before):
-            event = self.event(step)
-            if event is None:
-                break
-            kept.append(str(event.payload["digest"]))
+        kept: list[str] = []
+        for event in self._run.events(BATCH):
+            names = ("texts", "digest") if int(event.key) >= before else ("texts",)
+            kept += [str(event.payload[name]) for name in names if name in event.payload]
         self._run.blobs.prune(keep=kept)
 
 

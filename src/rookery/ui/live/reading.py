@@ -263,16 +263,17 @@ class OpenRun:
         return document if isinstance(document, dict) else {}
 
     def step(self, number: int) -> dict[str, Any]:
-        """The completions of a training step: all of them while they are kept, else examples."""
+        """The completions of a training step: all of them where they are kept, else examples."""
         batch = self._view.get("batch", str(number))
-        if batch is not None:
+        payload: Mapping[str, Any] = {} if batch is None else batch.payload
+        for digest in (payload[name] for name in ("texts", "digest") if name in payload):
             try:
-                data = self._view.blobs.read_bytes(str(batch.payload.get("digest")))
+                data = self._view.blobs.read_bytes(str(digest))
                 groups = json.loads(zlib.decompress(data)).get("groups", [])
                 shown = [_group(group) for group in groups]
                 return {"step": number, "is_whole": True, "groups": shown, "gap": self._gap(number)}
             except (RunError, ValueError, zlib.error, AttributeError, TypeError):
-                pass  # removed with its checkpoint, or of another form
+                pass  # of another version, removed or damaged
         event = self._view.get("step", str(number))
         if event is None:
             raise RunError(f"The run {self.name!r} has no step {number}.")

@@ -164,7 +164,7 @@ export class GrpoView {
     const mean = (group) => rewards(group).reduce((a, b) => a + b, 0) / (rewards(group).length || 1);
     const spread = (group) => Math.max(...rewards(group)) - Math.min(...rewards(group));
     const by = { best: (a, b) => mean(b) - mean(a), spread: (a, b) => spread(b) - spread(a) }[this.order.value];
-    const said = isWhole ? `${count(groups.length, "group")} with all their completions, coloured by their advantage: how far the reward is above the mean of its group.` : "The best and the worst answer of one group: the others were removed with a later checkpoint (`keep_rollouts` keeps them).";
+    const said = isWhole ? `${count(groups.length, "group")} with all their completions, coloured by their advantage: how far the reward is above the mean of its group.` : "The best and the worst answer of one group: the others are not kept.";
     const shown = (by ? [...groups].sort(by) : groups).slice(0, MOST_GROUPS);
     this.answers.replaceChildren(lead(said), ...shown.map((group) => groupNode(group, this.report.prompts?.[group.task])));
   }
