@@ -340,6 +340,10 @@ class Observer(Protocol[Step]):
         each take about as long."""
         del done, expected
 
+    def on_budget(self, share: float) -> None:
+        """The part of a budget that is spent."""
+        del share
+
 
 class Unobserved(Observer[object]):
     """Nobody."""

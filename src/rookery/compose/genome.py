@@ -245,6 +245,9 @@ class SearchBar(Observer[GenerationRecord]):
         """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens, worth=self._worth)
 
+    def on_budget(self, share: float) -> None:
+        self._bar.left.limit(share)
+
     def on_phase(self, name: str) -> None:
         """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
         self._bar.update(name=name)

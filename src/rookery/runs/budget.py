@@ -78,6 +78,8 @@ class Budget:
         self._config, self._run, self._key = config, run, key
         self._elapsed_s = elapsed_s or (lambda: run.elapsed_s)
         self._end = run.get(BUDGET, key)
+        self.share = 0.0
+        """The part that is spent when the round is over that was asked for last."""
 
     @property
     def stop_reason(self) -> str:
@@ -98,5 +100,8 @@ class Budget:
         return not reason
 
     def _find_exhausted(self, tokens: int) -> str:
+        most, hours = self._config.max_answer_tokens, self._config.max_hours
+        parts = (tokens / most if most else 0.0, self._elapsed_s() / 3600 / hours if hours else 0.0)
+        self.share = max(parts)
         over = find_tokens_over(self._config, tokens)
         return over or find_hours_over(self._config, elapsed_s=self._elapsed_s())

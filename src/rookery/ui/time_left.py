@@ -4,6 +4,7 @@
     left.expect(40, "step")                          # are left, as far as it is known now
     left.expect(640, "answer", worth=1 / 64)         # of a step
     left.did(64, "answer")                           # since the call before
+    left.limit(0.3)                                  # of a budget is spent
     left.seconds()
 
 Each kind of work has its pace, without its beginning: what is known from an interrupted run takes
@@ -119,6 +120,8 @@ class TimeLeft:
         """When something was done first."""
         self._kinds: dict[str, _Kind] = {}
         self._marks = [_Mark(0.0, {})]
+        self._budget: list[tuple[float, float]] = []
+        """When something of a budget was spent first and last, and the part by then."""
         self._known: float | None = None
         """What was foretold since the last change."""
         self._lock = threading.Lock()
@@ -153,6 +156,13 @@ class TimeLeft:
             self._marks.append(_Mark(last.spent_s + spent_s, kinds))
             self._known = None
 
+    def limit(self, share: float) -> None:
+        """This part of a budget is spent: the work ends with the budget, whatever is expected."""
+        with self._lock:
+            if share > (self._budget[-1][1] if self._budget else 0.0):
+                self._budget = [*self._budget[:1], (self._look(), share)]
+                self._known = None
+
     def end(self) -> None:
         """Nothing is left, whatever was expected: some of it may have been skipped."""
         with self._lock:
@@ -166,8 +176,10 @@ class TimeLeft:
             now = self._look()
             if self._first is None or now - self._first < BURST * (now - self._began):
                 return None
+            if len(self._budget) == 1:
+                return None
             if self._known is None:
-                self._known = self._foretell()
+                self._known = min(self._foretell(), self._until_spent())
             # What is overdue says nothing of what comes after it.
             left_s = max(self._known - (now - self._last), self._known / 2)
             loads = _Speeds(self._looks)
@@ -181,6 +193,13 @@ class TimeLeft:
         if now[0] > self._looks[-1][0] + LOOK_S:
             self._looks.append(now)
         return now[1]
+
+    def _until_spent(self) -> float:
+        """Seconds until the budget is spent, if it goes on as it did."""
+        if not self._budget:
+            return float("inf")
+        (began_s, first), (now_s, share) = self._budget
+        return max(0.0, 1 - share) * (now_s - began_s) / (share - first)
 
     def _foretell(self) -> float:
         """Seconds left at the end of the last unit."""

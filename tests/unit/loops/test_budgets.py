@@ -12,6 +12,7 @@ from loops.training import Inputs, run_training
 
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmInputs, label, read_items
+from rookery.ports import Observer
 from rookery.reports import GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Run
 from rookery.runs.budget import Budget, BudgetConfig
@@ -44,6 +45,16 @@ async def test_the_end_is_durable_and_rounds_that_were_made_are_made_again(tmp_p
         assert again.stop_reason == "The budget of 100 answer tokens has no room for more."
 
 
+class Shares(Observer[Any]):
+    """What a loop told of its budget."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    def on_budget(self, share: float) -> None:
+        self.told.append(share)
+
+
 TOKENS = 120
 
 
@@ -63,7 +74,11 @@ async def test_grpo_ends_with_a_checkpoint_before_a_step_that_does_not_fit(
     whole = await grpo("whole", staleness=staleness)
     assert whole.stop_reason == "" and whole.spent.tokens > 2 * TOKENS
     limit = whole.spent.tokens - 20
-    cut = await grpo("cut", staleness=staleness, budget={"max_answer_tokens": limit})
+    shares = Shares()
+    budget = {"max_answer_tokens": limit}
+    cut = await grpo("cut", staleness=staleness, budget=budget, observer=shares)
+    assert len(shares.told) == len(cut.steps) + 1 and sorted(shares.told) == shares.told
+    assert shares.told[-2] <= 1 < shares.told[-1]
     assert 0 < len(cut.steps) < len(whole.steps) and "has no room" in cut.stop_reason
     assert cut.spent.tokens <= limit
     assert cut.checkpoints[-1].step == len(cut.steps), "the last weights are measured"
@@ -101,8 +116,10 @@ async def test_genome_ends_before_a_generation_that_does_not_fit(genome: Genome)
     whole = await run("whole")
     assert whole.stop_reason == "" and len(whole.generations) == 3
     for limit in (whole.spent.tokens - 1, whole.spent.tokens + 400):
-        cut = await run(f"cut{limit}", budget={"max_answer_tokens": limit})
-        assert cut.spent.tokens <= limit
+        shares = Shares()
+        cut = await run(f"cut{limit}", budget={"max_answer_tokens": limit}, observer=shares)
+        assert cut.spent.tokens <= limit and len(shares.told) == 2
+        assert (shares.told[-1] > 1) == bool(cut.stop_reason)
         assert bool(cut.stop_reason) == (limit < whole.spent.tokens)
     none = await run("none", budget=OVER)
     assert len(none.generations) == 1 and none.rows, "the founders, and a report of them"

@@ -244,3 +244,17 @@ def test_a_long_run_keeps_few_marks_and_its_pace() -> None:
         clock.now += 0.5
         left.did(1)
     assert left.seconds() == pytest.approx(25_000)
+
+
+def test_a_run_that_a_budget_ends_takes_no_longer_than_the_budget() -> None:
+    clock = Clock()
+    left = TimeLeft(clock)
+    left.expect(1e9, "step")
+    for number in range(1, 6):
+        clock.now += 10
+        left.did(1, "step")
+        left.limit(number / 20)
+        assert (left.seconds() is None) == (number == 1), "nothing is known of one look"
+    assert left.seconds() == pytest.approx(150, rel=0.05)
+    left.expect(3, "step")
+    assert left.seconds() == pytest.approx(30, rel=0.05), "the work ends before the budget"

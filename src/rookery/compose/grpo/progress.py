@@ -55,6 +55,9 @@ class _MeasuredBar(Observer[AnyStep]):
             self._bar.left.did(0, BETWEEN)
         self._bar.update(name=name)
 
+    def on_budget(self, share: float) -> None:
+        self._bar.left.limit(share)
+
     def _expect(self, *, step: int) -> None:
         num_left, worth = self._measurements.left(step=step), self._measurements.worth
         self._bar.left.expect(num_left, ANSWER, worth=worth)

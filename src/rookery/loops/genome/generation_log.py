@@ -54,7 +54,7 @@ class GenerationSpending:
         self, budget: Budget, *, evaluator: TasksetEvaluator, run: Run, num_choice_answers: int
     ) -> None:
         """`num_choice_answers` are asked for when the search is over."""
-        self._budget = budget
+        self.budget = budget
         self._evaluator = evaluator
         self._num_choice_answers = num_choice_answers
         self._num_done = run.counts().get("generation", 0)
@@ -82,7 +82,7 @@ class GenerationSpending:
         needed = num_candidates * each
         needed += (self._num_choice_answers + num_member_answers) * self._answer
         spent = self._evaluator.num_answer_tokens
-        return await self._budget.has_room(
+        return await self.budget.has_room(
             generation, tokens=spent + math.ceil(needed), num_done=self._num_done
         )
 
@@ -115,12 +115,14 @@ class GenerationLog:
     ) -> bool:
         """Whether the budget has room for a generation of so many, each on so many tasks, and for
         so many answers of members."""
-        return await self._spending.has_room(
+        has_room = await self._spending.has_room(
             len(self.generations),
             num_candidates=num_candidates,
             num_tasks=num_tasks,
             num_member_answers=num_member_answers,
         )
+        self._observer.on_budget(self._spending.budget.share)
+        return has_room
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[], Cost]]:

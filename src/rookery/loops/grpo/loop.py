@@ -230,9 +230,10 @@ class _Spending:
         is_waiting = self._parts.config.is_checkpoint(step) and step not in measured
         needed = max(self._steps, default=0) + (1 + is_waiting) * max(select, default=0)
         spent = sum(self._steps) + sum(select)
-        return await self._parts.budget.has_room(
-            step, tokens=spent + needed, num_done=self._num_done
-        )
+        budget = self._parts.budget
+        has_room = await budget.has_room(step, tokens=spent + needed, num_done=self._num_done)
+        self._parts.log.observer.on_budget(budget.share)
+        return has_room
 
 
 async def _train_and_draw(
