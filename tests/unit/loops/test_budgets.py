@@ -12,6 +12,7 @@ from loops.training import Inputs, run_training
 
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmInputs, label, read_items
+from rookery.loops.icm.loop import REPORT_READS
 from rookery.ports import Observer
 from rookery.reports import GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Run
@@ -50,6 +51,11 @@ class Shares(Observer[Any]):
 
     def __init__(self) -> None:
         self.told: list[float] = []
+        self.expected: list[float] = []
+
+    def on_progress(self, done: float, expected: float) -> None:
+        del done
+        self.expected.append(expected)
 
     def on_budget(self, share: float) -> None:
         self.told.append(share)
@@ -149,11 +155,14 @@ async def test_icm_gives_every_search_an_equal_share(tmp_path: Path) -> None:
         config = make_config(path, num_chains=2, **changes)
         inputs = IcmInputs(config=config, items=read_items(config.data))
         with make_run(tmp_path, name) as opened:
-            return await label(inputs, engine=oracle.labeller, run=opened)
+            return await label(inputs, engine=oracle.labeller, run=opened, observer=told)
 
+    told = Shares()
     whole = await run("whole")
     limit = whole.spent.drawn_tokens // 2
+    told = Shares()
     cut = await run("cut", budget={"max_answer_tokens": limit})
+    assert 0 < max(told.expected) < 1.5 * (limit + REPORT_READS * 16), "the budget ends it"
     again = await run("cut", budget={"max_answer_tokens": limit})
     assert cut.stop_reason and cut.spent.tokens <= limit
     assert again.chains == cut.chains != whole.chains

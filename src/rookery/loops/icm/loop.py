@@ -13,6 +13,7 @@ event log before it counts. So resuming is running again: what was answered is n
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,10 +80,18 @@ class LabellingProgress:
     long as the one before."""
 
     def __init__(
-        self, run: Run, config: IcmConfig, observer: Observer[ChainStep], *, is_remote: bool
+        self,
+        run: Run,
+        config: IcmConfig,
+        observer: Observer[ChainStep],
+        *,
+        reads: int | None,
+        is_remote: bool,
     ) -> None:
+        """`reads` are those that a budget leaves to each search; None: any number."""
         self.store = ScoreStore(run, on_read=self._tell)
         self._config, self._observer = config, observer
+        self._most_reads = math.inf if reads is None else reads
         self._report_reads = REPORT_READS / (REPORT_SPEED if is_remote else 1)
         self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
         self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
@@ -126,9 +135,12 @@ class LabellingProgress:
             return
         num_reads, num_items = self.store.num_reads, sum(self._num_items.values())
         inverted = self._part(self._inverted)
+        left = 0.0
         if part < 1:
-            self._search_reads = (num_reads - self._num_before) / part / self._num_random
-        left = (1 - part) * self._num_random * self._search_reads
+            done = num_reads - self._num_before
+            most = self._most_reads * len(self._num_items)
+            self._search_reads = min(done / part / self._num_random, most)
+            left = max(0.0, self._num_random * self._search_reads - done)
         left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
         if part < 1 or inverted < 1:
             self._num_searched = num_reads
@@ -191,11 +203,11 @@ async def label(
 ) -> IcmReport:
     """Run or resume one labelling in `run`, which is left with labels, exports and report."""
     config, labeller = inputs.config, engine
-    progress = LabellingProgress(run, config, observer, is_remote=engine.is_remote)
-    store = progress.store
-    batches: list[ItemBatch] = []
     rounds = _rounds(config, inputs.items)
     reads = config.reads_of_search(num_items=len(inputs.items), num_batches=sum(map(len, rounds)))
+    progress = LabellingProgress(run, config, observer, reads=reads, is_remote=engine.is_remote)
+    store = progress.store
+    batches: list[ItemBatch] = []
     for number, round_items in enumerate(rounds, start=1):
         if batches:
             labeller = replace(labeller, model=await _tune(config, batches, labeller))
