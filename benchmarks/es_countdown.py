@@ -160,7 +160,7 @@ def engine(options: argparse.Namespace, *, slots: int, is_shared: bool) -> dict[
         "max_num_seqs": options.sequences, "env": {"HF_HUB_OFFLINE": "1"},
     }  # fmt: skip
     if is_gpu:
-        launch["gpu_memory_utilization"] = 0.4 if is_shared else 0.8
+        launch["gpu_memory_utilization"] = options.gpu_share / (2 if is_shared else 1)
     return {"type": "fleet", "launch": launch}
 
 
@@ -277,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--members", type=int, default=512)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=1024)
+    parser.add_argument("--gpu-share", type=float, default=0.8, help="of memory, for a server")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tasks-per-step", type=int, default=16)
     parser.add_argument("--sigma", type=float, default=0.1)

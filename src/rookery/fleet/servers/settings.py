@@ -41,6 +41,7 @@ EXTENSION_CLASS = f"{PLUGIN_MODULE}.extension.WorkerExtension"
 LIVE_WEIGHTS_CLASS = f"{PLUGIN_MODULE}.live_weights.WorkerExtension"
 WHOLE_GRAPHS_CLASS = f"{PLUGIN_MODULE}.whole_graphs.WorkerExtension"
 ROUTE_CLASS = f"{PLUGIN_MODULE}.token_route.TokenRoute"
+SCHEDULER_CLASS = f"{PLUGIN_MODULE}.whole_answers.WholeAnswers"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
 """Several API processes behind one port exist only in the full command line."""
@@ -328,6 +329,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--api-server-count": config.api_servers if config.api_servers > 1 else None,
         "--worker-extension-cls": _extension_class(config),
         "--middleware": ROUTE_CLASS if config.has_extension else None,
+        "--scheduler-cls": SCHEDULER_CLASS if config.has_extension else None,
     }
     if config.max_loras:
         flags["--max-loras"] = config.max_loras

@@ -27,6 +27,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+from .whole_answers import WHOLE
+
 __all__ = ["TokenRoute"]
 
 PATH = "/rookery/generate"
@@ -128,7 +130,8 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine, name = state.engine_client, uuid.uuid4().hex
+    engine = state.engine_client
+    name = f"{'rookery-' if is_watched else WHOLE}{uuid.uuid4().hex}"
 
     async def generate(lora: Any) -> list[Any]:
         return await _gathered(
@@ -137,7 +140,7 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
                     engine.generate(
                         {"type": "token", "prompt_token_ids": prompt},
                         params,
-                        f"rookery-{name}-{i}",
+                        f"{name}-{i}",
                         lora_request=lora,
                     )
                 )

@@ -1,0 +1,114 @@
+"""Answers of the token route wait in vLLM's scheduler until they are whole; all others do not."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rookery.fleet.vllm_plugin.whole_answers import WHOLE, HeldAnswers
+
+
+class Lists(NamedTuple):
+    """As vLLM's `LogprobsLists`."""
+
+    logprob_token_ids: Any
+    logprobs: Any
+    sampled_token_ranks: Any
+    cu_num_generated_tokens: Any = None
+
+
+def output(request: str, token: int, *, reason: str | None = None, **fields: Any) -> Any:
+    """What vLLM's scheduler makes of one token."""
+    given = {
+        "request_id": request,
+        "new_token_ids": [token],
+        "new_logprobs": Lists(np.array([[token]]), np.array([[-token / 10]]), np.array([1])),
+        "new_prompt_logprobs_tensors": None,
+        "prefill_stats": None,
+        "events": None,
+        "finish_reason": reason,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+@pytest.fixture(params=[True, False], ids=["versions", "no versions"])
+def answers(request: pytest.FixtureRequest) -> HeldAnswers:
+    return HeldAnswers(has_versions=request.param)
+
+
+def read(answers: HeldAnswers, steps: list[list[Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of every request as vLLM's API process puts them together."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for step in steps:
+        for one in answers.ready(step):
+            tokens, logprobs = found.setdefault(one.request_id, ([], []))
+            tokens += one.new_token_ids
+            if one.new_logprobs is not None:
+                logprobs += one.new_logprobs.logprobs[:, 0].tolist()
+    return found
+
+
+def test_the_api_process_reads_what_it_would_read(answers: HeldAnswers) -> None:
+    one, other = f"0_{WHOLE}a-0", f"1_{WHOLE}a-0"
+    steps = [
+        [output(one, 1), output(other, 5)],
+        [output(one, 2), output(other, 6, reason="stop")],
+        [output(one, 3, reason="length")],
+    ]
+    assert read(answers, steps) == {
+        one: ([1, 2, 3], [-0.1, -0.2, -0.3]),
+        other: ([5, 6], [-0.5, -0.6]),
+    }
+
+
+def test_an_answer_without_versions_is_sent_once() -> None:
+    answers = HeldAnswers(has_versions=False)
+    name = f"{WHOLE}a-0"
+    assert answers.ready([output(name, 1, prefill_stats="prompt")]) == []
+    assert answers.ready([output(name, 2, events=["preempted"])]) == []
+    [last] = answers.ready([output(name, 3, reason="stop", events=["stopped"])])
+    assert last.new_token_ids == [1, 2, 3]
+    assert last.prefill_stats == "prompt" and last.events == ["preempted", "stopped"]
+    assert last.new_logprobs.sampled_token_ranks.tolist() == [1, 1, 1]
+
+
+def test_tokens_that_weights_are_noted_for_come_at_once() -> None:
+    answers = HeldAnswers(has_versions=True)
+    name = f"{WHOLE}a-0"
+    for token in (1, 2):
+        [drawn] = answers.ready([output(name, token)])
+        assert drawn.new_token_ids == [token] and drawn.new_logprobs is None
+    [last] = answers.ready([output(name, 3, reason="stop")])
+    assert last.new_token_ids == [3]
+    assert last.new_logprobs.logprobs[:, 0].tolist() == [-0.1, -0.2, -0.3]
+
+
+def test_requests_of_others_are_left_alone(answers: HeldAnswers) -> None:
+    drawn = output("cmpl-a-0", 1)
+    assert answers.ready([drawn]) == [drawn]
+    assert drawn.new_logprobs is not None
+
+
+def test_an_answer_without_log_probabilities_has_none(answers: HeldAnswers) -> None:
+    name = f"{WHOLE}a-0"
+    answers.ready([output(name, 1, new_logprobs=None)])
+    [last] = answers.ready([output(name, 2, reason="stop", new_logprobs=None)])
+    assert last.new_logprobs is None
+
+
+def test_a_stopped_request_leaves_nothing_behind(answers: HeldAnswers) -> None:
+    name = f"{WHOLE}a-0"
+    answers.ready([output(name, 1)])
+    answers.keep(["another"])
+    [last] = answers.ready([output(name, 2, reason="stop")])
+    assert last.new_token_ids == [2] and len(last.new_logprobs.logprobs) == 1
+
+
+def test_what_is_not_joined_is_not_held(answers: HeldAnswers) -> None:
+    name = f"{WHOLE}a-0"
+    answers.ready([output(name, 1)])
+    [more] = answers.ready([output(name, 2, routed_experts=np.zeros(3))])
+    assert more.new_token_ids[-1] == 2 and len(more.new_logprobs.logprobs) == 2
+    [last] = answers.ready([output(name, 3, reason="stop")])
+    assert last.new_token_ids == [3] and len(last.new_logprobs.logprobs) == 1
