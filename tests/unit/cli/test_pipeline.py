@@ -1,6 +1,7 @@
 """`rookery pipeline`: loops that feed each other, on the tiny model."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -432,3 +433,11 @@ def test_a_step_of_any_loop_is_known_by_the_data_it_reads(rookery: Command, plac
     for name, own in read.items():
         assert known[name] == {key: own[key] for key in own if key not in made.get(name, ())}
     assert rookery("runs", "resume", "flow").code == 0
+
+
+def test_who_runs_a_pipeline_of_this_name_is_said(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    with Run.create(place / "runs", kind="pipeline", config={}, name="f"):
+        ended = rookery("pipeline", "run", write(place, steps()), "--name", "f")
+    assert ended.code == 2 and f"runs/f is in use by process {os.getpid()}" in ended.words
