@@ -19,6 +19,8 @@ from rookery.weights import read_adapter
 __all__ = [
     "GrpoFiles",
     "read_files",
+    "read_reference",
+    "require_start",
 ]
 
 
@@ -58,7 +60,7 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
         require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
     if config.atropos is not None:
         check_commands(config.atropos.environments)
-    template, reference = load_template(folder.path), _read_reference(config)
+    template, reference = load_template(folder.path), read_reference(config)
     has_reference_model = (
         config.needs_reference
         if config.full is not None
@@ -72,20 +74,26 @@ def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
     """Where the weights that training begins with are: a model's folder."""
     if config.full is None or config.init_from is None:
         return folder.path
-    if (config.init_from / "adapter_config.json").is_file():
+    return require_start(config.init_from)
+
+
+def require_start(folder: Path) -> Path:
+    """The folder of a model whose weights are all trained; an error where it is none."""
+    if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"init_from is {config.init_from}, an adapter, and full trains all weights of a model: "
+            f"init_from is {folder}, an adapter, and full trains all weights of a model: "
             "give a model folder, or write full: false."
         )
-    if not (config.init_from / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise ModelError(
-            f"init_from is {config.init_from}, which is not a model folder: it has no config.json. "
+            f"init_from is {folder}, which is not a model folder: it has no config.json. "
             "Give a folder written by save_pretrained, such as `trained` of another run."
         )
-    return config.init_from.resolve()
+    return folder.resolve()
 
 
-def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
+def read_reference(config: GrpoConfig) -> Adapter | Path | None:
+    """The adapter, or the model folder."""
     folder = config.reference
     if folder is None or (folder / "config.json").is_file():
         return folder
