@@ -58,7 +58,10 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
         require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
     if config.atropos is not None:
         check_commands(config.atropos.environments)
-    template, reference = load_template(folder.path), _read_reference(config)
+    template = load_template(folder.path)
+    reference: Adapter | Path | None = config.reference
+    if config.reference is not None and not (config.reference / "config.json").is_file():
+        reference = read_adapter(config.reference)
     has_reference_model = (
         config.needs_reference
         if config.full is not None
@@ -83,10 +86,3 @@ def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
             "Give a folder written by save_pretrained, such as `trained` of another run."
         )
     return config.init_from.resolve()
-
-
-def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
-    folder = config.reference
-    if folder is None or (folder / "config.json").is_file():
-        return folder
-    return read_adapter(folder)
