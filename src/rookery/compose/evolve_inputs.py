@@ -4,7 +4,7 @@ inputs = read_inputs(run_config(problem, loaded), settings)
 inputs.programs, inputs.spec or inputs.tasks      # programs have an evaluator, prompts tasks
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,13 +20,19 @@ from rookery.loops.evolve.prompt_tasks import PromptTasks, find_form
 from rookery.paths import expanded
 from rookery.runs.run_folder import Find, resolve_text
 from rookery.tasks.splits import SPLITS
-from rookery.tasks.taskset import load_taskset_file
+from rookery.tasks.taskset import Taskset, load_taskset_file
 
 __all__ = [
     "EvolveProblem",
     "EvolveRunConfig",
     "Inputs",
+    "digest_evaluator",
+    "digest_program",
+    "digest_prompt_taskset",
+    "digest_prompts",
     "read_inputs",
+    "read_prompt_taskset",
+    "read_prompts",
     "resolve_problem",
     "run_config",
 ]
@@ -135,9 +141,10 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     warnings = [warning for first in firsts for warning in first.warnings]
     if section.sandbox.backend == "none":
         warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
-    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
-    evaluator = digest([config.evaluator.read_bytes()])
-    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
+    digests = join_digests(
+        {config.program.name: digest_program(firsts[0])},
+        {config.evaluator.name: digest_evaluator(config.evaluator)},
+    )
     warnings = [*config.warnings, *warnings]
     return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
 
@@ -156,21 +163,15 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
     if settings.evaluator.use_llm_feedback or section.checkpoint is not None:
         key = "rookery.checkpoint" if section.checkpoint else "evaluator.use_llm_feedback"
         raise ConfigError(f"{key} is for programs, and rookery.tasks is set: leave {key} out.")
-    firsts = [
-        _read_prompt(path, settings)
-        for path in (config.program, *map(Path, section.first_programs))
-    ]
-    taskset = load_taskset_file(section.tasks.taskset, with_fields=True)
-    for split in SPLITS:
-        taskset.split(split)
+    firsts = read_prompts(config, settings)
+    taskset = read_prompt_taskset(section.tasks.taskset)
     form, warnings = find_form(firsts[0].code, taskset)
     for first in firsts:
         if problem := form.find_problem(first.code):
             raise ConfigError(f"{problem} Every first prompt names the same fields.")
     digests = join_digests(
-        {config.program.name: digest(first.code for first in firsts)},
-        {taskset.name: digest([*taskset.tasks, sorted(taskset.fields.items())])},
-        digest_scorers([taskset]),
+        {config.program.name: digest_prompts(firsts)},
+        digest_prompt_taskset(taskset),
         digest_engine(section),
     )
     return Inputs(
@@ -180,6 +181,42 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
         warnings=(*config.warnings, *warnings, *taskset.notes),
         digests=digests,
     )
+
+
+def read_prompts(config: EvolveRunConfig, settings: EvolveConfig) -> list[FirstProgram]:
+    """The first ones."""
+    paths = (config.program, *map(Path, settings.rookery.first_programs))
+    return [_read_prompt(path, settings) for path in paths]
+
+
+def read_prompt_taskset(name: str) -> Taskset:
+    """What scores prompts; TaskError for a split without tasks that should have some."""
+    taskset = load_taskset_file(name, with_fields=True)
+    for split in SPLITS:
+        taskset.split(split)
+    return taskset
+
+
+# Digests of the parts, by which a resumed run knows them.
+
+
+def digest_program(first: FirstProgram) -> str:
+    return digest([first.code, sorted(first.other_files.items())])
+
+
+def digest_evaluator(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"There is no evaluator {path}: give a Python file.")
+    return digest([path.read_bytes()])
+
+
+def digest_prompts(firsts: Iterable[FirstProgram]) -> str:
+    return digest(first.code for first in firsts)
+
+
+def digest_prompt_taskset(taskset: Taskset) -> dict[str, str]:
+    rows = {taskset.name: digest([*taskset.tasks, sorted(taskset.fields.items())])}
+    return join_digests(rows, digest_scorers([taskset]))
 
 
 def _read_prompt(path: Path, settings: EvolveConfig) -> FirstProgram:

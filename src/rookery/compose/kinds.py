@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rookery.compose import KINDS
-from rookery.compose.running import Outcome, RunKind, RunOpener, is_first_process
+from rookery.compose.running import Outcome, RunKind, RunOpener, StartedOn, is_first_process
 from rookery.config import parse_config
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -21,12 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["find_kind", "resume"]
 
 
-def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) -> Outcome[Any]:
+def resume(
+    path: str | Path,
+    *,
+    rescore: bool = False,
+    progress: bool = True,
+    whole: StartedOn | None = None,
+) -> Outcome[Any]:
     """Go on with the run in a folder from where its event log ends; nothing is done twice.
 
     The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
     With `rescore` its answers are scored again, and what follows from their rewards is made again:
-    all answers when a scorer changed, else those without a reward.
+    all answers when a scorer changed, else those without a reward. `whole` is of a step.
     """
     with Run.view(Path(path)) as run:
         if run.kind not in KINDS:
@@ -43,7 +49,7 @@ def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) ->
         if is_first_process():
             run.require_free()
     rescored = kind.scored if rescore else None
-    open_run = RunOpener(lambda: Run.open(place), folder=place, rescored=rescored)
+    open_run = RunOpener(lambda: Run.open(place), folder=place, rescored=rescored, whole=whole)
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 

@@ -11,7 +11,8 @@ base model and the adapter of every step answer tasks that no step has seen.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -19,8 +20,20 @@ from pydantic import Field, field_validator
 
 from rookery.compose.evaluation import BASE, EvaluationConfig, plan_evaluation, read_inputs
 from rookery.compose.evolve_inputs import EvolveRunConfig
-from rookery.compose.running import ConfigSource, Outcome, RunKind, RunOpener, RunPlan, finisher
+from rookery.compose.running import (
+    ConfigSource,
+    Outcome,
+    RunKind,
+    RunOpener,
+    RunPlan,
+    finisher,
+    is_run,
+    read_digests,
+    require_same,
+    require_same_scorers,
+)
 from rookery.compose.sft import SftRunConfig
+from rookery.compose.step_inputs import InputReader, StepInputs
 from rookery.compose.steps import (
     ADAPTERS,
     StepConfig,
@@ -36,7 +49,14 @@ from rookery.compose.steps import (
 from rookery.concurrency import run_in_thread
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.errors import ConfigError, TaskError
+from rookery.errors import (
+    AdapterError,
+    ConfigError,
+    EngineError,
+    ModelError,
+    TaskError,
+    TrainError,
+)
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_items
@@ -96,9 +116,72 @@ def _finish(
     settings = {name: read_step(config, name) for name in config.steps}
     require_order(config)
     require_places(config, open_run.folder or open_run.place or Path(PIPELINE.name))
+    inputs = _read_inputs(config, settings)
     _require_unseen(config, {n: each for n, each in settings.items() if not feeds(config, n)})
     _require_one_model(config, settings)
-    return finisher(_plan)(config, take_steps(lambda _: config, open_run, display), display)
+    same = _on_same_inputs(open_run, inputs)
+    again = take_steps(lambda _: config, same, display, inputs=inputs, take=_take)
+    return finisher(_plan)(config, again, display)
+
+
+STEPS = "steps.json"
+"""Digests of what the steps read by themselves: one that begins later begins with the same."""
+UNREADABLE = (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError)
+
+
+def _read_inputs(config: PipelineConfig, settings: Mapping[str, Config]) -> dict[str, StepInputs]:
+    """What each step reads that no other makes; refuses what cannot be read."""
+    reader = InputReader()
+    return {
+        name: reader.read(name, each, made={key for key, _ in feeds(config, name)})
+        for name, each in settings.items()
+    }
+
+
+def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, StepInputs]) -> RunOpener:
+    """The run with the digests of what its steps read. One whose steps have read something else, or
+    were to read it, is refused now. A step that has begun is known by its own run: its answers may
+    have been scored again."""
+    if open_run.folder is not None:
+        _require_same_inputs(open_run.folder, inputs, is_rescored=open_run.rescored is not None)
+
+    @contextmanager
+    def opened() -> Iterator[Run]:
+        with open_run() as run:
+            run.write_json(STEPS, {name: step.all for name, step in inputs.items()})
+            yield run
+
+    return replace(open_run, open=opened)
+
+
+def _require_same_inputs(
+    folder: Path, inputs: Mapping[str, StepInputs], *, is_rescored: bool
+) -> None:
+    known: Mapping[str, Mapping[str, str]] = {}
+    if (folder / STEPS).exists():
+        with Run.view(folder) as run:
+            known = run.read_json(STEPS)
+    for name, step in inputs.items():
+        place = place_of(folder, name)
+        begun = read_digests(place)
+        if begun is None:
+            require_same(folder, known.get(name, step.all), step.all)
+            continue
+        own = {each: digest for each, digest in begun.items() if each in step.digests}
+        require_same(place, own, step.digests)
+        if not is_rescored:
+            require_same_scorers(place, begun, step.scorers)
+
+
+def _take(run: Run, name: str, work: Callable[[], None]) -> None:
+    """One that is refused, and so leaves no run, may begin with other data when they are mended."""
+    try:
+        work()
+    except UNREADABLE:
+        if not is_run(place_of(run.path, name)):
+            known = run.read_json(STEPS)
+            run.write_json(STEPS, {step: each for step, each in known.items() if step != name})
+        raise
 
 
 def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:

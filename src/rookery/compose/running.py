@@ -23,6 +23,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -81,6 +82,7 @@ __all__ = [
     "RunKind",
     "RunOpener",
     "RunPlan",
+    "StartedOn",
     "carry_out",
     "digest",
     "digest_adapters",
@@ -99,7 +101,10 @@ __all__ = [
     "open_shown_engine",
     "quiet_libraries",
     "read_config",
+    "read_digests",
     "read_tasksets",
+    "require_same",
+    "require_same_scorers",
     "resumable",
     "run_async",
     "tracked",
@@ -130,6 +135,17 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class StartedOn:
+    """What the run of a whole was started on."""
+
+    folder: Path
+    digests: Mapping[str, str]
+    """Of what this step reads and no other step makes."""
+    scorers: Collection[str] = ()
+    """Those among them that are of scorers."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunOpener:
     """Makes a run or goes on with one, when everything that can be refused has been read."""
 
@@ -141,6 +157,8 @@ class RunOpener:
     rescored: tuple[str, ...] | None = None
     """When what it recorded is to be scored again: the kinds of its events that follow from
     rewards."""
+    whole: StartedOn | None = None
+    """Of a step: it reads the same, or does not begin."""
 
     @property
     def is_new(self) -> bool:
@@ -181,10 +199,12 @@ class RunKind(Generic[Settings, Report]):
         name: str,
         runs_dir: str | Path,
         progress: bool = True,
+        whole: StartedOn | None = None,
     ) -> Outcome[Report]:
         """A new run, to its end. `values` are keys of the config, see `read_config`."""
         config = read_config(self.config, source, values, runs_dir=runs_dir)
         open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
+        open_run = replace(open_run, whole=whole)
         return self.finish(config, open_run, Display(is_quiet=not progress))
 
 
@@ -281,6 +301,8 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Ru
         check_name(name, what="name of a run")
     if name and is_run(root / name):
         path = root / name
+        with Run.view(path) as run:
+            run.require_free()
         raise RunError(
             f"{path} already holds a run: go on with it by `rookery runs resume "
             f"{shlex.quote(str(path))}`, or choose another --name."
@@ -460,18 +482,18 @@ def on_same_inputs(
     trained on, and reported with the answers of the former ones.
     """
     scorers = scorers or {}
-    known = _read(open_run.folder, file)
+    if open_run.whole is not None:
+        now = {**digests, **scorers}
+        known_there = open_run.whole.digests
+        now = {name: now[name] for name in known_there if name in now}
+        require_same(open_run.whole.folder, known_there, now)
+    known = read_digests(open_run.folder, file)
     is_same_scorer = True
     if known is not None and open_run.folder is not None:
-        _require_same(open_run.folder, known, digests, scorers)
-        changed = [name for name, new in scorers.items() if known.get(name, new) != new]
-        is_same_scorer = not changed
-        if changed and open_run.rescored is None:
-            raise RunError(
-                f"{', '.join(changed)} changed since {open_run.folder} was started, and it "
-                "recorded rewards of the former: put the former back, or score its answers again "
-                f"with `rookery runs resume {shlex.quote(str(open_run.folder))} --rescore`."
-            )
+        require_same(open_run.folder, known, digests, scorers)
+        is_same_scorer = not _changed(known, scorers)
+        if open_run.rescored is None:
+            require_same_scorers(open_run.folder, known, scorers)
 
     @contextmanager
     def opened() -> Iterator[Run]:
@@ -486,8 +508,9 @@ def on_same_inputs(
     return replace(open_run, open=opened)
 
 
-def _read(folder: Path | None, file: str) -> dict[str, str] | None:
-    """A run that was killed before it had a record has no answers either."""
+def read_digests(folder: Path | None, file: str = INPUTS) -> dict[str, str] | None:
+    """What a run was started on. None: one that was killed before it had a record has no answers
+    either."""
     if folder is None or not (folder / file).exists():
         return None
     with Run.view(folder) as run:
@@ -495,9 +518,29 @@ def _read(folder: Path | None, file: str) -> dict[str, str] | None:
     return known
 
 
-def _require_same(
-    folder: Path, known: Mapping[str, str], digests: Mapping[str, str], scorers: Mapping[str, str]
+def require_same_scorers(
+    folder: Path, known: Mapping[str, str], scorers: Mapping[str, str]
 ) -> None:
+    """RunError where scorers are others than those that the run in a folder recorded rewards of."""
+    if changed := _changed(known, scorers):
+        raise RunError(
+            f"{', '.join(changed)} changed since {folder} was started, and it recorded rewards of "
+            "the former: put the former back, or score its answers again with `rookery runs resume "
+            f"{shlex.quote(str(folder))} --rescore`."
+        )
+
+
+def _changed(known: Mapping[str, str], scorers: Mapping[str, str]) -> list[str]:
+    return [name for name, new in scorers.items() if known.get(name, new) != new]
+
+
+def require_same(
+    folder: Path,
+    known: Mapping[str, str],
+    digests: Mapping[str, str],
+    scorers: Collection[str] = (),
+) -> None:
+    """RunError where data are others than those that the run in a folder was started on."""
     names = {*known, *digests} - set(scorers)
     changed = sorted(name for name in names if known.get(name) != digests.get(name))
     if changed:

@@ -20,7 +20,16 @@ from pydantic import Field, field_validator
 from rookery.compat.openevolve import read_config as read_evolve_config
 from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
 from rookery.compose.kinds import find_kind, resume
-from rookery.compose.running import RunOpener, is_run, merge, resumable
+from rookery.compose.running import (
+    RunOpener,
+    StartedOn,
+    is_run,
+    merge,
+    read_digests,
+    require_same,
+    resumable,
+)
+from rookery.compose.step_inputs import StepInputs
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError
 from rookery.reports import PipelineStep
@@ -109,11 +118,13 @@ def take_steps(
     open_run: RunOpener,
     display: Display,
     *,
+    inputs: Mapping[str, StepInputs],
     take: Take = lambda _run, _name, work: work(),
 ) -> RunOpener:
     """Begin the steps one after the other, go on with them, or find that they have ended; the run
     of the whole, to be gone on with. `begin` is given that run and says its steps; `take` is given
-    what takes a step, and may leave it out."""
+    what takes a step, and may leave it out. `inputs` are what the steps read now: one that begins
+    later reads the same, or is refused."""
     with open_run() as run, resumable(run.path, display):
         config = begin(run)
         path = run.path
@@ -123,19 +134,21 @@ def take_steps(
                 left_s = steps.left_s()
                 left = "" if left_s is None else f", {wording.duration(left_s)} left"
                 display.say(f"step {number} of {len(config.steps)}: {name}{left}")
-                take(run, name, partial(_take_step, config, name, whole=path, display=display))
+                same = StartedOn(path, inputs[name].all, tuple(inputs[name].scorers))
+                take(run, name, partial(_take_step, config, name, whole=same, display=display))
                 run.append_blocking("pipeline/step", {"name": name}, key=name)
                 steps.end(name)
     return replace(open_run, open=lambda: Run.open(path), folder=path)
 
 
-def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display) -> None:
-    path, kind = place_of(whole, name), find_kind(config.steps[name].loop)
-    settings = read_step(config, name, whole)
+def _take_step(config: StepsConfig, name: str, *, whole: StartedOn, display: Display) -> None:
+    path, kind = place_of(whole.folder, name), find_kind(config.steps[name].loop)
+    settings = read_step(config, name, whole.folder)
+    shown = not display.is_quiet
     if not is_run(path):
-        _require_unused(config, name, whole)
-        runs_dir, is_quiet = path.parent, display.is_quiet
-        kind.start(settings, {}, name=path.name, runs_dir=runs_dir, progress=not is_quiet)
+        _require_unused(config, name, whole.folder)
+        runs_dir = path.parent
+        kind.start(settings, {}, name=path.name, runs_dir=runs_dir, progress=shown, whole=whole)
         return
     with Run.view(path) as run:
         if run.kind != kind.name:
@@ -152,8 +165,11 @@ def _take_step(config: StepsConfig, name: str, *, whole: Path, display: Display)
             f"{path} was made with another {', '.join(changes)}: remove it, or give the whole "
             "another --name."
         )
+    begun = read_digests(path) or whole.digests
+    own = {each: digest for each, digest in begun.items() if each in whole.digests}
+    require_same(path, own, whole.digests, whole.scorers)
     if not is_finished:
-        resume(path, progress=not display.is_quiet)
+        resume(path, progress=shown, whole=whole)
 
 
 def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from rookery.errors import ConfigError, RunError, did_you_mean, near_path
 from rookery.paths import expanded
-from rookery.runs.disk import disk_boundary
+from rookery.runs.disk import disk_boundary, require_free
 
 __all__ = [
     "BLOBS",
@@ -137,6 +137,7 @@ def claim_folder(root: Path, *, kind: str, name: str) -> Path:
     if not names or (LOCK in names and names <= FIRST_NAMES):
         return path
     if EVENTS in names:
+        require_free(path / LOCK)
         raise taken(path)
     raise RunError(
         f"{path} is not a run and not empty (it holds {min(names)}): choose another name, or move "
@@ -195,8 +196,9 @@ PREFIX = "run:"
 REFERENCE = re.compile(r"run:(?P<name>\w[\w.-]*)(?:/(?P<part>[^?]*))?(?P<options>\?.*)?")
 """A prompt may begin with `run: ` and is none."""
 HIDDEN = frozenset(
-    {"blobs", "config.json", "entrants.json", "inputs.json", "metrics.jsonl", "run.lock"}
-)
+    {"blobs", "config.json", "entrants.json", "inputs.json", "metrics.jsonl", "run.lock",
+     "steps.json"}
+)  # fmt: skip
 """Of a run's folder, what nobody takes; neither what begins with `events.` or a dot."""
 
 Find = Callable[[str], Path]

@@ -204,6 +204,10 @@ def test_an_entrant_that_fails_is_left_out_and_the_others_go_on(
             "The rank of sft-0 is 32, and the engine takes adapters up to rank 8",
         ),
         ({"engine": {"model": "nowhere/at/all"}}, "There is no model folder"),
+        (
+            {"settings": {"sft": {"init_from": "nowhere"}}},
+            "nowhere has no adapter_config.json",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_entrant(
@@ -234,6 +238,26 @@ def test_an_interrupted_league_does_not_go_on_with_other_tasks(
     ended = rookery("runs", "resume", "l")
     assert ended.code == 2 and "The data of rows changed since" in ended.words
     (place / "rows.jsonl").write_text(rows)
+    assert rookery("runs", "resume", "l").code == 0
+
+
+def test_tasks_that_change_between_two_entrants_end_the_league(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place, entrants=["sft"], num_seeds=2)
+    rows = (place / "rows.jsonl").read_text()
+
+    from rookery.ui.steps import Steps
+
+    def edit(*_: object) -> None:
+        (place / "rows.jsonl").write_text(rows.replace("w50", "w51"))
+
+    monkeypatch.setattr(Steps, "end", edit)
+    ended = rookery("league", league, "--name", "l")
+    assert ended.code == 2 and "The data of rows changed since" in ended.words
+    assert (place / "runs/l.sft-0").exists() and not (place / "runs/l.sft-1").exists()
+    (place / "rows.jsonl").write_text(rows)
+    monkeypatch.setattr(Steps, "end", lambda *_: None)
     assert rookery("runs", "resume", "l").code == 0
 
 

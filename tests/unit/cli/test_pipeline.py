@@ -1,6 +1,7 @@
 """`rookery pipeline`: loops that feed each other, on the tiny model."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,138 @@ def test_a_step_that_was_refused_is_begun_again(rookery: Command, place: Path) -
     assert ended.code == 2 and "name 'wrong' is not defined" in ended.words
     (place / "scorer.py").write_text(scorer)
     assert rookery("runs", "resume", "flow").code == 0
+
+
+DRAWN: dict[str, Any] = {
+    "type": "jsonl",
+    "path": "tasks.jsonl",
+    "scorer": {"type": "python", "function": "scorer.py:score"},
+    "sampling": {"max_tokens": 2},
+}
+SCORER = """
+def score(task, completion):
+    return sum(token % 2 == 0 for token in completion.tokens) / max(len(completion.tokens), 1)
+"""
+
+
+def every_loop(place: Path) -> dict[str, Any]:
+    """A step of each loop, with the files that it reads: most take from an earlier one too."""
+    engine = {"model": "tiny", "cache_gib": 0.01}
+    (place / "scorer.py").write_text(SCORER)
+    items = [{"id": f"i{index}", "a": 4 + index} for index in range(8)]
+    (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    write_chat_model(place / "chat")
+    (place / "drawn.yaml").write_text(yaml.safe_dump(DRAWN))
+    (place / "prompt.txt").write_text("Answer.")
+    data = {"path": "items.jsonl", "prompt": "w{{ a }} w20", "labels": ["w90", "w91"]}
+    search = {"iterations": 4, "num_start": 2}
+    policy = {
+        "engine": engine,
+        "tasksets": [DRAWN],
+        "steps": 1,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "drawing": {"max_tokens": 2},
+        "init_from": "run:student/trained",
+    }
+    evolved = {
+        "engine": engine,
+        "tasksets": [{"type": "jsonl", "path": "tasks.jsonl"}],
+        "init": {"type": "file", "path": ["a", "run:student/trained"]},
+        "stages": [{"type": "random", "count": 1}],
+        "finals": {"num_finalists": 1, "num_voters": 1, "random_search": False},
+    }
+    asked = {"engine": {"model": "chat"}, "tasks": {"taskset": "drawn.yaml"}}
+    settings = {"max_iterations": 1, "llm": {"max_tokens": 4}, "rookery": asked}
+    return {
+        "labels": {"loop": "icm", "values": {"engine": engine, "data": data, "search": search}},
+        "student": student("run:labels/sft.jsonl", split="all"),
+        "policy": {"loop": "grpo", "values": policy},
+        "evolved": {"loop": "genome", "values": evolved},
+        "prompt": {"loop": "evolve", "values": {"program": "prompt.txt", "settings": settings}},
+    }  # fmt: skip
+
+
+MISSING = {
+    "items.jsonl": "labels",
+    "tiny": "labels",
+    "scorer.py": "policy",
+    "tasks.jsonl": "policy",
+    "a": "evolved",
+    "prompt.txt": "prompt",
+    "chat": "prompt",
+}
+"""Files, and the first step that reads each."""
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_what_any_step_misses_is_refused_before_the_first_one(
+    refused: Command, place: Path, held_out: Path, missing: str
+) -> None:
+    path = write(place, every_loop(place))
+    document = yaml.safe_load(path.read_text())
+    del document["report"]
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    (place / missing).rename(place / "away")
+    ended = refused("pipeline", "run", path, "--name", "flow")
+    assert f"The step {MISSING[missing]} cannot be run: " in ended.words
+    assert missing in ended.words
+
+
+def test_data_that_change_between_two_steps_are_noticed(
+    rookery: Command, place: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the pipeline is killed between them or goes on, and whether the step that reads them
+    has ended or has not begun."""
+    rows = (place / "tasks.jsonl").read_text()
+    (place / "tasks.jsonl").unlink()
+    (place / "tasks.jsonl").write_text(rows)
+    (place / "others.jsonl").write_text(rows)
+    path = write(place, {"first": student(), "second": student("others.jsonl")})
+
+    from rookery.ui.steps import Steps
+
+    def edit(_: Steps, name: str) -> None:
+        if name == "first":
+            (place / "others.jsonl").write_text(rows.replace("w90", "w89"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "end", edit)
+        ended = rookery("pipeline", "run", path, "--name", "f")
+    changed = "changed since runs/f was started, and what it recorded belongs to the former"
+    for again in (ended, rookery("runs", "resume", "f")):
+        assert again.code == 2
+        assert f"The data of others {changed}" in again.words.replace(f"{place}/", "")
+        assert not (place / "runs/f.second").exists()
+    (place / "others.jsonl").write_text(rows)
+    (place / "tasks.jsonl").write_text(rows.replace("w90", "w89"))
+    ended = rookery("runs", "resume", "f")
+    assert ended.code == 2 and "The data of tasks changed since" in ended.words
+    assert "f.first was started" in ended.words and not (place / "runs/f.second").exists()
+    (place / "tasks.jsonl").write_text(rows)
+    assert rookery("runs", "resume", "f").code == 0
+
+
+def test_a_step_of_any_loop_is_known_by_the_data_it_reads(rookery: Command, place: Path) -> None:
+    """The digests that a pipeline has of its steps are those that they have of themselves."""
+    require_sandbox()
+    path = place / "flow.yaml"
+    path.write_text(yaml.safe_dump({"steps": every_loop(place)}, sort_keys=False))
+    ended = rookery("pipeline", "run", path, "--name", "flow")
+    assert ended.code == 0, ended.err
+    known = json.loads((place / "runs/flow/steps.json").read_text())
+    read = {
+        name: json.loads((place / f"runs/flow.{name}/inputs.json").read_text()) for name in known
+    }
+    made = {"student": {"sft"}, "evolved": {"init"}}
+    for name, own in read.items():
+        assert known[name] == {key: own[key] for key in own if key not in made.get(name, ())}
+    assert rookery("runs", "resume", "flow").code == 0
+
+
+def test_who_runs_a_pipeline_of_this_name_is_said(
+    rookery: Command, place: Path, held_out: Path
+) -> None:
+    with Run.create(place / "runs", kind="pipeline", config={}, name="f"):
+        ended = rookery("pipeline", "run", write(place, steps()), "--name", "f")
+    assert ended.code == 2 and f"runs/f is in use by process {os.getpid()}" in ended.words

@@ -12,6 +12,7 @@ from loops.training import Inputs, run_training
 
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmInputs, label, read_items
+from rookery.loops.icm.baselines import BASELINE_READS
 from rookery.loops.icm.loop import REPORT_READS
 from rookery.ports import Observer
 from rookery.reports import GenomeReport, GrpoReport, IcmReport
@@ -52,10 +53,12 @@ class Shares(Observer[Any]):
     def __init__(self) -> None:
         self.told: list[float] = []
         self.expected: list[float] = []
+        self.left: list[tuple[float, float]] = []
+        """After so much was done."""
 
     def on_progress(self, done: float, expected: float) -> None:
-        del done
         self.expected.append(expected)
+        self.left.append((done, expected - done))
 
     def on_budget(self, share: float) -> None:
         self.told.append(share)
@@ -147,7 +150,9 @@ async def test_a_population_is_counted_with_its_centre_and_the_last_one(genome: 
     assert len(num_generations) > 2, "and what fits is begun"
 
 
-async def test_icm_gives_every_search_an_equal_share(tmp_path: Path) -> None:
+async def test_icm_gives_every_search_an_equal_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oracle = Oracle(16, seed=1)
 
     async def run(name: str, **changes: Any) -> IcmReport:
@@ -168,6 +173,12 @@ async def test_icm_gives_every_search_an_equal_share(tmp_path: Path) -> None:
     assert again.chains == cut.chains != whole.chains
     late = await run("late", budget=OVER)
     assert [chain.num_iterations for chain in late.chains][:2] == [0, 0]
+    told = Shares()
+    with monkeypatch.context() as clock:
+        clock.setattr(Run, "elapsed_s", 0.9 * 3600)
+        await run("hours", budget={"max_hours": 1})
+    after_searches = (BASELINE_READS + REPORT_READS) * 16
+    assert all(left <= done / 9 + after_searches + 1e-6 for done, left in told.left)
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from rookery.weights import read_adapter
 __all__ = [
     "GrpoFiles",
     "read_files",
+    "read_reference",
+    "require_start",
 ]
 
 
@@ -50,18 +52,18 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
     require_decoder(folder.path)  # before servers are started on it
-    start, init = _start_folder(config, folder), None
-    if config.init_from is not None and config.full is None:
-        init = read_adapter(config.init_from)
+    start, init = folder.path, None
+    if config.init_from is not None:
+        if config.full is None:
+            init = read_adapter(config.init_from)
+        else:
+            start = require_start(config.init_from)
     if config.full is None:
         where = "lora.rank" if init is None else f"The rank of {config.init_from}"
         require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
     if config.atropos is not None:
         check_commands(config.atropos.environments)
-    template = load_template(folder.path)
-    reference: Adapter | Path | None = config.reference
-    if config.reference is not None and not (config.reference / "config.json").is_file():
-        reference = read_adapter(config.reference)
+    template, reference = load_template(folder.path), read_reference(config)
     has_reference_model = (
         config.needs_reference
         if config.full is not None
@@ -71,18 +73,24 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     return GrpoFiles(tasksets, folder, template, start, init, reference, has_reference_model, place)
 
 
-def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
-    """Where the weights that training begins with are: a model's folder."""
-    if config.full is None or config.init_from is None:
-        return folder.path
-    if (config.init_from / "adapter_config.json").is_file():
+def require_start(folder: Path) -> Path:
+    """The folder of a model whose weights are all trained; an error where it is none."""
+    if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"init_from is {config.init_from}, an adapter, and full trains all weights of a model: "
+            f"init_from is {folder}, an adapter, and full trains all weights of a model: "
             "give a model folder, or write full: false."
         )
-    if not (config.init_from / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise ModelError(
-            f"init_from is {config.init_from}, which is not a model folder: it has no config.json. "
+            f"init_from is {folder}, which is not a model folder: it has no config.json. "
             "Give a folder written by save_pretrained, such as `trained` of another run."
         )
-    return config.init_from.resolve()
+    return folder.resolve()
+
+
+def read_reference(config: GrpoConfig) -> Adapter | Path | None:
+    """The adapter, or the model folder."""
+    folder = config.reference
+    if folder is None or (folder / "config.json").is_file():
+        return folder
+    return read_adapter(folder)

@@ -408,6 +408,11 @@ class League:
             f"icm-{index}": self._train(seed, self._share(2), **taught),
         }
 
+    @property
+    def made(self) -> set[str]:
+        """Keys of its steps that name what `write_files` writes."""
+        return {"data.path", *(() if self.config.prompt else ("program",))}
+
     def write_files(self, run: Run) -> None:
         """What entrants read in the run of the league: search tasks without their answers, and the
         prompt that changes nothing."""

@@ -31,6 +31,7 @@ from rookery.compose.running import (
     quiet_libraries,
 )
 from rookery.compose.sft import SftRunConfig
+from rookery.compose.step_inputs import InputReader, StepInputs
 from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
 from rookery.engines import require_adapters, with_rank
 from rookery.errors import (
@@ -76,6 +77,7 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
     league = League.read(config)
     display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
     steps = _check(league)
+    inputs = _read_inputs(league, steps)
 
     def begin(run: Run) -> StepsConfig:
         nonlocal steps  # made once: a league of many seeds has thousands
@@ -88,7 +90,7 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
 
     scorers = digest_scorers([league.taskset])
     same = on_same_inputs(open_run, league.digests(), scorers, file=SHARED_INPUTS)
-    again = take_steps(begin, same, display, take=take)
+    again = take_steps(begin, same, display, inputs=inputs, take=take)
     return finisher(partial(_plan, league))(config, again, display)
 
 
@@ -106,6 +108,22 @@ def _check(league: League) -> StepsConfig:
             ranks = {f"The rank of {name}": settings.rank}
             require_adapters(with_rank(league.config.engine, settings.rank), ranks)
     return steps
+
+
+def _read_inputs(league: League, steps: StepsConfig) -> dict[str, StepInputs]:
+    """What every step reads that no other makes: that of the first seed, as others read the same.
+    Refuses what cannot be read."""
+    reader = InputReader()
+    first: dict[tuple[str, int], StepInputs] = {}
+    inputs: dict[str, StepInputs] = {}
+    for entrant in sorted(league.entrants(Path.cwd()), key=lambda entrant: entrant.index):
+        for place, name in enumerate(entrant.steps):
+            if entrant.index == 0:
+                made = {*league.made, *(key for key, _ in feeds(steps, name))}
+                read = reader.read(name, read_step(steps, name), made=made)
+                first[entrant.name, place] = read
+            inputs[name] = first[entrant.name, place]
+    return inputs
 
 
 def _take(

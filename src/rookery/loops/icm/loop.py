@@ -90,7 +90,7 @@ class LabellingProgress:
     ) -> None:
         """`reads` are those that a budget leaves to each search; None: any number."""
         self.store = ScoreStore(run, on_read=self._tell)
-        self._config, self._observer = config, observer
+        self._run, self._config, self._observer = run, config, observer
         self._most_reads = math.inf if reads is None else reads
         self._report_reads = REPORT_READS / (REPORT_SPEED if is_remote else 1)
         self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
@@ -141,13 +141,22 @@ class LabellingProgress:
             most = self._most_reads * len(self._num_items)
             self._search_reads = min(done / part / self._num_random, most)
             left = max(0.0, self._num_random * self._search_reads - done)
-        left += (1 - inverted) * self._search_reads + BASELINE_READS * num_items * (not inverted)
+        left = min(left + (1 - inverted) * self._search_reads, self._reads_in_budget())
+        left += BASELINE_READS * num_items * (not inverted)
         if part < 1 or inverted < 1:
             self._num_searched = num_reads
         whole_round = num_reads - self._num_before + left
         report = self._report_reads * num_items - (num_reads - self._num_searched)
         left += self._num_rounds_left * whole_round + max(0, report)
         self._observer.on_progress(num_reads, num_reads + left)
+
+    def _reads_in_budget(self) -> float:
+        """Reads that searches can ask for until the hours of the budget are over."""
+        max_hours = self._config.budget.max_hours
+        if max_hours is None:
+            return math.inf
+        elapsed_s = max(self._run.elapsed_s, 1e-3)
+        return self.store.num_reads * max(0.0, 3600 * max_hours / elapsed_s - 1)
 
     def _part(self, chains: range) -> float:
         """How far these chains are, every batch by its items; 1 where there is none."""
