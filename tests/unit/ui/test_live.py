@@ -398,6 +398,27 @@ def test_programs_and_completions_are_read(visitor: Visitor) -> None:
     assert visitor.get("runs/labels/labels")["labels"][0]["margin"] == 0.5
 
 
+def test_a_sweep_shows_the_completions_of_the_chosen_adapter(tmp_path: Path) -> None:
+    """All of them from its run; the examples of the report where that is gone."""
+
+    def sweep(*names: str) -> dict[str, Any]:
+        return {"sweep": {"adapters": [{"name": n, "is_chosen": n == names[0]} for n in names]}}
+
+    path = make_grpo(tmp_path, "swept", steps=1, report=sweep("hot", "cold"))
+    make_grpo(path / "adapters", "hot", steps=2, text="hot")
+    make_grpo(path / "adapters", "cold", steps=2, text="cold")
+    run = OpenRun(path, "swept")
+    step = run.step(1)
+    assert step["is_whole"] and step["groups"][0]["rollouts"][0]["text"] == "seven hot"
+    saved = read_saved(render_run(path))["answers"]
+    assert saved["runs/swept/step/1"]["groups"] == step["groups"] and "runs/swept/step/0" in saved
+    shutil.rmtree(path / "adapters")
+    assert run.step(1)["groups"][0]["rollouts"][0]["text"].startswith("first line")
+    make_grpo(tmp_path, "outside", text="secret")
+    hostile = make_grpo(tmp_path, "hostile", report=sweep("../../outside"))
+    assert "secret" not in json.dumps(OpenRun(hostile, "hostile").step(1))
+
+
 def test_a_decision_tells_every_label_that_it_changed(tmp_path: Path) -> None:
     """Its own item's, and those that a constraint changed with it."""
     with Run.create(tmp_path, kind="icm", name="pairs", config={}) as run:

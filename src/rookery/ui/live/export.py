@@ -159,11 +159,13 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
         answers[f"{base}/duel?candidate={duel['candidate']}"] = duel
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
     left = MOST_BYTES
-    for row in reversed(lists.get("steps", [])):
-        step = run.step(int(row["id"]))
+    chosen = answers[f"{base}/report"].get("chosen", {})  # of a sweep
+    numbers = chosen.get("steps") or [int(row["id"]) for row in lists.get("steps", [])]
+    for number in reversed(list(numbers)):
+        step = run.step(number)
         left -= len(to_json(step))
         if left > 0:
-            answers[f"{base}/step/{row['id']}"] = step
+            answers[f"{base}/step/{number}"] = step
     for row in lists.get("programs", []):
         program = run.program(row["id"])
         left -= len(program["code"]) + sum(map(len, program["diff"]))

@@ -39,6 +39,8 @@ __all__ = ["OpenRun", "OpenRuns"]
 
 MOST_OPEN = 8
 CHECKPOINTS = "checkpoints"
+ADAPTERS = "adapters"
+"""The runs of a sweep."""
 MOST_EVENTS = 500
 LISTED_LABELS = 20_000
 LABEL_CHARACTERS = 1 << 20
@@ -98,6 +100,8 @@ class OpenRun:
         self._mutex = threading.Lock()
         self._curves = Curves(path / "metrics.jsonl")
         self._report: tuple[int, dict[str, Any]] | None = None
+        self._chosen: OpenRun | None = None
+        """Of a sweep: the run of the adapter that was looked at."""
         self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
 
     @property
@@ -263,7 +267,13 @@ class OpenRun:
         return document if isinstance(document, dict) else {}
 
     def step(self, number: int) -> dict[str, Any]:
-        """The completions of a training step: all of them where they are kept, else examples."""
+        """The completions of a training step: all of them where they are kept, else examples. Of a
+        sweep they are those of the chosen adapter."""
+        chosen = self.report().get("chosen") if self.kind == "grpo" else None
+        if chosen is not None:
+            adapter = self._adapter(chosen["name"])
+            if adapter is not None:
+                return adapter.step(number)
         batch = self._view.get("batch", str(number))
         payload: Mapping[str, Any] = {} if batch is None else batch.payload
         for digest in (payload[name] for name in ("texts", "digest") if name in payload):
@@ -275,10 +285,23 @@ class OpenRun:
             except (RunError, ValueError, zlib.error, AttributeError, TypeError):
                 pass  # of another version, removed or damaged
         event = self._view.get("step", str(number))
-        if event is None:
+        if event is not None:
+            groups = _examples(event.payload.get("examples", []))
+        elif chosen is not None and number in chosen["steps"]:
+            groups = chosen["steps"][number]
+        else:
             raise RunError(f"The run {self.name!r} has no step {number}.")
-        groups = _examples(event.payload.get("examples", []))
         return {"step": number, "is_whole": False, "groups": groups, "gap": self._gap(number)}
+
+    def _adapter(self, name: str) -> "OpenRun | None":
+        """The run of an adapter of a sweep; None where it is gone."""
+        path = self.path / ADAPTERS / name
+        if Path(name).name != name or not (path / "events.db").is_file():
+            return None
+        with self._mutex:
+            if self._chosen is None or self._chosen.name != name or self._chosen.is_replaced():
+                self._chosen = OpenRun(path, name)
+            return self._chosen
 
     def _gap(self, number: int) -> Mapping[str, Any] | None:
         """Examples token by token, where the run has them."""
@@ -331,7 +354,7 @@ def _sampled(report: GenomeReport | GrpoReport | EvaluationReport) -> dict[str, 
 
 
 def _chosen(report: GrpoReport) -> dict[str, Any]:
-    """The steps of the chosen adapter of a sweep: they are in the run of that adapter alone."""
+    """The chosen adapter of a sweep with its steps, which are in the run of that adapter alone."""
     names = {name for step in report.steps for name in step.metrics}
     curves = {
         name: [(step.step, step.metrics[name]) for step in report.steps if name in step.metrics]
@@ -340,7 +363,9 @@ def _chosen(report: GrpoReport) -> dict[str, Any]:
     steps = {
         step.step: _examples([one.model_dump() for one in step.examples]) for step in report.steps
     }
-    return {"curves": curves, "steps": steps}
+    sweep = report.sweep.adapters if report.sweep else ()
+    name = next((adapter.name for adapter in sweep if adapter.is_chosen), "")
+    return {"name": name, "curves": curves, "steps": steps}
 
 
 def _examples(examples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

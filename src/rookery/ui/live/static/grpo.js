@@ -142,8 +142,7 @@ export class GrpoView {
     this.slider.value = this.steps.indexOf(step);
     this.stepName.textContent = `step ${step}`;
     try {
-      const own = this.report.chosen?.steps[step];
-      const found = own ? { groups: own, is_whole: false } : await this.source.get(`${this.path}/step/${step}`);
+      const found = await this.source.get(`${this.path}/step/${step}`);
       if (this.shown !== step) return;
       this.found = found;
       this.drawStep();
@@ -157,7 +156,7 @@ export class GrpoView {
     if (!this.found) return;
     const { groups, is_whole: isWhole, gap } = this.found;
     if (this.colour.value) {
-      this.answers.replaceChildren(...(gap ? gapNodes(gap) : [emptyNote("No gap is kept of this step: it comes with steps that are trained from now on, in the run of each adapter.")]));
+      this.answers.replaceChildren(...(gap ? gapNodes(gap) : [emptyNote("No gap is kept of this step: it comes with steps that are trained from now on.")]));
       return;
     }
     const rewards = (group) => group.rollouts.map((r) => r.reward).filter(isNumber);
