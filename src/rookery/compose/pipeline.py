@@ -113,9 +113,10 @@ def _finish(
     config: PipelineConfig, open_run: RunOpener, display: Display
 ) -> Outcome[PipelineReport]:
     """The steps one after the other, each as its own run; then the report."""
-    settings = {name: read_step(config, name) for name in config.steps}
+    place = open_run.folder or open_run.place or Path(PIPELINE.name)
     require_order(config)
-    require_places(config, open_run.folder or open_run.place or Path(PIPELINE.name))
+    require_places(config, place)
+    settings = {name: read_step(config, name, place, are_made=False) for name in config.steps}
     inputs = _read_inputs(config, settings)
     _require_unseen(config, {n: each for n, each in settings.items() if not feeds(config, n)})
     _require_one_model(config, settings)

@@ -183,22 +183,27 @@ def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:
             )
 
 
-def _finder(config: StepsConfig, whole: Path) -> Find:
+def _finder(config: StepsConfig, whole: Path, *, are_made: bool) -> Find:
     """Steps by their names, other runs by theirs."""
     others = in_folder(whole.parent)
-    return lambda name: place_of(whole, name) if name in config.steps else others(name)
+
+    def find(name: str) -> Path | None:
+        if name not in config.steps:
+            return others(name)
+        return place_of(whole, name) if are_made else None
+
+    return find
 
 
-def read_step(config: StepsConfig, name: str, whole: Path | None = None) -> Config:
-    """A step's own config; without `whole`, the folder of the run, what the step refers to need
-    not be there yet."""
+def read_step(config: StepsConfig, name: str, whole: Path, *, are_made: bool = True) -> Config:
+    """A step's own config; `whole` is where the run of the whole is or will be. What other steps
+    leave need not be there if they are not `are_made`."""
     file, document = _read_document(config, name)
-    if whole is not None:
-        document = resolve_references(document, find=_finder(config, whole))
+    document = resolve_references(document, find=_finder(config, whole, are_made=are_made))
     origin = f"the step {name}" if file is None else f"the step {name} ({file})"
     folder = config.folder if file is None else file.parent
     if config.steps[name].loop == "evolve":
-        output = place_of(whole or Path(name), name)
+        output = place_of(whole, name)
         return _read_evolve_step(document, origin=origin, folder=folder, file=file, output=output)
     model: type[Config] = find_kind(config.steps[name].loop).config
     return parse_config(model, document, origin=origin).from_folder(folder)

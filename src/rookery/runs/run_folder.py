@@ -18,6 +18,7 @@ it the run that it was made from.
 import fnmatch
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -197,12 +198,12 @@ REFERENCE = re.compile(r"run:(?P<name>\w[\w.-]*)(?:/(?P<part>[^?]*))?(?P<options
 """A prompt may begin with `run: ` and is none."""
 HIDDEN = frozenset(
     {"blobs", "config.json", "entrants.json", "inputs.json", "metrics.jsonl", "run.lock",
-     "steps.json"}
+     "progress.json", "steps.json"}
 )  # fmt: skip
 """Of a run's folder, what nobody takes; neither what begins with `events.` or a dot."""
 
-Find = Callable[[str], Path]
-"""The folder of a run by its name; it need not exist."""
+Find = Callable[[str], Path | None]
+"""The folder of a run by its name; it need not exist. None: what refers to it stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,22 +258,40 @@ def resolve_text(text: str, *, find: Find, key: str) -> str:
     """The path that a text refers to, or the text as it is. Options of a taskset stay behind it:
     `run:labels/sft.jsonl?bad_rows=skip`."""
     reference = REFERENCE.fullmatch(text)
-    if reference is None:
+    found = None if reference is None else find(reference["name"])
+    if reference is None or found is None:
         return text
-    folder, part = expanded(find(reference["name"])), reference["part"] or ""
+    folder, part = expanded(found), reference["part"] or ""
     if not (folder / EVENTS).is_file():
         raise ConfigError(f"{key} is {text}: there is no run {folder}.{_nearest(folder)}")
     path = folder / part
     is_inside = not Path(part).is_absolute() and ".." not in Path(part).parts
     if not is_inside or not path.exists():
-        parts = ", ".join(_parts(folder)) or "nothing yet: is it finished?"
-        raise ConfigError(f"{key} is {text}: the run has no {part}. It has {parts}")
+        parts = ", ".join(_parts(folder)) or "nothing yet"
+        hint = _ended(folder) if is_inside else ""
+        raise ConfigError(
+            f"{key} is {text}: the run has no {part}. It has {parts}.{hint}{_steps(folder, part)}"
+        )
     return f"{path}{reference['options'] or ''}"
 
 
 def _nearest(folder: Path) -> str:
     runs = [path.parent.name for path in folder.parent.glob(f"*/{EVENTS}")]
     return did_you_mean(folder.name, runs, shown=lambda name: f"{PREFIX}{name}")
+
+
+def _ended(folder: Path) -> str:
+    if (folder / "report.json").exists():
+        return ""
+    resume = f"rookery runs resume {shlex.quote(str(folder))}"
+    return f" It has not ended: wait for it, or go on with it by `{resume}`."
+
+
+def _steps(folder: Path, part: str) -> str:
+    """Of a pipeline or a league, the steps that left it."""
+    runs = sorted(folder.parent.glob(f"{folder.name}.*/{EVENTS}")) if part else []
+    named = [f"{PREFIX}{path.parent.name}/{part}" for path in runs if (path.parent / part).exists()]
+    return f" Its steps have: {', '.join(named)}." if named else ""
 
 
 def _parts(folder: Path) -> list[str]:

@@ -441,3 +441,15 @@ def test_who_runs_a_pipeline_of_this_name_is_said(
     with Run.create(place / "runs", kind="pipeline", config={}, name="f"):
         ended = rookery("pipeline", "run", write(place, steps()), "--name", "f")
     assert ended.code == 2 and f"runs/f is in use by process {os.getpid()}" in ended.words
+
+
+def test_a_step_takes_from_a_run_outside_of_the_pipeline(rookery: Command, place: Path) -> None:
+    whole = place / "flow.yaml"
+    whole.write_text(yaml.safe_dump({"steps": {"first": student()}}))
+    assert rookery("pipeline", "run", whole, "--name", "f").code == 0
+    steps = {"only": student(init_from="run:f.first/trained", taskset=str(place / "tasks.jsonl"))}
+    whole.write_text(yaml.safe_dump({"steps": steps}))
+    assert rookery("pipeline", "run", whole, "--name", "g").code == 0
+    shutil.rmtree(place / "runs/f.first/trained")
+    ended = rookery("runs", "resume", "g")
+    assert ended.code == 2 and "f.first/trained: the run has no trained" in ended.words

@@ -387,6 +387,17 @@ def test_a_reference_to_nothing_says_what_there_is(
         resolve({"init": {"path": text}}, runs_dir)
 
 
+def test_a_part_that_is_not_there_yet_says_how_to_get_it(runs_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ended: .* `rookery runs resume \S+/tutor`\.$"):
+        resolve({"init": "run:tutor/trained"}, runs_dir)
+    with Run.create(runs_dir, kind="sft", name="tutor.first", config={}) as run:
+        (run.path / "trained").mkdir()
+    with Run.open(runs_dir / "tutor") as run:
+        run.write_json("report.json", {})
+    with pytest.raises(ConfigError, match=r"winner\. Its steps have: run:tutor\.first/trained\.$"):
+        resolve({"init": "run:tutor/trained"}, runs_dir)
+
+
 @pytest.mark.parametrize("text", ["run: the program", "run:", "run:../secret/winner", "rerun:x"])
 def test_other_texts_stay(runs_dir: Path, text: str) -> None:
     assert resolve({"prompt": text}, runs_dir) == {"prompt": text}

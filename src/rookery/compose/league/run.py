@@ -103,7 +103,9 @@ def _check(league: League) -> StepsConfig:
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
     for name in (name for entrant in entrants if entrant.index == 0 for name in entrant.steps):
-        settings = read_step(steps, name)  # those of other seeds differ by these alone
+        settings = read_step(
+            steps, name, place, are_made=False
+        )  # those of other seeds differ by these alone
         if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
             ranks = {f"The rank of {name}": settings.rank}
             require_adapters(with_rank(league.config.engine, settings.rank), ranks)
@@ -120,7 +122,8 @@ def _read_inputs(league: League, steps: StepsConfig) -> dict[str, StepInputs]:
         for place, name in enumerate(entrant.steps):
             if entrant.index == 0:
                 made = {*league.made, *(key for key, _ in feeds(steps, name))}
-                read = reader.read(name, read_step(steps, name), made=made)
+                settings = read_step(steps, name, Path.cwd(), are_made=False)
+                read = reader.read(name, settings, made=made)
                 first[entrant.name, place] = read
             inputs[name] = first[entrant.name, place]
     return inputs
