@@ -145,13 +145,13 @@ async def route_times(
     [replica] = fleet.pool.replicas
     replica.route = "http" if name == "http" else "extension"
     replica.has_token_route = name != "http"
-    replica._staging.in_place = name == "in place"
+    replica.staging.in_place = name == "in place"
     began = time.perf_counter()
     ref = await fleet.load(adapter)
     await first_token(fleet, ref, prompts(1)[0])
     first = time.perf_counter() - began
     write, load = await load_alone(replica, other)
-    replica._staging.in_place, replica.has_token_route = False, True
+    replica.staging.in_place, replica.has_token_route = False, True
     return write, load, first
 
 
@@ -164,7 +164,7 @@ async def loaded_times(fleet: Fleet) -> list[float]:
 async def load_alone(replica: Replica, adapter: Adapter) -> tuple[float, float]:
     """Seconds to write an adapter's folder, and of `load_lora_adapter` of it."""
     ref = ModelRef(name=adapter.name, version=adapter.version)
-    staging = replica._staging
+    staging = replica.staging
     began = time.perf_counter()
     if replica.route == "extension":
         dtype = replica.capabilities.lora_dtype or "bfloat16"

@@ -99,14 +99,14 @@ async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) 
             found.append(
                 (await http.sample([SampleRequest(model=ref, prompt=PROMPT, params=GREEDY)]))[0]
             )
-        own._staging.in_place = True
+        own.staging.in_place = True
         try:
             ref = await fleet.load(make(f"cuda{seed}", seed, device="cuda"))
             found.append(
                 (await fleet.sample([SampleRequest(model=ref, prompt=PROMPT, params=GREEDY)]))[0]
             )
         finally:
-            own._staging.in_place = False
+            own.staging.in_place = False
         assert len({answer[0].tokens for answer in found}) == 1
         for answer in found[1:]:
             # vLLM adds up parts of a LoRA product in whatever order they arrive, in bfloat16.

@@ -360,7 +360,7 @@ async def _refuse_a_broken_buffer(fleet: Fleet, prompt: tuple[int, ...]) -> None
     replica = fleet.pool.replicas[0]
     adapter = _adapter("odd", seed=8, rank=2, targets=("v_proj",))
     ref = ModelRef(name=adapter.name, version=adapter.version)
-    folder = replica._staging.buffer_folder(ref, adapter, dtype="float32")
+    folder = replica.staging.buffer_folder(ref, adapter, dtype="float32")
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
     body = encode_tokens(fleet.wire_name(ref), Fields(), [prompt], path=str(folder))

@@ -134,7 +134,7 @@ async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
             os.kill(_engine(server.pid), signal.SIGKILL)
             with pytest.raises(FleetError):
                 await call
-            staged = fleet._staging.root
+            staged = fleet.staging.root
         while server.is_alive:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     # Where the server had still listened, the next fleet clears up.

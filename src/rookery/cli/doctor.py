@@ -17,7 +17,7 @@ from rookery.model_names import SMOLLM2, cache_folder
 
 __all__ = ["Finding", "doctor", "examine"]
 
-_MIN_FREE_GB = 5
+MIN_FREE_GB = 5
 _PURPOSES = {
     "tasks": "the scorers math and json_schema",
     "cmaes": "the cmaes stage of genome",
@@ -162,5 +162,5 @@ def _cache() -> Iterator[Finding]:
         return
     yield Finding("cache", is_fine=True, seen=str(folder))
     free_gb = shutil.disk_usage(folder).free / 1e9
-    remedy = f"free some room: models and runs want {_MIN_FREE_GB} GB"
-    yield Finding("disk", free_gb >= _MIN_FREE_GB, f"{free_gb:.0f} GB free", remedy)
+    remedy = f"free some room: models and runs want {MIN_FREE_GB} GB"
+    yield Finding("disk", free_gb >= MIN_FREE_GB, f"{free_gb:.0f} GB free", remedy)

@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,39 +99,19 @@ async def open_executor(
         )
         telling = loop.call_later(TELL_EVERY_S, tell)
 
+    opening: AbstractAsyncContextManager[Executor]
+    if config.executor == "ray":
+        opening = open_ray(spec, address=config.rookery.address, num_workers=config.workers)
+    elif config.executor == "modal":
+        opening = open_modal(spec, num_workers=config.workers)
+    else:
+        opening = open_local(spec, num_workers=config.workers)
     try:
-        async with _open_executor(config, spec) as executor:
+        async with opening as executor:
             telling.cancel()
             yield executor
     finally:
         telling.cancel()
-
-
-@asynccontextmanager
-async def _open_workers(
-    config: EvolveConfig, spec: WorkerSpec | None, display: Display
-) -> AsyncIterator[Executor | None]:
-    """None for prompts, which the models of the run score."""
-    if spec is None:
-        yield None
-        return
-    async with open_executor(config, spec, display) as executor:
-        yield executor
-
-
-@asynccontextmanager
-async def _open_executor(config: EvolveConfig, spec: WorkerSpec) -> AsyncIterator[Executor]:
-    if config.executor == "ray":
-        async with open_ray(
-            spec, address=config.rookery.address, num_workers=config.workers
-        ) as executor:
-            yield executor
-    elif config.executor == "modal":
-        async with open_modal(spec, num_workers=config.workers) as executor:
-            yield executor
-    else:
-        async with open_local(spec, num_workers=config.workers) as executor:
-            yield executor
 
 
 # What is said of an evolution in the terminal while it runs: a line per iteration.
@@ -345,7 +325,7 @@ def start(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> Out
     config = run_config(problem, loaded)
     display.note(config.warnings)
     open_run = RunOpener(lambda: _create(folder, config))
-    return _finish(config, loaded.config, open_run, display)
+    return run_async(_evolve(config, loaded.config, open_run, display))
 
 
 def resume(
@@ -389,7 +369,8 @@ def resume(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, RunOpener(reopen, folder=problem.folder), display)
+    open_run = RunOpener(reopen, folder=problem.folder)
+    return run_async(_evolve(config, settings, open_run, display))
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
@@ -413,27 +394,24 @@ def _resume(
     config = config.model_copy(update={"output": place})
     if open_run.is_new:
         open_run = replace(open_run, open=lambda: _create(place, config))
-    return _finish(config, settings, open_run, display)
+    return run_async(_evolve(config, settings, open_run, display))
 
 
 EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume)
-
-
-def _finish(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
-) -> Outcome[EvolveReport]:
-    open_run = tracked(open_run, settings.rookery.track)
-    return run_async(_evolve(config, settings, open_run, display))
 
 
 async def _evolve(
     config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
+    open_run = tracked(open_run, settings.rookery.track)
     inputs = await asyncio.to_thread(read_inputs, config, settings)
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
+    workers: AbstractAsyncContextManager[Executor | None] = nullcontext()
+    if inputs.spec is not None:  # prompts have none: the models of the run score them
+        workers = open_executor(settings, inputs.spec, display)
     async with (
-        _open_workers(settings, inputs.spec, display) as executor,
+        workers as executor,
         open_models(settings, display) as opened,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
@@ -454,15 +432,11 @@ async def _evolve(
                 engine = replace(opened, embedder=embedder)
                 shown = IterationLines(display, bar, run)
                 report = await evolve(loop_inputs, engine=engine, run=run, observer=shown)
-            report = _with_warnings(report, inputs.warnings)
+            new = tuple(each for each in inputs.warnings if each not in report.warnings)
+            report = report.model_copy(update={"warnings": (*new, *report.warnings)})
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
             await write_page(run)
     return Outcome(report, run.path)
-
-
-def _with_warnings(report: EvolveReport, warnings: Sequence[str]) -> EvolveReport:
-    new = tuple(warning for warning in warnings if warning not in report.warnings)
-    return report.model_copy(update={"warnings": (*new, *report.warnings)})
 
 
 def read_status(folder: Path) -> str | None:

@@ -83,6 +83,7 @@ __all__ = [
     "RunOpener",
     "RunPlan",
     "StartedOn",
+    "carry_out",
     "digest",
     "digest_adapters",
     "digest_models",
@@ -218,15 +219,15 @@ def finisher(
         open_run = tracked(open_run, track(config))
         quiet_libraries()
         planned = plan(config, open_run, display)
-        return run_async(_carry_out(planned, open_run, display))
+        return run_async(carry_out(planned, open_run, display))
 
     return finish
 
 
-async def _carry_out(
+async def carry_out(
     planned: RunPlan[Report], open_run: RunOpener, display: Display
 ) -> Outcome[Report]:
-    """What can be refused is refused before the run is made."""
+    """The run to its end. What can be refused is refused before it is made."""
 
     def check() -> RunOpener:
         return on_same_inputs(open_run, planned.digests(), planned.scorers)

@@ -114,7 +114,7 @@ class Fleet:
             all_down_timeout_s=config.all_down_timeout_s,
             max_calls=max_calls,
         )
-        self._staging = staging
+        self.staging = staging
         self._exclusion = CallExclusion()
         self._population: tuple[StepPopulation, StepPopulation] | None = None
         """The last one that an adapter was a member of, and as servers get it."""
@@ -184,7 +184,7 @@ class Fleet:
 
     def wire_name(self, ref: ModelRef) -> str:
         """The name that servers know a loaded adapter by."""
-        return self._staging.wire_name(ref)
+        return self.staging.wire_name(ref)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         answers = await self._send([self._sample_entry(request) for request in requests])
@@ -329,7 +329,7 @@ class Fleet:
         """From all servers, then what they read it from."""
         dropped = await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
         if all(dropped):
-            await asyncio.to_thread(self._staging.remove, ref)
+            await asyncio.to_thread(self.staging.remove, ref)
 
     def _require(self, ref: ModelRef) -> None:
         if self._served.find(ref) is None:

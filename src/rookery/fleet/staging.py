@@ -182,7 +182,7 @@ def cuda_buffers(device: "torch.device", num_bytes: int) -> list[CudaBuffer]:
     return [CudaBuffer(slab[i], handle | {"begin": i * num_bytes}) for i in range(num)]
 
 
-_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 256
 """Offsets in a buffer: the strictest alignment of a CUDA copy."""
@@ -268,7 +268,7 @@ class Staging:
             if not folder.is_dir():
                 self._require_open()
                 temporary = Path(tempfile.mkdtemp(dir=self.root))
-                self._write_buffer(temporary, folder, adapter, dtype)
+                self.write_buffer(temporary, folder, adapter, dtype)
                 temporary.chmod(0o755)
                 temporary.rename(folder)
         return folder
@@ -306,11 +306,11 @@ class Staging:
         if self._is_closed:
             raise FleetError("The fleet was closed before this adapter was written.")
 
-    def _write_buffer(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
+    def write_buffer(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
         import torch
 
         is_in_place = self.is_in_place(adapter)
-        layout = _layout(adapter, dtype, is_on_host=not is_in_place)
+        layout = buffer_layout(adapter, dtype, is_on_host=not is_in_place)
         manifest: dict[str, Any] = {
             "format": FORMAT, "dtype": dtype, "bytes": layout.num_bytes, "scale": layout.scale,
             "scaled_from": layout.scaled_from, "layers": json.dumps(layout.layers),
@@ -353,7 +353,7 @@ def _write_centre(folder: Path, population: StepPopulation) -> None:
 
 def memory_folder() -> Path:
     """Shared memory, or the folder of temporary files where there is none."""
-    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager
@@ -461,7 +461,7 @@ class _Layout:
                 numbers[first : first + factor.numel()].copy_(scaled.reshape(-1))
 
 
-def _layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
+def buffer_layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
     """One scale for all is left to the reader, or to `fill_scaled`: they multiply on their device,
     rounding the same."""
     import torch

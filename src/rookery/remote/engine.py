@@ -89,7 +89,7 @@ class ServiceRefusal(ServiceError):
         self.status = status
 
 
-class _Away(Exception):
+class Away(Exception):
     """Nothing was answered, or that it is too much now."""
 
 
@@ -145,11 +145,11 @@ class Connection:
         url = path if path.startswith("http") else f"{self._config.url.rstrip('/')}/api/v1/{path}"
         try:
             return await _RETRY.persist(
-                lambda: self._send(method, url, body, accept),
-                on=_Away,
+                lambda: self.send_once(method, url, body, accept),
+                on=Away,
                 limit_s=self._config.away_s,
             )
-        except _Away as away:
+        except Away as away:
             raise ServiceDownError(
                 f"The service at {self._config.url} did not take a request for "
                 f"{self._config.away_s:g} s: {away}. Is it running?"
@@ -170,7 +170,7 @@ class Connection:
             if answer.status != 408:
                 return answer
 
-    async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> HttpReply:
+    async def send_once(self, method: str, url: str, body: bytes | None, accept: str) -> HttpReply:
         headers = {"content-type": "application/json", "accept": accept or "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=POLL_S, sock_read=POLL_S)
         try:
@@ -180,22 +180,22 @@ class Connection:
                 content = await response.read()
                 status, kind = response.status, response.content_type
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _Away(" ".join(str(error).split()) or type(error).__name__) from error
+            raise Away(" ".join(str(error).split()) or type(error).__name__) from error
         if status < 400 or (status == 408 and url.endswith("/retrieve_future")):
             return HttpReply(status, content, kind)
         sentence = _sentence(content)
         if status in _NOBODY:
             raise ServiceDownError(f"The service at {self._config.url} says: {sentence}")
         if status in _AGAIN or status >= 500:
-            raise _Away(f"{status}: {sentence}")
+            raise Away(f"{status}: {sentence}")
         raise ServiceRefusal(sentence, status=status)
 
     async def finish(self) -> None:
         """Tell the service once; it ends silent sessions by itself."""
         url = f"{self._config.url.rstrip('/')}/api/v1/sessions/{self.session_id}/finish"
         try:
-            await self._send("POST", url, b"{}", "")
-        except (_Away, ServiceError) as error:
+            await self.send_once("POST", url, b"{}", "")
+        except (Away, ServiceError) as error:
             logger.info("The session was not finished: %s", error)
 
     async def beat(self) -> None:

@@ -108,7 +108,7 @@ class EventView:
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
-        self._connection = connection
+        self.connection = connection
         self._mutex = threading.Lock()
         self._is_closed = False
 
@@ -118,7 +118,7 @@ class EventView:
         with sqlite_boundary(path):
             view = cls(path, connect(path, mode="ro"))
             try:
-                EVENTS_FORMAT.check(view._connection, path)
+                EVENTS_FORMAT.check(view.connection, path)
             except sqlite3.OperationalError as error:
                 view.close()
                 wal = path.with_name(path.name + "-wal")
@@ -126,7 +126,7 @@ class EventView:
                     raise
                 # No log beside it, so no writer, but SQLite wants to make one: read as it is.
                 view = cls(path, connect(path, mode="ro&immutable=1"))
-                EVENTS_FORMAT.check(view._connection, path)
+                EVENTS_FORMAT.check(view.connection, path)
             return view
 
     def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
@@ -214,13 +214,13 @@ class EventView:
         """Idempotent."""
         with self._mutex:
             self._is_closed = True
-            self._connection.close()
+            self.connection.close()
 
     def _fetch(self, query: str, *values: object) -> list[Any]:
         with self._mutex, sqlite_boundary(self._path):
             if self._is_closed:
                 raise RunError(f"{self._path} was closed: open the run again.")
-            return self._connection.execute(query, values).fetchall()
+            return self.connection.execute(query, values).fetchall()
 
 
 def read_event(row: tuple[int, str, str, str, float], path: Path) -> Event:

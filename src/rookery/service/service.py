@@ -222,7 +222,8 @@ class Service:
         """False while what happened before a restart is repeated."""
         self._ended: list[Model] = []
         """Models whose end was repeated: their last passes are still to be."""
-        self._seen: dict[str, float] = {}
+        self.last_seen: dict[str, float] = {}
+        """When a session or a sampler was asked last, on the monotonic clock."""
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
         """Do a request that is done at once; its reply."""
@@ -241,7 +242,7 @@ class Service:
         """Change the state, now or after a restart."""
         done = apply(self.context.state, command)
         for owner in done.ended_owners:
-            self._seen.pop(owner, None)
+            self.last_seen.pop(owner, None)
         self.context.futures.end_owners(done.ended_owners)
         for model in done.ended_models:
             self._end_model(model)
@@ -309,7 +310,7 @@ class Service:
             self.context.state.models[command.owner] = _new_model(command)
         self.context.pending.add(command)
         if command.kind in SAMPLING:
-            self._seen[command.owner] = time.monotonic()
+            self.last_seen[command.owner] = time.monotonic()
         if command.kind not in SAMPLING:
             self.training.add(command)
         elif self._is_open:
@@ -356,7 +357,7 @@ class Service:
 
     def heartbeat(self, tenant: str, session_id: str) -> None:
         self.context.state.session(tenant, session_id)
-        self._seen[session_id] = time.monotonic()
+        self.last_seen[session_id] = time.monotonic()
 
     async def snapshot(self) -> None:
         """Take a snapshot. Called between passes."""
@@ -398,9 +399,9 @@ class Service:
         metrics.models.set(sum(model.is_live for model in self.context.state.models.values()))
 
     async def _end_silent_sessions(self) -> None:
-        limit = time.monotonic() - self.context.config.session_s
+        now, limit_s = time.monotonic(), self.context.config.session_s
         for session in list(self.context.state.sessions.values()):
-            if not session.is_over and self._seen.setdefault(session.id, time.monotonic()) < limit:
+            if not session.is_over and self.last_seen.setdefault(session.id, now) < now - limit_s:
                 ended = EndSession(session_id=session.id)
                 await self.change("end_session", session.tenant, ended)
 
@@ -411,7 +412,7 @@ class Service:
         for sampler in self.context.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
             if sampler.id not in self.context.state.samplers or sampler.id in busy:
                 continue  # its session may have ended meanwhile
-            if self._seen.setdefault(sampler.id, now) < now - self.context.config.session_s:
+            if self.last_seen.setdefault(sampler.id, now) < now - self.context.config.session_s:
                 ended = EndSampler(sampling_session_id=sampler.id)
                 await self.change("end_sampler", sampler.tenant, ended)
 

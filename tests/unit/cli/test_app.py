@@ -141,7 +141,7 @@ def test_a_sound_machine_is_ready(
     rookery: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rookery.cli.doctor._MIN_FREE_GB", 0)
+    monkeypatch.setattr("rookery.cli.doctor.MIN_FREE_GB", 0)
     ended = rookery("doctor")
     assert ended.code == 0 and ended.out.endswith("Ready.\n")
     torch = importlib.metadata.version("torch")
@@ -202,7 +202,7 @@ def test_the_sandbox_is_tried_and_not_only_looked_for(
 def test_a_full_disk_is_no_good_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ROOKERY_CACHE", raising=False)
-    monkeypatch.setattr("rookery.cli.doctor._MIN_FREE_GB", 10**9)
+    monkeypatch.setattr("rookery.cli.doctor.MIN_FREE_GB", 10**9)
     findings: dict[str, Finding] = {finding.thing: finding for finding in examine()}
     assert not findings["disk"].is_fine and "free some room" in findings["disk"].remedy
     assert findings["cache"].seen == str(tmp_path / "rookery")

@@ -112,7 +112,7 @@ async def test_after_the_machine_went_down_all_count_as_told(
 ) -> None:
     """The number of the newest may not have reached the disk."""
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr(group_queue, "_BOOT", boot)
+    monkeypatch.setattr(group_queue, "BOOT", boot)
     boot.write_text("first\n")
     with new_run(tmp_path) as run:
         await kept_and_stopped(await open_gateway(run))

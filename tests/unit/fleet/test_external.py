@@ -266,7 +266,7 @@ async def test_what_is_refused_to_everybody_ends_the_run(
 
 async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     retry = Backoff(first_s=0.1, longest_s=0.05)
-    monkeypatch.setattr("rookery.fleet.http.client._RETRY", retry)
+    monkeypatch.setattr("rookery.fleet.http.client.RETRY", retry)
     api = Api()
     async with connect(api, monkeypatch, client={"busy_s": 5}) as sampler:
         api.failures = [(429, {"Retry-After": "0.4"}), (503, {"Retry-After": "0.3"})]

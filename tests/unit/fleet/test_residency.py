@@ -43,7 +43,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place of this test's own instead of shared memory; nothing may be left in it."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr("rookery.fleet.staging._MEMORY", folder)
+    monkeypatch.setattr("rookery.fleet.staging.SHARED_MEMORY", folder)
     yield folder
     assert os.listdir(folder) == []
 

@@ -19,7 +19,7 @@ from rookery.errors import AdapterError
 from rookery.fleet.http.capabilities import Fit, check_fit, read_head, read_shapes
 from rookery.fleet.perturbed import StepPopulation
 from rookery.fleet.residency import claim_folder
-from rookery.fleet.staging import BufferFile, Staging, _layout, open_staging
+from rookery.fleet.staging import BufferFile, Staging, buffer_layout, open_staging
 from rookery.fleet.vllm_plugin.population import CENTRE, NUMBERS
 from rookery.fleet.vllm_plugin.shared_memory import MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
@@ -71,13 +71,13 @@ def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
 ) -> None:
     adapter, together = make_small("a"), threading.Barrier(4)
     writes: list[Path] = []
-    write = Staging._write_buffer
+    write = Staging.write_buffer
 
     def count(self: Staging, temporary: Path, *rest: Any) -> None:
         writes.append(temporary)
         write(self, temporary, *rest)
 
-    monkeypatch.setattr(Staging, "_write_buffer", count)
+    monkeypatch.setattr(Staging, "write_buffer", count)
 
     def ask(staging: Staging) -> tuple[Path, Path]:
         together.wait(30)
@@ -245,7 +245,7 @@ def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
             for (name, lora), scale in zip(made.factors.items(), scales, strict=True)
         },
     )
-    on_gpu = _layout(adapter, "bfloat16", is_on_host=False)
+    on_gpu = buffer_layout(adapter, "bfloat16", is_on_host=False)
     memory = torch.zeros(on_gpu.num_bytes, dtype=torch.uint8)
     on_gpu.fill_scaled(memory)
     numbers = memory.view(torch.bfloat16)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 
 import rookery
 from rookery.errors import RunError
-from rookery.runs import EventLog, EventView, NewEvent, Run
-from rookery.runs.journal import GroupCommit
+from rookery.runs import EventLog, EventView, NewEvent, Run, event_log, journal
+from rookery.runs.event_log import EVENTS_FORMAT
+from rookery.runs.journal import GroupCommit, open_writer
 
 payloads = st.dictionaries(
     st.text(max_size=3),
@@ -186,10 +188,11 @@ def test_reading_pages_filters_and_continues(log: EventLog) -> None:
     assert log.last("c") is None
 
 
-def test_acknowledged_means_forced_to_disk(log: EventLog) -> None:
+def test_acknowledged_means_forced_to_disk(tmp_path: Path) -> None:
     """The settings that a power cut would test: write-ahead log, synced at every commit."""
-    assert log._writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert log._writer.execute("PRAGMA synchronous").fetchone() == (2,)
+    with closing(open_writer(tmp_path / "log.db", EVENTS_FORMAT, create=True)) as writer:
+        assert writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert writer.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 def test_readers_see_appends_of_a_live_writer(log: EventLog, tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_readers_see_appends_of_a_live_writer(log: EventLog, tmp_path: Path) -> 
     log.append("label", {"a": 1})
     assert [e.payload for e in view.events()] == [{"a": 1}]
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        view._connection.execute("DELETE FROM events")
+        view.connection.execute("DELETE FROM events")
     view.close()
 
 
@@ -357,18 +360,25 @@ async def test_one_conflict_among_many_fails_alone(tmp_path: Path) -> None:
         assert run.counts()["x"] == 2, "nothing of the refused batch was stored"
 
 
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What is to be stored waits until the event is set."""
+    may_end, transaction = threading.Event(), journal.transaction
+
+    @contextmanager
+    def slow(connection: sqlite3.Connection) -> Iterator[None]:
+        assert may_end.wait(30)
+        with transaction(connection):
+            yield
+
+    monkeypatch.setattr(event_log, "transaction", slow)
+    return may_end
+
+
 async def test_who_is_cancelled_does_not_take_the_event_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = threading.Event()
-    insert = EventLog._insert
-
-    def slow(self: EventLog, new: NewEvent, text: str) -> object:
-        assert may_end.wait(30)
-        return insert(self, new, text)
-
     with make(tmp_path) as run:
-        monkeypatch.setattr(EventLog, "_insert", slow)
+        may_end = hold_writes(monkeypatch)
         waiting = [asyncio.create_task(run.append("tick", {"i": i})) for i in range(5)]
         await asyncio.sleep(0)  # each has submitted
         for task in waiting:
@@ -390,14 +400,8 @@ async def test_a_blocking_append_is_refused_in_an_event_loop(tmp_path: Path) -> 
 async def test_reads_do_not_wait_for_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end, insert = threading.Event(), EventLog._insert
-
-    def slow(self: EventLog, new: NewEvent, text: str) -> object:
-        assert may_end.wait(30)
-        return insert(self, new, text)
-
     with make(tmp_path) as run:
-        monkeypatch.setattr(EventLog, "_insert", slow)
+        may_end = hold_writes(monkeypatch)
         waiting = asyncio.create_task(run.append("tick", {}))
         await asyncio.sleep(0)
         assert run.counts() == {"run/created": 1}
@@ -438,13 +442,13 @@ def test_kill_9_among_many_leaves_a_prefix_with_all_that_was_told(tmp_path: Path
     assert stored == list(range(len(stored))) and set(told) <= set(stored)
 
 
-def test_a_forked_child_closes_without_waiting(tmp_path: Path) -> None:
-    with make(tmp_path) as run:
-        run.append_blocking("tick", {})
-        pid = os.fork()
-        if pid == 0:
-            run._log._group.close()  # in the child there is no thread to wait for
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        run.append_blocking("tick", {})
-        assert run.counts()["tick"] == 2
+def test_a_forked_child_closes_without_waiting() -> None:
+    group: GroupCommit[int, int] = GroupCommit(lambda items: list(items), name="x")
+    assert group.submit(1).result() == 1
+    pid = os.fork()
+    if pid == 0:
+        group.close()  # in the child there is no thread to wait for
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert group.submit(2).result() == 2
+    group.close()

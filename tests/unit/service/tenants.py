@@ -135,10 +135,10 @@ class Client:
 
     def __init__(self, http: httpx2.AsyncClient, key: str = "tml-any") -> None:
         self._http = http
-        self._key = key
+        self.key = key
 
     async def send(self, method: str, path: str, **rest: Any) -> httpx2.Response:
-        headers = {"x-api-key": self._key, **rest.pop("headers", {})}
+        headers = {"x-api-key": self.key, **rest.pop("headers", {})}
         return await self._http.request(method, path, headers=headers, **rest)
 
     async def post(self, path: str, body: dict[str, Any], *, status: int = 200) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from rookery.compose.serve import ServeConfig, serving
 from rookery.remote import ServiceTrainer
 from rookery.remote import engine as connection
 from rookery.remote.engine import (
+    Away,
     HttpReply,
     Samplers,
     ServiceClientConfig,
-    _Away,
     open_connection,
 )
 from rookery.service.fair_queue import FairSemaphore
@@ -38,7 +38,7 @@ async def lossy_trainer(folder: Path, lost: set[str]) -> AsyncIterator[ServiceTr
         serving(config, backends={"fake": fake_backend()}) as url,
         open_connection(ServiceClientConfig(url=url, away_s=20.0)) as connection,
     ):
-        send = connection._send
+        send = connection.send_once
 
         async def send_and_lose(
             method: str, url: str, body: bytes | None, accept: str
@@ -47,10 +47,10 @@ async def lossy_trainer(folder: Path, lost: set[str]) -> AsyncIterator[ServiceTr
             for name in list(lost):
                 if name in f"{method} {url}":
                     lost.remove(name)
-                    raise _Away("the answer was lost")
+                    raise Away("the answer was lost")
             return answer
 
-        connection._send = send_and_lose  # type: ignore[method-assign]
+        connection.send_once = send_and_lose  # type: ignore[method-assign]
         samplers = Samplers(connection, base=BASE, base_model="fake")
         yield ServiceTrainer(connection, samplers, base_model="fake")
 

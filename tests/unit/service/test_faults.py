@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from executors.jobs import until
@@ -57,29 +57,20 @@ async def test_a_pass_that_cannot_be_repeated_stops_the_restart(tmp_path: Path) 
         assert await ada.result(await ada.step(model, 2)) == expected, "nothing was lost"
 
 
-class FullDisk:
-    """A journal that cannot be written any more."""
-
-    def __init__(self, commit: Any) -> None:
-        self._commit = commit
-        self.is_full = False
-
-    def __call__(self, items: Any) -> Any:
-        if self.is_full:
-            raise sqlite3.OperationalError("database or disk is full")
-        return self._commit(items)
-
-
 @pytest.mark.parametrize("path", ["create_session", "optim_step"])
-async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, path: str) -> None:
+async def test_a_full_disk_is_no_refusal_and_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     """Clients send again what gets 503, and a service on a disk with room answers it."""
-    with pytest.raises(RunError, match="full"):
+
+    def refuse_writes(*_: object, **__: object) -> NoReturn:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.raises(RunError, match="full"), monkeypatch.context() as disk:
         async with serve(tmp_path / "run") as served:
             ada = served.client()
             model = await ada.model(await ada.session())
-            group = served.service.context.wal._journal._group
-            group._commit = disk = FullDisk(group._commit)
-            disk.is_full = True
+            disk.setattr(journal, "transaction", refuse_writes)
             body = {"create_session": {}, "optim_step": {"model_id": model, "seq_id": 1}}[path]
             answer = await ada.send("POST", f"/api/v1/{path}", json=body)
             assert answer.status_code == 503
@@ -144,7 +135,7 @@ async def test_weights_saved_at_every_step_do_not_stay(tmp_path: Path) -> None:
             save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
             reply = await ada.post("save_weights_for_sampler", save)
             names.append((await ada.result(reply))["sampling_session_id"])
-        await service._end_idle_samplers()
+        await service.clean_up()
         assert list(service.context.state.samplers) == names, "just saved"
         sample = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
@@ -153,9 +144,9 @@ async def test_weights_saved_at_every_step_do_not_stay(tmp_path: Path) -> None:
             "sampling_params": {"max_tokens": 1},
         }
         for name in names:
-            service._seen[name] = time.monotonic() - service.context.config.session_s - 1
+            service.last_seen[name] = time.monotonic() - service.context.config.session_s - 1
         await ada.samples(await ada.post("asample", sample))
-        await service._end_idle_samplers()
+        await service.clean_up()
         assert list(service.context.state.samplers) == [names[0], *names[-8:]], "one is drawn from"
 
 
@@ -220,7 +211,7 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
             save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
             await ada.result(await ada.post("save_weights_for_sampler", save))
         for sampler in service.context.state.samplers:
-            service._seen[sampler] = time.monotonic() - service.context.config.session_s - 1
+            service.last_seen[sampler] = time.monotonic() - service.context.config.session_s - 1
         for checkpoint in service.context.state.checkpoints.values():
             checkpoint.expires = time.time() - 1
         ends = iter(

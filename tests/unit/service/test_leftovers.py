@@ -39,7 +39,7 @@ async def test_sampling_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None
         bob = served.client("bob")
         await sampler(bob, await bob.session(), 0)
         for name in names:
-            service._seen[name] = time.monotonic() - config.session_s - 1
+            service.last_seen[name] = time.monotonic() - config.session_s - 1
         await ada.samples(await ada.post("asample", {**SAMPLE, "sampling_session_id": names[0]}))
         await service.clean_up()
         assert [name for name in names if name in service.context.state.samplers] == [
@@ -97,7 +97,7 @@ async def test_answers_that_nobody_reads_are_bounded(tmp_path: Path, path: str) 
 
         transport = httpx2.ASGITransport(app=slow_app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://tink") as http:
-            slow = asyncio.create_task(Client(http, ada._key).send("POST", path, json=body))
+            slow = asyncio.create_task(Client(http, ada.key).send("POST", path, json=body))
             await is_left.wait()
             full = await ada.send("POST", path, json=body)
             assert full.status_code == 429 and "MiB" in full.text, full.text

@@ -274,10 +274,10 @@ async def test_turns_of_a_chat_are_kept_to_train_on(tmp_path: Path) -> None:
         assert (await bob.send("GET", place)).status_code == 404
         assert (await bob.send("DELETE", place)).status_code == 404
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
-        key = ada._key
+        key = ada.key
     async with serve(killed, key_file=keys) as served:
         ada = served.client("ada")
-        ada._key = key
+        ada.key = key
         stored = (await ada.send("GET", place)).json()
         tokens = answer["choices"][0]["token_ids"]
         assert (stored["prompt"], stored["tokens"]) == ([5, 6], tokens)

@@ -36,7 +36,7 @@ LOSS = {
 async def test_without_a_known_key_nothing_is_served(tmp_path: Path) -> None:
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
         stranger = served.client("ada")
-        stranger._key = "tml-made-up"
+        stranger.key = "tml-made-up"
         refused = await stranger.post("create_session", {}, status=401)
         assert "rookery keys add" in refused["error"]
         assert (await stranger.send("GET", "/api/v1/healthz")).status_code == 200
@@ -55,7 +55,7 @@ async def test_without_a_known_key_the_body_is_not_read(tmp_path: Path, path: st
 
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
         stranger = served.client("ada")
-        stranger._key = "tml-made-up"
+        stranger.key = "tml-made-up"
         headers = {"content-type": "application/json"}
         answer = await stranger.send("POST", f"/api/v1/{path}", content=body(), headers=headers)
         assert answer.status_code == 401

@@ -282,7 +282,7 @@ def test_matrices_that_are_cut_together_are_those_that_are_cut_alone(
         for i, parents in enumerate([(0, 1), (1, 2), (0, 1, 2), (0, 2)])
     ]
     alone = merge_stack(population, crosses=crosses, method=method)
-    monkeypatch.setattr(children_module, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(children_module, "computes_on_gpu", lambda _: True)
     together = merge_stack(population, crosses=crosses, method=method)
     for layer in SHAPES:
         one, other = (s.b(layer) @ s.a(layer) for s in (alone, together))

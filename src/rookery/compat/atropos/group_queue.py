@@ -259,7 +259,7 @@ MAX_UNTOLD = 100_000
 again."""
 NUM_NUMBERS = 4096
 """In the file: more than are ever on their way at the same time."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_BYTES = 40
 _FILE_BYTES = _BOOT_BYTES + 8 * NUM_NUMBERS
 
@@ -278,7 +278,7 @@ class PostReceipts:
     @classmethod
     def open(cls, path: Path, *, last: int) -> "PostReceipts":
         """`last` is the number of the newest group. Waits for the disk."""
-        boot = _BOOT.read_bytes().strip() if _BOOT.exists() else b""
+        boot = BOOT.read_bytes().strip() if BOOT.exists() else b""
         boot = boot[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")
         with disk_boundary(f"Opening {path}"):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -52,9 +52,12 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
     require_decoder(folder.path)  # before servers are started on it
-    start, init = _start_folder(config, folder), None
-    if config.init_from is not None and config.full is None:
-        init = read_adapter(config.init_from)
+    start, init = folder.path, None
+    if config.init_from is not None:
+        if config.full is None:
+            init = read_adapter(config.init_from)
+        else:
+            start = require_start(config.init_from)
     if config.full is None:
         where = "lora.rank" if init is None else f"The rank of {config.init_from}"
         require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
@@ -68,13 +71,6 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     )
     place = trainer_place(config.engine)
     return GrpoFiles(tasksets, folder, template, start, init, reference, has_reference_model, place)
-
-
-def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
-    """Where the weights that training begins with are: a model's folder."""
-    if config.full is None or config.init_from is None:
-        return folder.path
-    return require_start(config.init_from)
 
 
 def require_start(folder: Path) -> Path:

@@ -42,12 +42,10 @@ __all__ = [
     "MakePolicy",
     "PolicyParts",
     "adapter_policy",
-    "adapter_trainer",
     "compute_for_first_process",
     "end_processes",
     "full_policy",
     "make_reference",
-    "make_trainer",
 ]
 
 # What the KL term of a grpo run is to, made as the config says.
@@ -115,13 +113,6 @@ class PolicyParts:
     """See `make_reference`."""
 
 
-def adapter_trainer(config: GrpoConfig, parts: PolicyParts) -> LoraTrainer:
-    """Of one adapter or of several; it publishes to the engine."""
-    trainer = LoraTrainer(parts.opened.model, config=config.trainer, processes=parts.processes)
-    parts.opened.publish_adapters(trainer)
-    return trainer
-
-
 def adapter_policy(
     config: GrpoConfig,
     start: Adapter,
@@ -144,15 +135,6 @@ def adapter_policy(
         )
 
     return make
-
-
-def make_trainer(
-    config: GrpoConfig, start: Path, *, model: SlottedModel, processes: Processes
-) -> SlottedTrainer[Any]:
-    """The trainer of a process that is not the first."""
-    if config.full is None:
-        return LoraTrainer(model, config=config.trainer, processes=processes)
-    return _full_trainer(config, start, model=model, processes=processes)
 
 
 def _full_trainer(
@@ -216,7 +198,12 @@ def compute_for_first_process(config: GrpoConfig) -> Outcome[GrpoReport]:
     device, dtype = files.place
     model = load_model(files.start, device=device, dtype=dtype, names=files.folder.names)
     processes = join_processes(model.device.type)
-    outcome = make_trainer(config, files.start, model=model, processes=processes).serve_rank()
+    trainer: SlottedTrainer[Any] = (
+        LoraTrainer(model, config=config.trainer, processes=processes)
+        if config.full is None
+        else _full_trainer(config, files.start, model=model, processes=processes)
+    )
+    outcome = trainer.serve_rank()
     if not isinstance(outcome, Outcome):
         raise TrainError(f"The first process gave {type(outcome).__name__}, which is no result.")
     processes.leave()

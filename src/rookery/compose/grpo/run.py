@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from rookery.compose.grpo.policy import (
     MakePolicy,
     PolicyParts,
     adapter_policy,
-    adapter_trainer,
     compute_for_first_process,
     end_processes,
     full_policy,
@@ -37,14 +36,17 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
+    carry_out,
     digest_models,
     digest_scorers,
     digest_tasks,
-    finisher,
     is_first_process,
     is_run,
     join_digests,
     num_processes,
+    quiet_libraries,
+    run_async,
+    tracked,
     write_page,
 )
 from rookery.concurrency import task_group
@@ -77,7 +79,7 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.train import LoraConfig, initial_adapter
+from rookery.train import LoraConfig, LoraTrainer, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Display
@@ -103,6 +105,7 @@ def run_grpo(
 
 
 def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcome[GrpoReport]:
+    """What needs no weights is refused first, as reading them takes minutes."""
     config = _with_own_start(config, open_run.folder)
     if config.staleness is None and config.atropos is None and has_one_gpu(config.engine):
         config = config.model_copy(update={"staleness": 1})
@@ -111,10 +114,8 @@ def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcom
     if config.game is not None and open_run.rescored:
         # A game rewards while it is played, and the weights of former checkpoints are gone.
         open_run = replace(open_run, rescored=())
-    return finisher(_plan, track=lambda config: config.track)(config, open_run, display)
-
-
-def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[GrpoReport]:
+    open_run = tracked(open_run, config.track)
+    quiet_libraries()
     if config.atropos is not None:
         from rookery.compose.grpo.atropos import gateway_key  # needs the extra `serve`
 
@@ -122,17 +123,14 @@ def _plan(config: GrpoConfig, open_run: RunOpener, display: Display) -> RunPlan[
     if config.sweep is not None:
         _check_sweep(config, open_run)
     files = read_files(config)
-    is_elsewhere = config.engine.type == "service"
-    if is_elsewhere:
+    if config.engine.type == "service":
         check_service(config, files)
-    plan = None if is_elsewhere else check_plan(config, files)
-    return RunPlan(
-        digests=partial(_digests, files),
-        scorers=digest_scorers(files.tasksets, game=config.game),
-        opened=_open_on_service(config, files, open_run, display)
-        if is_elsewhere
-        else _open_loop(config, files, plan, open_run, display),
-    )
+        opened = _open_on_service(config, files, open_run, display)
+    else:
+        opened = _open_loop(config, files, check_plan(config, files), open_run, display)
+    scorers = digest_scorers(files.tasksets, game=config.game)
+    planned = RunPlan(digests=partial(_digests, files), scorers=scorers, opened=opened)
+    return run_async(carry_out(planned, open_run, display))
 
 
 def _check_sweep(config: GrpoConfig, open_run: RunOpener) -> None:
@@ -191,10 +189,15 @@ async def _open_loop(
 
             async def train(run: Run) -> GrpoReport:
                 weights = make_policy(run)
-                async with _open_drawer(config, files, opened, run, display) as drawer:
+                opening: AbstractAsyncContextManager[BatchSource | None] = nullcontext()
+                if config.atropos is not None:
+                    from rookery.compose.grpo.atropos import open_source  # as above
+
+                    opening = open_source(config, files, opened, run=run, say=display.say)
+                async with opening as source:
                     report = await _train(
                         config, files, run, display, engine=opened.engine, weights=weights,
-                        drawer=drawer,
+                        source=source,
                     )  # fmt: skip
                 outcomes.append(Outcome(report, run.path))
                 return report
@@ -221,10 +224,7 @@ async def _open_on_service(
         async def train(run: Run) -> GrpoReport:
             known = await asyncio.to_thread(own_states, run)  # a kill leaves one that is made again
             weights = await service_policy(config, files, client, read_start(run) or start)
-            report = await _train(
-                config, files, run, display, engine=engine, weights=weights,
-                drawer=_drawer(config, files, engine),
-            )  # fmt: skip
+            report = await _train(config, files, run, display, engine=engine, weights=weights)
             await client.trainer.forget({*known, *await asyncio.to_thread(own_states, run)})
             return report
 
@@ -239,13 +239,14 @@ async def _train(
     *,
     engine: Engine,
     weights: PolicyWeights,
-    drawer: GroupDrawer | BatchSource,
+    source: BatchSource | None = None,
 ) -> GrpoReport:
+    """The loop, to its report. `source` is where the batches of other tasks come from."""
     inputs = GrpoInputs(
         config=config,
         weights=weights,
         tasksets=files.tasksets,
-        drawer=drawer,
+        drawer=source or _drawer(config, files, engine),
         evaluator=_evaluator(config, files, engine, RolloutLog(run)),
         decode=files.template.decode,
     )
@@ -361,7 +362,8 @@ async def _checked_policy(
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
         return full_policy(config, files, parts)
-    trainer = adapter_trainer(config, parts)
+    trainer = LoraTrainer(opened.model, config=config.trainer, processes=processes)
+    opened.publish_adapters(trainer)
     only = trainer.publisher if opened.bridge.name == "merge" else None
     return adapter_policy(config, start, parts, trainer=trainer, publisher=only)
 
@@ -383,7 +385,9 @@ async def _checked_sweep(
     adapters = swept(config)
     reference = await asyncio.to_thread(make_reference, files, opened.model, config.trainer)
     parts = PolicyParts(opened=opened, processes=processes, reference=reference)
-    joint = JointTrainer(adapter_trainer(config, parts), num_adapters=len(adapters))
+    trainer = LoraTrainer(opened.model, config=config.trainer, processes=processes)
+    opened.publish_adapters(trainer)
+    joint = JointTrainer(trainer, num_adapters=len(adapters))
     makers: list[tuple[Swept, MakePolicy]] = []
     for number, adapter in enumerate(adapters):
         start = _start(adapter.config, files, opened.model)
@@ -472,7 +476,10 @@ async def _try_drawing(
 ) -> None:
     """Draw some of the first groups with the policy that training begins with: rewards may be no
     numbers, or never differ."""
-    await _try_cuts(config, files, engine)
+    params = replace(config.drawing.params(group_size=1), max_tokens=1)
+    if params.is_cut:  # servers may not tell what they draw from with top_p, top_k and min_p
+        prompt = files.template.encode(files.tasksets[0].tasks[0])
+        await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
     tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
     drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
     if files.init is not None and not is_merged:
@@ -483,28 +490,6 @@ async def _try_drawing(
             await engine.unload(start)
     elif config.share or files.start == files.folder.path:
         await drawer.check(engine.base)
-
-
-async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
-    """Draw a token with top_p, top_k and min_p: servers may not tell what they draw from."""
-    params = replace(config.drawing.params(group_size=1), max_tokens=1)
-    if params.is_cut:
-        prompt = files.template.encode(files.tasksets[0].tasks[0])
-        await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
-
-
-@asynccontextmanager
-async def _open_drawer(
-    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
-) -> AsyncIterator[GroupDrawer | BatchSource]:
-    """Who answers tasks, or where groups of environments come from."""
-    if config.atropos is None:
-        yield _drawer(config, files, opened.engine)
-        return
-    from rookery.compose.grpo.atropos import open_source  # needs the extra `serve`
-
-    async with open_source(config, files, opened, run=run, say=display.say) as source:
-        yield source
 
 
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:

@@ -114,7 +114,7 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _FOR_CALLS = 7 / 8
 """Share of the connections for completions: health, adapters and metrics never wait behind them."""
 _FIRST_WAIT_S = 0.1
-_RETRY = Backoff(first_s=_FIRST_WAIT_S, longest_s=10.0)
+RETRY = Backoff(first_s=_FIRST_WAIT_S, longest_s=10.0)
 
 
 class ServerLost(FleetError):
@@ -331,7 +331,7 @@ class Client:
             if next_wait(first) is False:
                 raise first
             await asyncio.sleep(first.wait_s)
-            return await _RETRY.persist(send, on=next_wait)
+            return await RETRY.persist(send, on=next_wait)
         except _Busy as last:
             raise self._too_busy(last) from None
 

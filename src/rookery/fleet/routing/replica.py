@@ -95,7 +95,7 @@ class Replica:
         """Adapters that came along with calls, none of which is answered."""
         self._config = config
         self._dtype = dtype
-        self._staging = staging
+        self.staging = staging
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
         """The base model and adapters are not computed together there; see `paused.py`."""
@@ -174,9 +174,9 @@ class Replica:
         await self.reattach()
         self.load.forget()
         self._residency.resident.clear()
-        for name in await list_names(self.client, self._staging.owner.token):
+        for name in await list_names(self.client, self.staging.owner.token):
             self._residency.expect(name)
-            ref = next((ref for ref in served.refs if self._staging.wire_name(ref) == name), None)
+            ref = next((ref for ref in served.refs if self.staging.wire_name(ref) == name), None)
             if ref is not None:
                 self._residency.add(ref)
             else:
@@ -263,7 +263,7 @@ class Replica:
         is_by_tokens = self.has_token_route and is_plain and can_bring
         if adapter is not None:
             await self.hold(call.ref, adapter, is_brought=is_by_tokens)
-        model = self.capabilities.model if adapter is None else self._staging.wire_name(call.ref)
+        model = self.capabilities.model if adapter is None else self.staging.wire_name(call.ref)
         is_answered = False
         try:
             async with self._exclusion.take(kind):
@@ -357,7 +357,7 @@ class Replica:
         """Let the server forget an adapter; True when nothing there reads its folder any more."""
         async with self._residency.changing(ref):
             self._residency.discard(ref)
-            name = self._staging.wire_name(ref)
+            name = self.staging.wire_name(ref)
             return await self._residency.unload(name, model=self.capabilities.model)
 
     async def leave(self) -> None:
@@ -466,12 +466,12 @@ class Replica:
         return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
 
     def _served_path(self, ref: ModelRef) -> str:
-        return self._staging.served_path(ref, dtype=self.capabilities.lora_dtype or "float32")
+        return self.staging.served_path(ref, dtype=self.capabilities.lora_dtype or "float32")
 
     async def _load(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool) -> None:
         if self.route == "none":
             raise self.refuse_adapters()
-        name = self._staging.wire_name(ref)
+        name = self.staging.wire_name(ref)
         if self.route == "extension":
             path = await self._stage(ref, adapter)
             if is_brought:
@@ -487,7 +487,7 @@ class Replica:
                 await self._residency.load(name, path=path)
             return
         folder = await asyncio.to_thread(
-            self._staging.peft_folder, ref, adapter, base=self.capabilities.root
+            self.staging.peft_folder, ref, adapter, base=self.capabilities.root
         )
         if self.route == "http":
             await self._residency.load(name, path=folder)
@@ -498,11 +498,11 @@ class Replica:
         """Put an adapter where the worker extension reads it; what the server is told."""
         dtype = self.capabilities.lora_dtype or "float32"
         if isinstance(adapter.factors, PerturbedFactors):
-            return await asyncio.to_thread(self._staging.member_text, ref, adapter)
-        if self._staging.is_in_place(adapter):
+            return await asyncio.to_thread(self.staging.member_text, ref, adapter)
+        if self.staging.is_in_place(adapter):
             # A few kernels: sooner done than handed to a thread.
-            return str(self._staging.buffer_folder(ref, adapter, dtype=dtype))
-        write = self._staging.buffer_folder
+            return str(self.staging.buffer_folder(ref, adapter, dtype=dtype))
+        write = self.staging.buffer_folder
         return str(await asyncio.to_thread(write, ref, adapter, dtype=dtype))
 
     def _open(self) -> None:

@@ -41,6 +41,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 LOGS_S = 7 * 24 * 3600.0
 _POLL_S = 0.05
+GRACE_S = 10.0
+"""For a server to end by itself."""
 _LIMIT_BYTES = 2**24
 
 
@@ -135,12 +137,12 @@ def find_registries(root: Path) -> list[FoundRegistry]:
     return registries
 
 
-def stop_processes(records: Iterable[ServerRecord], *, grace_s: float = 10.0) -> int:
+def stop_processes(records: Iterable[ServerRecord]) -> int:
     """Stop process groups that are not our children: ask, wait, then force. How many there were."""
     alive = [record for record in records if record.is_alive]
     for record in alive:
         signal_group(record.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + GRACE_S
     while any(record.is_alive for record in alive) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for record in alive:

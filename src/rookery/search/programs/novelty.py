@@ -5,14 +5,13 @@
     if repeated is None:
         index.add("p7", code=code_hash(text, language="python"), embedding=vector)
 
-Before an evaluation the code and its embedding are known, afterwards its output too: `find` looks
-at what it is given. Embeddings are compared with the newest `num_compared` programs, so the cost
-does not grow with the run.
+`find` looks at what it is given. Embeddings are compared with the newest `num_compared` programs,
+so the cost does not grow with the run.
 """
 
 import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
@@ -22,16 +21,12 @@ from pydantic import Field
 
 from rookery.config import Config
 
-__all__ = ["NoveltyConfig", "NoveltyIndex", "NoveltyState", "Repetition", "code_hash", "text_hash"]
+__all__ = ["NoveltyConfig", "NoveltyIndex", "Repetition", "code_hash", "text_hash"]
 
 
 class NoveltyConfig(Config):
     """What counts as a repetition."""
 
-    code: bool = True
-    """Reject a program whose code is the same up to layout and comments."""
-    output: bool = False
-    """Reject a program whose output is the same."""
     similarity_threshold: float = Field(default=0.99, gt=0, le=1)
     """Reject a program whose embedding has at least this cosine with another's."""
     num_compared: int = Field(default=1000, ge=1)
@@ -44,59 +39,30 @@ class NoveltyConfig(Config):
 class Repetition:
     """Why a program is not new: `Repetition(kind="code", of="p3")`."""
 
-    kind: Literal["code", "output", "embedding"]
+    kind: Literal["code", "embedding"]
     of: str
     """The id of the program that it repeats."""
     similarity: float = 1.0
-    """The cosine of the embeddings; 1 for equal code or output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoveltyState:
-    """The index as a value, without vectors: their owner hands them in again."""
-
-    codes: dict[str, str]
-    """{hash: id of the first program with it}."""
-    outputs: dict[str, str]
-    embedded: tuple[str, ...] = ()
-    """Ids of the programs whose embeddings are compared, oldest first."""
-
-
-EMPTY = NoveltyState(codes={}, outputs={})
+    """The cosine of the embeddings; 1 for equal code."""
 
 
 class NoveltyIndex:
     """The hashes of all programs added, and the embeddings of the newest."""
 
-    def __init__(
-        self,
-        config: NoveltyConfig,
-        *,
-        state: NoveltyState = EMPTY,
-        embeddings: Mapping[str, Sequence[float]] | None = None,
-    ) -> None:
-        """`embeddings` has a vector for each id of `state.embedded`."""
+    def __init__(self, config: NoveltyConfig) -> None:
         self._config = config
-        self._codes, self._outputs = dict(state.codes), dict(state.outputs)
+        self._codes: dict[str, str] = {}
+        """{hash: id of the first program with it}."""
         self._embedded: list[str] = []
         self._vectors = np.zeros((0, 0), dtype=np.float32)
         self._num_kept = config.num_compared + config.num_later
         self.num_embedded = 0
         """Programs that were added with an embedding, all together."""
-        for id in state.embedded:
-            self._add_embedding(id, (embeddings or {})[id])
-
-    @property
-    def state(self) -> NoveltyState:
-        oldest = self.num_embedded % self._num_kept if self.num_embedded > self._num_kept else 0
-        order = (*self._embedded[oldest:], *self._embedded[:oldest])
-        return NoveltyState(codes=dict(self._codes), outputs=dict(self._outputs), embedded=order)
 
     def find(
         self,
         *,
         code: str | None = None,
-        output: str | None = None,
         embedding: Sequence[float] | None = None,
         num_known: int | None = None,
     ) -> Repetition | None:
@@ -105,10 +71,8 @@ class NoveltyIndex:
         With `num_known` its embedding is compared as it would have been when `num_embedded` was
         that: with no program that was added later.
         """
-        if self._config.code and code in self._codes:
+        if code is not None and code in self._codes:
             return Repetition(kind="code", of=self._codes[code])
-        if self._config.output and output in self._outputs:
-            return Repetition(kind="output", of=self._outputs[output])
         return None if embedding is None else self._find_similar(embedding, num_known)
 
     def can_compare(self, embedding: Sequence[float]) -> bool:
@@ -121,14 +85,11 @@ class NoveltyIndex:
         id: str,
         *,
         code: str | None = None,
-        output: str | None = None,
         embedding: Sequence[float] | None = None,
     ) -> None:
         """Remember the program; of equal ones the first is the one that is named."""
         if code is not None:
             self._codes.setdefault(code, id)
-        if output is not None:
-            self._outputs.setdefault(output, id)
         if embedding is not None:
             self._add_embedding(id, embedding)
 

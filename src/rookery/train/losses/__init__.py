@@ -32,7 +32,6 @@ __all__ = [
     "CorrectionConfig",
     "KlConfig",
     "Loss",
-    "LossConfig",
     "LossOutput",
     "PolicyLoss",
     "PolicyLossConfig",
@@ -40,13 +39,11 @@ __all__ = [
     "make_loss",
 ]
 
-_Policy = Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce | Dro
-
-PolicyLossConfig = Annotated[_Policy, Field(discriminator="type")]
+PolicyLossConfig = Annotated[
+    Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce | Dro,
+    Field(discriminator="type"),
+]
 """Any loss of drawn tokens with its options, as a part of a config file."""
-
-LossConfig = Annotated[CrossEntropy | _Policy, Field(discriminator="type")]
-"""Any loss with its options, as a part of a config file."""
 
 LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss] | type[Custom]] = {
     "cross_entropy": CrossEntropy,

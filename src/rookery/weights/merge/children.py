@@ -336,7 +336,7 @@ def _blend_deltas(
 ) -> None:
     """On the CPU blends have a thread each and products have all of them: by turns, never both. On
     a GPU, where a wait takes longer than the numbers, matrices of one shape are cut together."""
-    is_on_gpu = _is_on_gpu(population)
+    is_on_gpu = computes_on_gpu(population)
     for patches in _patches(population, crosses):
         blended = each(partial(_blend_patch, method), patches, num_threads=1 if is_on_gpu else None)
         dense = [
@@ -348,7 +348,7 @@ def _blend_deltas(
             _cut(group, children)
 
 
-def _is_on_gpu(population: Stack) -> bool:
+def computes_on_gpu(population: Stack) -> bool:
     return population.data.is_cuda
 
 
@@ -374,7 +374,7 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
 
 
 def _num_at_a_time(population: Stack, *, numbers: int) -> int:
-    if _is_on_gpu(population):
+    if computes_on_gpu(population):
         return _GPU_NUMBERS // numbers
     return min(torch.get_num_threads(), _DENSE_NUMBERS // numbers)
 

@@ -1,13 +1,10 @@
 import pytest
-from pydantic import TypeAdapter
 
 from rookery.search.programs.novelty import (
     NoveltyConfig,
     NoveltyIndex,
-    NoveltyState,
     Repetition,
     code_hash,
-    text_hash,
 )
 
 SQUARE = "def f(x):\n    return x * x\n"
@@ -37,42 +34,28 @@ def test_python_that_cannot_be_parsed_is_compared_by_its_text(code: str) -> None
 
 
 def test_what_is_repeated_is_named() -> None:
-    index = NoveltyIndex(NoveltyConfig(output=True, similarity_threshold=0.9))
-    index.add("a", code="c1", output=text_hash("42"), embedding=[1.0, 0.0])
-    index.add("b", code="c2", output=text_hash("43"), embedding=[0.0, 2.0])
-    assert index.find(code="c1", output=text_hash("9")) == Repetition(kind="code", of="a")
-    assert index.find(code="c9", output=text_hash("43")) == Repetition(kind="output", of="b")
+    index = NoveltyIndex(NoveltyConfig(similarity_threshold=0.9))
+    index.add("a", code="c1", embedding=[1.0, 0.0])
+    index.add("b", code="c2", embedding=[0.0, 2.0])
+    assert index.find(code="c1") == Repetition(kind="code", of="a")
     similar = index.find(code="c9", embedding=[0.1, 5.0])
     assert similar is not None
     assert (similar.kind, similar.of) == ("embedding", "b")
     assert 0.99 < similar.similarity < 1
-    assert index.find(code="c9", output=text_hash("9"), embedding=[1.0, 1.0]) is None
+    assert index.find(code="c9", embedding=[1.0, 1.0]) is None
     index.add("c", code="c1")
     assert index.find(code="c1") == Repetition(kind="code", of="a")
 
 
-def test_outputs_may_repeat_unless_asked_for() -> None:
-    index = NoveltyIndex(NoveltyConfig())
-    index.add("a", output=text_hash("42"))
-    assert index.find(output=text_hash("42")) is None
-
-
-def test_embeddings_of_the_newest_are_compared_also_after_reloading() -> None:
-    config = NoveltyConfig(num_compared=3, similarity_threshold=0.999)
+def test_embeddings_of_the_newest_are_compared() -> None:
+    index = NoveltyIndex(NoveltyConfig(num_compared=3, similarity_threshold=0.999))
     vectors = {f"p{k}": [float(k == place) for place in range(5)] for k in range(5)}
-    index = NoveltyIndex(config)
     for id, vector in vectors.items():
         index.add(id, code=id, embedding=vector)
-    document = TypeAdapter(NoveltyState).dump_json(index.state)
-    again = NoveltyIndex(
-        config, state=TypeAdapter(NoveltyState).validate_json(document), embeddings=vectors
-    )
-    for one in (index, again):
-        repeated = [one.find(embedding=vector) for vector in vectors.values()]
-        assert [found and found.of for found in repeated] == [None, None, "p2", "p3", "p4"]
-        one.add("p5", embedding=[1.0, 1.0, 0.0, 0.0, 0.0])
-        assert one.find(embedding=vectors["p2"]) is None
-        assert one.state.embedded == ("p3", "p4", "p5")
+    repeated = [index.find(embedding=vector) for vector in vectors.values()]
+    assert [found and found.of for found in repeated] == [None, None, "p2", "p3", "p4"]
+    index.add("p5", embedding=[1.0, 1.0, 0.0, 0.0, 0.0])
+    assert index.find(embedding=vectors["p2"]) is None
 
 
 def test_programs_that_were_added_later_can_be_left_out() -> None:
