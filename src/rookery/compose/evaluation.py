@@ -61,6 +61,7 @@ __all__ = [
     "EvaluationConfig",
     "Split",
     "anchored",
+    "digest_inputs",
     "evaluate",
     "model_row",
     "plan_evaluation",
@@ -189,7 +190,7 @@ def read_inputs(config: EvaluationConfig) -> _Inputs:
     return _Inputs(taskset, tasks, adapters, folder, load_template(folder))
 
 
-def _digests(inputs: _Inputs) -> dict[str, str]:
+def digest_inputs(inputs: _Inputs) -> dict[str, str]:
     tasks = {inputs.taskset.name: digest(inputs.tasks)}
     adapters = {"adapters": digest_adapters(inputs.adapters)} if inputs.adapters else {}
     return join_digests(tasks, adapters, digest_models({"the model": inputs.folder}))
@@ -229,7 +230,7 @@ def plan_evaluation(
     `complete` makes the report that is written."""
     inputs = read_inputs(config)
     return RunPlan(
-        digests=partial(_digests, inputs),
+        digests=partial(digest_inputs, inputs),
         scorers=digest_scorers([inputs.taskset]),
         opened=_open(config, inputs, display, names=[BASE, *names], complete=complete),
     )

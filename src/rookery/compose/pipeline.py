@@ -18,7 +18,13 @@ from typing import Self
 
 from pydantic import Field, field_validator
 
-from rookery.compose.evaluation import BASE, EvaluationConfig, plan_evaluation, read_inputs
+from rookery.compose.evaluation import (
+    BASE,
+    EvaluationConfig,
+    digest_inputs,
+    plan_evaluation,
+    read_inputs,
+)
 from rookery.compose.evolve_inputs import EvolveRunConfig
 from rookery.compose.running import (
     ConfigSource,
@@ -26,6 +32,7 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
+    StartedOn,
     finisher,
     is_run,
     read_digests,
@@ -122,21 +129,28 @@ def _finish(
     _require_one_model(config, settings)
     same = _on_same_inputs(open_run, inputs)
     again = take_steps(lambda _: config, same, display, inputs=inputs, take=_take)
+    if again.folder is not None and REPORT in inputs:
+        again = replace(again, whole=StartedOn(again.folder, inputs[REPORT].all))
     return finisher(_plan)(config, again, display)
 
 
+REPORT = "the report"
+"""Among the steps, whose names are one word."""
 STEPS = "steps.json"
-"""Digests of what the steps read by themselves: one that begins later begins with the same."""
+"""Digests of what steps and report read by themselves: who begins later begins with the same."""
 UNREADABLE = (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError)
 
 
 def _read_inputs(config: PipelineConfig, settings: Mapping[str, Config]) -> dict[str, StepInputs]:
-    """What each step reads that no other makes; refuses what cannot be read."""
+    """What each step and the report read that no step makes; refuses what cannot be read."""
     reader = InputReader()
-    return {
+    inputs = {
         name: reader.read(name, each, made={key for key, _ in feeds(config, name)})
         for name, each in settings.items()
     }
+    if config.report is not None:
+        inputs[REPORT] = StepInputs(digests=digest_inputs(read_inputs(config.report)))
+    return inputs
 
 
 def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, StepInputs]) -> RunOpener:

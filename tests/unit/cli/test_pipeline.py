@@ -418,6 +418,23 @@ def test_data_that_change_between_two_steps_are_noticed(
     assert rookery("runs", "resume", "f").code == 0
 
 
+def test_report_tasks_that_change_while_the_steps_run_are_noticed(
+    rookery: Command, place: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = held_out.read_text()
+
+    from rookery.ui.steps import Steps
+
+    with monkeypatch.context() as patch:
+        edited = rows.replace("w91", "w92")
+        patch.setattr(Steps, "end", lambda *_: held_out.write_text(edited))
+        ended = rookery("pipeline", "run", write(place, {"first": student()}), "--name", "f")
+    for again in (ended, rookery("runs", "resume", "f")):
+        assert again.code == 2 and "The data of held_out changed since" in again.words
+    held_out.write_text(rows)
+    assert rookery("runs", "resume", "f").code == 0
+
+
 def test_a_step_of_any_loop_is_known_by_the_data_it_reads(rookery: Command, place: Path) -> None:
     """The digests that a pipeline has of its steps are those that they have of themselves."""
     require_sandbox()
