@@ -2,11 +2,13 @@
 
 import difflib
 import fnmatch
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.logging import RichHandler
 from rich.markup import escape
 
@@ -47,6 +49,8 @@ __all__ = [
 
 FUNCTIONS = ("*.function",)
 """Flags that name a Python function, of any command."""
+ELSEWHERE = ("run:", "generated:", "hf://")
+"""How values of flags begin that name a file or a taskset by something else than its path."""
 
 console = PlainConsole()
 display = Display()
@@ -87,9 +91,18 @@ def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[s
 
 
 def _from_here(key: str, text: str, paths: Sequence[str]) -> str:
-    if _is_any(key, paths) and not text.startswith("run:"):
-        return str(expanded(text).absolute())
+    if _is_any(key, paths):
+        if text.startswith("["):
+            return json.dumps([_from_here(key, path, paths) for path in _listed(key, text)])
+        return text if text.startswith(ELSEWHERE) else str(expanded(text).absolute())
     return function_from_folder(text, Path.cwd()) if _is_any(key, FUNCTIONS) else text
+
+
+def _listed(key: str, text: str) -> list[str]:
+    try:
+        return list(map(str, yaml.safe_load(text)))
+    except yaml.YAMLError:
+        raise ConfigError(f"--{key} is {text}: a list is [..., ...].") from None
 
 
 def _is_any(key: str, patterns: Sequence[str]) -> bool:

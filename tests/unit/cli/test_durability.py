@@ -67,15 +67,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "report": {"model": "tiny", "taskset": "held_out.jsonl"},
     },
+    "league": {
+        "engine": {"model": "tiny", "cache_gib": 0.01},
+        "taskset": "drawn.yaml",
+        "budget": {"max_answer_tokens": 200},
+        "num_seeds": 1,
+        "num_answers": 2,
+        "entrants": ["sft", "es", "best_of_n"],
+        "settings": {"sft": {"rank": 2, "layers": 1, "batch_size": 4},
+                     "es": {"init": {"rank": 2},
+                            "stages": [{"type": "es", "rank": 1, "num_pairs": 1}]}},
+    },
 }  # fmt: skip
+DRAWN = CONFIGS["grpo"]["tasksets"][0]
 COMMANDS = {
     "eval": ("eval", "tiny", "tasks.jsonl", "--adapter", "a"),
     "sft": ("sft", "tiny", "tasks.jsonl", "out", "--rank", "2", "--layers", "1", "--steps", "4",
             "--save-every", "1"),
     **{name: (name, "run", f"{name}.yaml") for name in CONFIGS},
+    "league": ("league", "league.yaml"),
 }  # fmt: skip
 CLOCKS = re.compile(
-    r"seconds|_s$|time|per_s$|^run$|^name$|made_from|num_computed|computed|cached|^tokens$"
+    r"seconds|_s$|time|per_s$|^run$|^name$|made_from|^runs$|num_computed|computed|cached|^tokens$"
 )
 """Keys of what depends on the clock, on the name of the run or on what was asked before."""
 
@@ -107,6 +120,7 @@ def configs(place: Path, files: Path) -> Path:
     items = [{"id": f"i{i}", "pair": i // 2, "a": 4 + i, "b": 40 + 3 * i} for i in range(8)]
     write_rows(place / "items.jsonl", items)
     (place / "reward.py").write_text(REWARD)
+    (place / "drawn.yaml").write_text(yaml.safe_dump(DRAWN))
     for name, config in CONFIGS.items():
         (place / f"{name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return place
@@ -164,8 +178,8 @@ ONCE, OFTEN = (0.4,), (0.05, 0.1, 0.1, 0.2, 0.2)
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        *((name, ONCE) for name in COMMANDS),
-        *(pytest.param(name, OFTEN, marks=long) for name in ("genome", "grpo", "icm")),
+        *((name, ONCE) for name in COMMANDS if name != "league"),
+        *(pytest.param(name, OFTEN, marks=long) for name in ("genome", "grpo", "icm", "league")),
     ],
 )
 def test_a_killed_command_goes_on_to_the_same_end(

@@ -216,6 +216,20 @@ def test_what_cannot_be_is_refused_before_the_first_entrant(
     assert sentence in refused("league", write(place, **change)).words
 
 
+def test_flags_name_tasksets_and_lists_of_files(
+    refused: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place, entrants=["genome"])
+    (place / "here").mkdir()
+    monkeypatch.chdir(place / "here")
+    words = ("league", league, "--taskset", "generated:arithmetic", "--founders")
+    assert f"no folder {place}/here/nowhere" in refused(*words, "[../a, nowhere]").words
+    assert (
+        "founders.1 is run:nowhere/trained" in refused(*words, "[../a, run:nowhere/trained]").words
+    )
+    assert "--founders is [a: a list is" in refused(*words, "[a").words
+
+
 def test_an_interrupted_league_does_not_go_on_with_other_tasks(
     rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
