@@ -33,10 +33,6 @@ class DecodeBatch:
     def num_rows(self) -> int:
         return len(self._lengths)
 
-    @property
-    def num_free(self) -> int:
-        return self._max_rows - len(self._lengths)
-
     def add(self, keys_and_values: torch.Tensor, *, slot: int | None) -> int:
         """Start a row from a prompt's [layers, 2, KV, tokens, D]; returns its number."""
         length = keys_and_values.shape[3]

@@ -198,15 +198,6 @@ def test_check_wants_the_dimensions_of_the_search(
     assert "The evaluator reported no 'speed', a dimension of the search" in ended.words
 
 
-def test_a_first_program_that_fails_is_refused(
-    refused: Command, problem: Path, model: Scripted
-) -> None:
-    (problem / "program.py").write_text("def solve(): return 'high'\n")
-    before = model.stats()["calls"]
-    assert "first program" in refused(*RUN, *model.flags).words
-    assert model.stats()["calls"] == before
-
-
 def test_a_finished_run_is_extended_under_its_own_config(
     rookery: Command, problem: Path, model: Scripted
 ) -> None:

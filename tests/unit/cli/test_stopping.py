@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -149,8 +149,11 @@ def test_a_path_with_spaces_is_quoted_in_the_hint(
     assert rookery("runs", "resume", place / "my runs/x").code == 0
 
 
+@pytest.mark.parametrize("is_command", [True, False], ids=["command", "script"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_work_is_cancelled_and_the_handlers_come_back(number: signal.Signals) -> None:
+def test_work_is_cancelled_and_the_handlers_come_back(
+    number: signal.Signals, is_command: bool
+) -> None:
     has_cleaned = False
 
     async def work() -> None:
@@ -162,23 +165,11 @@ def test_work_is_cancelled_and_the_handlers_come_back(number: signal.Signals) ->
             has_cleaned = True
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with stop_signals():
-        with pytest.raises(Stopped, match=number.name) as stopped:
-            run_stoppable(work())
-        assert has_cleaned and stopped.value.code == 128 + number
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_script_that_goes_on_has_its_own_handlers_again(number: signal.Signals) -> None:
-    async def work() -> None:
-        os.kill(os.getpid(), number)
-        await asyncio.sleep(60)
-
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(Stopped):
-            run_stoppable(work())
+        with stop_signals() if is_command else nullcontext():
+            with pytest.raises(Stopped, match=number.name) as stopped:
+                run_stoppable(work())
+            assert has_cleaned and stopped.value.code == 128 + number
         after = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before[0])

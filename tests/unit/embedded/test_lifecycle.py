@@ -201,7 +201,7 @@ async def test_an_unexpected_error_ends_every_wait_and_refuses_what_comes_later(
         await refuses_everything(engine, ref, match="unexpected error")
 
 
-@pytest.mark.parametrize(
+each_shortage = pytest.mark.parametrize(
     "error",
     [
         MemoryError("Unable to allocate 120 GiB"),
@@ -209,6 +209,9 @@ async def test_an_unexpected_error_ends_every_wait_and_refuses_what_comes_later(
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
+
+
+@each_shortage
 async def test_short_memory_once_costs_what_is_in_flight_time_alone(
     tiny_model: SlottedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -231,14 +234,7 @@ async def test_short_memory_once_costs_what_is_in_flight_time_alone(
         assert fault.error is None and engine.stats.num_in_flight == 0
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("Unable to allocate 120 GiB"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ],
-)
+@each_shortage
 async def test_short_memory_twice_fails_what_is_in_flight_and_the_engine_goes_on(
     tiny_model: SlottedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -89,13 +89,17 @@ def open_search(
     make: Callable[[str], Adapter] = make,
     slow: tuple[str, ...] = (),
     race: RaceConfig = UNRACED,
+    num_tasks: int | None = None,
     is_remote: bool,
 ) -> SearchEvaluator:
+    """Of `num_tasks` tasks, or of TASKS."""
+    numbers = range(num_tasks or 0)
+    tasks = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in numbers] or TASKS
     return SearchEvaluator(
         evaluator,  # type: ignore[arg-type]
         loader=CandidateLoader(adapters or FakeAdapters(), run=run),
         builder=Makers(make, slow),  # type: ignore[arg-type]
-        tasks=TASKS,
+        tasks=tasks,
         weights={"t": 1.0},
         race=race,
         is_remote=is_remote,
@@ -292,18 +296,10 @@ async def test_a_race_drops_the_hopeless_and_keeps_servers_full(
 ) -> None:
     monkeypatch.setattr(search_evaluator, "WAVE", 12)
     monkeypatch.setattr(search_evaluator, "REMOTE_WAVE", 12)
-    tasks = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(120)]
     evaluator = Ranked({"first": 1.0, "second": 0.0, "third": 0.0})
     evaluator.expected = 48 if is_remote else 12
-    search = SearchEvaluator(
-        evaluator,  # type: ignore[arg-type]
-        loader=CandidateLoader(FakeAdapters(), run=run),
-        builder=Makers(),  # type: ignore[arg-type]
-        tasks=tasks,
-        weights={"t": 1.0},
-        race=RaceConfig(block=4),
-        is_remote=is_remote,
-    )
+    race = RaceConfig(block=4)
+    search = open_search(evaluator, run, race=race, num_tasks=120, is_remote=is_remote)
     measured = await search.measure(NAMES, rivals=(), seed=0, keep=1)
     assert measured["first"].is_complete and measured["first"].fitness.score == 1.0
     for name in NAMES[1:]:
@@ -333,16 +329,9 @@ async def test_a_failure_while_the_next_wave_is_out_fails_the_candidate_alone(
             found = await super().evaluate(models, tasks)
             return [_without(e, "t3") if e.model.name == "second" else e for e in found]
 
-    tasks = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(60)]
-    search = SearchEvaluator(
-        Failing({"first": 1.0, "second": 0.9, "third": 0.8}),  # type: ignore[arg-type]
-        loader=CandidateLoader(FakeAdapters(), run=run),
-        builder=Makers(),  # type: ignore[arg-type]
-        tasks=tasks,
-        weights={"t": 1.0},
-        race=RaceConfig(block=4),
-        is_remote=True,
-    )
+    evaluator = Failing({"first": 1.0, "second": 0.9, "third": 0.8})
+    race = RaceConfig(block=4)
+    search = open_search(evaluator, run, race=race, num_tasks=60, is_remote=True)
     measured = await search.measure(NAMES, rivals=(), seed=0, keep=2)
     assert measured["second"].error == "t3 fails" and measured["second"].fitness.is_failed
     assert measured["first"].is_complete and not measured["third"].error

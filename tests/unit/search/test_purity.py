@@ -20,13 +20,7 @@ def test_the_package_has_no_clock_no_io_and_no_global_random() -> None:
         ),
         *("statistics", "sys", "typing", "warnings", "numpy", "pydantic", "cma", "rookery"),
     }
-    layers = (
-        "rookery.config",
-        "rookery.errors",
-        "rookery.seeding",
-        "rookery.types",
-        "rookery.search",
-    )
+    layers = tuple(f"rookery.{part}" for part in ("config", "errors", "seeding", "types", "search"))
     for path in Path(rookery.search.__path__[0]).rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):

@@ -120,23 +120,15 @@ async def test_an_interrupted_training_continues_bit_for_bit(
 
     with pytest.raises(Killed):
         await train(model, data, config=config, checkpoints=tmp_path / "c", on_step=kill_at_5)
-    resumed = await train(
-        model,
-        data,
-        config=config,
-        checkpoints=tmp_path / "c",
-        on_step=lambda s: seen.append(s.step),
-    )
+
+    def note(step: SftStep) -> None:
+        seen.append(step.step)
+
+    resumed = await train(model, data, config=config, checkpoints=tmp_path / "c", on_step=note)
     assert seen == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
     assert resumed.version == straight.version
     seen.clear()
-    again = await train(
-        model,
-        data,
-        config=config,
-        checkpoints=tmp_path / "c",
-        on_step=lambda s: seen.append(s.step),
-    )
+    again = await train(model, data, config=config, checkpoints=tmp_path / "c", on_step=note)
     assert seen == [] and again.version == straight.version
     changed = config.model_copy(update={"learning_rate": 1e-3})
     other = await train(model, data, config=changed, checkpoints=tmp_path / "c")

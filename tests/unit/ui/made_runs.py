@@ -125,14 +125,7 @@ def make_grpo(
             bar.update(done=step + 1)
             metrics = {"reward/mean": 0.1 * step, "train/entropy": 2.0, "time/draw_s": 0.2}
             examples = [{"task": "add/1", "text": f"five {text}", "reward": 1.0}]
-            _append(
-                run,
-                [
-                    NewEvent(
-                        kind="step", payload={"step": step, "examples": examples}, key=str(step)
-                    )
-                ],
-            )
+            _append(run, [_event("step", str(step), step=step, examples=examples)])
             run.log_metrics(step, metrics)
         rollouts = [{"text": f"seven {text}", "reward": r, "advantages": None} for r in (0.0, 1.0)]
         batch = dumps({"groups": [{"task": "add/2", "rollouts": rollouts}]}).encode()
@@ -152,17 +145,9 @@ def make_icm(
 ) -> Path:
     with Run.create(root, kind="icm", name=name, config={"batch_size": 2}) as run:
         for number in range(6):
-            payload = {"item": "i1", "utility": float(number), "labels": "-01", "is_accepted": True}
-            _append(
-                run,
-                [
-                    NewEvent(
-                        kind="decision",
-                        payload={**payload, "num_frustrated": 1},
-                        key=f"0/0/{number}",
-                    )
-                ],
-            )
+            decision = {"item": "i1", "labels": "-01", "is_accepted": True, "num_frustrated": 1}
+            key = f"0/0/{number}"
+            _append(run, [_event("decision", key, utility=float(number), **decision)])
             run.log_metrics(number, {"icm/num_violated_0_0": float(number < 2)})
         if report is not None:
             run.write_json("report.json", made_icm(run=name, **report))

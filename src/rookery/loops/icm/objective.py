@@ -292,7 +292,6 @@ class Assessment:
     """What one evaluation of a labelling says."""
 
     utility: float
-    predictability: float
     num_violated: int
     frustrated: tuple[int, ...]
     """Labelled items that the others predict to have another label."""
@@ -328,7 +327,6 @@ def assess(
     predictability = total / len(items) if config.reduce == "mean" else total
     return Assessment(
         utility=config.alpha * predictability - num_violated,
-        predictability=predictability,
         num_violated=num_violated,
         frustrated=tuple(i for i in items if argmax_label(values[i]) != labels[i]),
         margins=margins,
