@@ -8,6 +8,8 @@ A step of the run `flow` is called `flow.STEP`: it is shown, inspected and resum
 `run:STEP/PART` is what an earlier step left.
 """
 
+import ctypes
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,6 +57,7 @@ __all__ = [
     "StepsConfig",
     "describe_step",
     "feeds",
+    "give_back_memory",
     "place_of",
     "read_step",
     "require_order",
@@ -138,7 +141,17 @@ def take_steps(
                 take(run, name, partial(_take_step, config, name, whole=same, display=display))
                 run.append_blocking("pipeline/step", {"name": name}, key=name)
                 steps.end(name)
+                give_back_memory()
     return replace(open_run, open=lambda: Run.open(path), folder=path)
+
+
+def give_back_memory() -> None:
+    """What a step freed goes back to the machine: the C library keeps gigabytes of it, in pieces
+    that the next model does not fit into."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _take_step(config: StepsConfig, name: str, *, whole: StartedOn, display: Display) -> None:

@@ -1,7 +1,9 @@
 """What a loop leaves is what another takes: every pair, on the tiny model."""
 
+import ctypes
 import json
 import math
+import os
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +15,7 @@ from tiny import tiny_adapter
 
 import rookery
 from rookery.compose.serve import ServeConfig, serving
+from rookery.compose.steps import give_back_memory
 from rookery.embedded import EngineConfig
 from rookery.engines import open_engine
 from rookery.errors import ConfigError
@@ -206,3 +209,19 @@ def test_the_page_shows_the_chain(runs: Path) -> None:
         ("one", []),
         ("two", []),
     ]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_memory_that_a_step_freed_goes_back() -> None:
+    """Pieces too small for a mapping of their own stay with the process until it is told."""
+    pieces = [bytearray(100_000) for _ in range(4_000)]
+    held = resident_bytes()
+    kept = pieces[::100]
+    del pieces
+    assert resident_bytes() > held - 100e6, "the C library gives it back by itself"
+    give_back_memory()
+    assert resident_bytes() < held - 300e6 and len(kept) == 40
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
