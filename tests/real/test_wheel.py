@@ -25,7 +25,7 @@ from rookery.cli.demo import Kind
 ROOT = Path(__file__).parents[2]
 GIVEN = os.environ.get("ROOKERY_WHEEL")
 pytestmark = [
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(
         not (GIVEN or os.environ.get("ROOKERY_LONG")), reason="set ROOKERY_LONG, or make test-real"
     ),
