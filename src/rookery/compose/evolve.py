@@ -131,8 +131,9 @@ logger = logging.getLogger(__name__)
 class IterationLines(Observer[Iteration]):
     """The metrics of the evolution itself go to the run too."""
 
-    def __init__(self, display: Display, bar: Bar, run: Run) -> None:
+    def __init__(self, display: Display, bar: Bar, run: Run, *, num_baselines: int) -> None:
         self._display = display
+        self._num_baselines = num_baselines
         self._bar = bar
         self._run = run
         self._num_tokens = 0
@@ -152,6 +153,10 @@ class IterationLines(Observer[Iteration]):
             total=step.num_iterations,
             tokens=self._num_tokens,
         )
+
+    def on_budget(self, share: float) -> None:
+        if not self._num_baselines:  # they come on top
+            self._bar.left.limit(share)
 
     def _list_run(self) -> None:
         """From its first iteration on: what ends before leaves no run."""
@@ -430,7 +435,7 @@ async def _evolve(
                     extended_from=config.extended_from,
                 )
                 engine = replace(opened, embedder=embedder)
-                shown = IterationLines(display, bar, run)
+                shown = IterationLines(display, bar, run, num_baselines=num_baselines)
                 report = await evolve(loop_inputs, engine=engine, run=run, observer=shown)
             new = tuple(each for each in inputs.warnings if each not in report.warnings)
             report = report.model_copy(update={"warnings": (*new, *report.warnings)})

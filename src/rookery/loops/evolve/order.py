@@ -26,6 +26,7 @@ __all__ = [
     "SteadyOrder",
     "find_exhausted",
     "price",
+    "share_spent",
     "stop_reason",
 ]
 
@@ -190,6 +191,22 @@ def find_exhausted(
     if max_usd is not None and usd is not None and usd > max_usd * (1 + ROUNDING):
         return f"The budget of {max_usd:g} US dollars allows no further iteration."
     return ""
+
+
+def share_spent(
+    budget: EvolveBudgetConfig, spending: Spending, *, elapsed_s: float
+) -> float | None:
+    """The part of the tightest limit that is spent; None without limits."""
+    answers = spending.completion_tokens + spending.training_answer_tokens + spending.choice_tokens
+    hours = None if budget.max_hours is None else budget.max_hours * 3600
+    limits = (
+        (spending.num_rollouts, budget.max_rollouts),
+        (answers, budget.max_answer_tokens),
+        (spending.tokens, budget.max_tokens),
+        (price(spending, budget) or 0.0, budget.max_usd),
+        (elapsed_s, hours),
+    )
+    return max((spent / most for spent, most in limits if most), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

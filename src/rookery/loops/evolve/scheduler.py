@@ -38,6 +38,7 @@ from rookery.loops.evolve.order import (
     SearchProgress,
     SteadyOrder,
     find_exhausted,
+    share_spent,
     stop_reason,
 )
 from rookery.loops.evolve.outputs import Due, Outputs
@@ -383,10 +384,19 @@ class AttemptScheduler:
                 await asyncio.wrap_future(told.stored)
             if told.iteration is not None:
                 self._parts.observer.on_step(told.iteration)
+                self._tell_budget()
             if self._outputs is not None and told.due is not None:
                 await self._outputs.write(told.due)
             if told.is_last_recorded:
                 await self._note_resumed()
+
+    def _tell_budget(self) -> None:
+        if self._series:
+            return  # a baseline spends what the evolution did
+        budget, spending = self._parts.config.rookery.budget, self._state.spending
+        share = share_spent(budget, spending, elapsed_s=self.elapsed_s)
+        if share is not None:
+            self._parts.observer.on_budget(share)
 
     async def _note_resumed(self) -> None:
         if self._outputs is not None:

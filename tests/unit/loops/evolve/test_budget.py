@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from rookery.loops.evolve.config import EvolveBudgetConfig
-from rookery.loops.evolve.order import BacklogLimit, SearchProgress, find_exhausted, stop_reason
+from rookery.loops.evolve.order import (
+    BacklogLimit,
+    SearchProgress,
+    find_exhausted,
+    share_spent,
+    stop_reason,
+)
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Evaluated, Generated
 
@@ -63,6 +69,25 @@ def test_attempts_in_flight_count_as_much_as_the_dearest_before() -> None:
     assert spending.tokens == 320
     assert not find_exhausted(config, spending, num_told=2, num_open=1)
     assert find_exhausted(config, spending, num_told=2, num_open=2)
+
+
+@pytest.mark.parametrize(
+    ("budget", "share"),
+    [
+        ({}, None),
+        ({"max_tokens": 400}, 0.5),
+        ({"max_answer_tokens": 200}, 0.75),
+        ({"max_hours": 0.01}, 0.25),
+        ({"max_hours": 0.01, "max_tokens": 400, "max_answer_tokens": 200}, 0.75),
+        ({"max_tokens": 2000, "max_rollouts": 10}, 0.3),
+    ],
+)
+def test_the_share_is_that_of_the_tightest_limit(
+    budget: dict[str, float], share: float | None
+) -> None:
+    spending = Spending(prompt_tokens=50, completion_tokens=150, num_rollouts=3)
+    config = EvolveBudgetConfig.model_validate(budget)
+    assert share_spent(config, spending, elapsed_s=9.0) == share
 
 
 # How many children may wait for an evaluation, and why a search stops.

@@ -217,9 +217,13 @@ class Seen(Observer[Iteration]):
     def __init__(self) -> None:
         self.iterations: list[Iteration] = []
         self.sentences: list[str] = []
+        self.shares: list[float] = []
 
     def on_step(self, step: Iteration) -> None:
         self.iterations.append(step)
+
+    def on_budget(self, share: float) -> None:
+        self.shares.append(share)
 
     def on_phase(self, name: str) -> None:
         self.sentences.append(name)
@@ -312,3 +316,14 @@ async def test_what_was_tried_is_told(tmp_path: Path) -> None:
         assert (one.score is None) == bool(one.failure)
         assert bool(one.message) == bool(one.failure)
     assert any(one.is_best for one in seen.iterations)
+
+
+async def test_the_part_of_the_budget_that_is_spent_is_told(tmp_path: Path) -> None:
+    """By the evolution alone: a million iterations that a budget ends have no other end."""
+    seen = Seen()
+    budget = {"max_hours": 0.05}
+    config = toy_config(rookery={"budget": budget, "baselines": ["best_of_n"]})
+    await evolve_toy(tmp_path, config, observer=seen)
+    own = [one for one in seen.iterations if not one.series]
+    assert len(seen.shares) == len(own) < len(seen.iterations)
+    assert 0 < seen.shares[0] <= seen.shares[-1] < 1
