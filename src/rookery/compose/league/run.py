@@ -103,9 +103,8 @@ def _check(league: League) -> StepsConfig:
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
     for name in (name for entrant in entrants if entrant.index == 0 for name in entrant.steps):
-        settings = read_step(
-            steps, name, place, are_made=False
-        )  # those of other seeds differ by these alone
+        # Those of other seeds differ by the seed alone.
+        settings = read_step(steps, name, place, are_made=False)
         if isinstance(settings, SftRunConfig):  # no engine is asked when it is trained
             ranks = {f"The rank of {name}": settings.rank}
             require_adapters(with_rank(league.config.engine, settings.rank), ranks)
