@@ -22,6 +22,7 @@ __all__ = [
     "HeadsSeen",
     "PositionProbe",
     "agree",
+    "any_follows",
     "attend_alike",
     "attend_heads",
     "attend_varlen",
@@ -29,6 +30,7 @@ __all__ = [
     "gap",
     "has_varlen",
     "register",
+    "takes_varlen",
 ]
 
 
@@ -68,12 +70,22 @@ class CausalAttend:
 
     Neighbours of equal length share one call, so lay sequences out sorted by length. What a
     sequence gets does not depend on the others. With `is_exact` it gets the bits of a decoded row.
+
+    A sequence may follow another, `follows` being the place of it: its rows see those of that one
+    too. The texts that several answers begin with are then computed once.
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, device: torch.device, is_exact: bool = False
+        self,
+        lengths: Sequence[int],
+        *,
+        device: torch.device,
+        is_exact: bool = False,
+        follows: Sequence[int | None] = (),
     ) -> None:
         self._is_exact = is_exact
+        self._lengths = lengths
+        self._keys = _Keys(lengths, follows, device=device) if any_follows(follows) else None
         self._runs = [(length, len(list(same))) for length, same in groupby(lengths)]
         self._rows = [length * count for length, count in self._runs]
         self._device = device
@@ -81,8 +93,11 @@ class CausalAttend:
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        if self._keys is not None:
+            return self._following(q, kv, heads, self._keys)
         if len(self._runs) > 1 and has_varlen(q, heads):
-            return self._varlen(q, kv, heads)
+            longest = max(self._lengths)
+            return attend_varlen(q, kv, (self._ends, self._ends), (longest, longest), heads)
         parts = [
             self._run(*run, q_part, kv_part, heads)
             for run, q_part, kv_part in zip(
@@ -138,15 +153,60 @@ class CausalAttend:
             self._masks[length, heads.window] = mask
         return mask
 
-    def _varlen(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        longest = max(length for length, _ in self._runs)
-        return attend_varlen(q, kv, (self._ends, self._ends), (longest, longest), heads)
+    def _following(
+        self, q: torch.Tensor, kv: torch.Tensor, heads: Heads, keys: "_Keys"
+    ) -> torch.Tensor:
+        kv = kv.index_select(0, keys.rows)
+        if has_varlen(q, heads):
+            longest = max(self._lengths), max(keys.lengths)
+            return attend_varlen(q, kv, (self._ends, keys.ends), longest, heads)
+        parts = zip(torch.split(q, list(self._lengths)), torch.split(kv, keys.lengths), strict=True)
+        return torch.cat([_attend_last(q_part, kv_part, heads) for q_part, kv_part in parts])
+
+
+def any_follows(follows: Sequence[int | None]) -> bool:
+    """Whether some sequence follows another."""
+    return any(place is not None for place in follows)
+
+
+class _Keys:
+    """The rows that each sequence sees, end to end: those of the one it follows, then its own."""
+
+    def __init__(
+        self, lengths: Sequence[int], follows: Sequence[int | None], *, device: torch.device
+    ) -> None:
+        starts = [0, *accumulate(lengths)]
+        rows: list[int] = []
+        self.lengths: list[int] = []
+        for place, (length, before) in enumerate(zip(lengths, follows, strict=True)):
+            num_before = len(rows)
+            if before is not None:
+                rows.extend(range(starts[before], starts[before] + lengths[before]))
+            rows.extend(range(starts[place], starts[place] + length))
+            self.lengths.append(len(rows) - num_before)
+        self.rows = torch.tensor(rows, device=device)
+        ends = [0, *accumulate(self.lengths)]
+        self.ends = torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _attend_last(q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """q [rows, H, D] of the last of the keys kv [keys, 2, KV, D], each of those up to itself."""
+    num_keys = len(kv)
+    positions = torch.arange(num_keys - len(q), num_keys, device=q.device)
+    mask = causal_mask(positions, num_keys, window=heads.window, dtype=q.dtype)
+    k_N, v_N = kv.permute(1, 2, 0, 3)[:, None].unbind()
+    return attend_heads(q.transpose(0, 1)[None], k_N, v_N, mask, heads)[0].transpose(0, 1)
 
 
 def has_varlen(q: torch.Tensor, heads: Heads) -> bool:
     """Whether torch has a kernel for sequences of unequal lengths in one call."""
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_half and heads.softcap is None and q.shape[-1] <= _MAX_VARLEN_HEAD
+    return heads.softcap is None and takes_varlen(q.device, q.dtype, head_dim=q.shape[-1])
+
+
+def takes_varlen(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> bool:
+    """The same of a model whose layers have no soft cap."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and is_half and head_dim <= _MAX_VARLEN_HEAD
 
 
 def attend_varlen(

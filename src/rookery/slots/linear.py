@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -201,11 +201,23 @@ class SlottedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
+        pair = self._only_pair() if x.is_cuda else None
+        if pair is not None:
+            out: torch.Tensor = _OnePair.apply(flat, self.weight, self.bias, *pair)  # type: ignore[no-untyped-call]
+            return out.view(*x.shape[:-1], self.out_features)
         out = self.base(flat)
         for rows in self._active.rows:
             if (banks := self.banks(rows)) is not None:
                 rows.add(out, rows.take(flat), banks)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def _only_pair(self) -> SlotFactors | None:
+        """The factors, where one pass over all rows adds those of one slot to plain weights."""
+        if len(self._active.rows) != 1 or self._packed is not None or self.weight is None:
+            return None
+        [rows] = self._active.rows
+        banks = self.banks(rows)
+        return None if banks is None or self.weight.requires_grad else rows.only_pair(banks)
 
     def banks(self, rows: SlotRows) -> Sequence[SlotFactors] | None:
         """What the rows multiply by: factors of their pass, or else the slots loaded here."""
@@ -222,6 +234,37 @@ class SlottedLinear(nn.Module):
             among = nn.functional.pad(x, (0, 0, 0, _LEAST_ROWS - len(x)))
             return nn.functional.linear(among, self.weight, self.bias)[: len(x)]
         return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _OnePair(torch.autograd.Function):
+    """x W + bias + x A B of one adapter. The small products add to what the large ones wrote, so
+    that a GPU passes over the rows half as often as with a sum of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> torch.Tensor:
+        low = x @ a.t()
+        ctx.save_for_backward(x, low, weight, a, b)
+        return nn.functional.linear(x, weight, bias).addmm_(low, b.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, low, weight, a, b = ctx.saved_tensors
+        low_gradient = gradient @ b
+        needs_x, _, _, needs_a, needs_b = ctx.needs_input_grad
+        return (
+            (gradient @ weight).addmm_(low_gradient, a) if needs_x else None,
+            None,
+            None,
+            low_gradient.t() @ x if needs_a else None,
+            gradient.t() @ low if needs_b else None,
+        )
 
 
 class EvenActivation(nn.Module):

@@ -199,6 +199,10 @@ def _slotted(
     _check_finite(model, expected, folder)
     register()
     model.set_attn_implementation(ATTENTION)
+    if model.device.type == "cuda":
+        from rookery.slots.gpu import fuse_modules  # where there is Triton
+
+        fuse_modules(model)
     slotted = SlottedModel(model, names=names)
     with _reading_by_layers(model):
         heads = _check_probe(slotted, probe, expected, folder)

@@ -23,7 +23,14 @@ from torch import nn
 
 from rookery.errors import AdapterError, ModelError, boundary
 from rookery.model_names import is_named
-from rookery.slots.attention import Attend, CausalAttend, HeadsSeen, PositionProbe, agree
+from rookery.slots.attention import (
+    Attend,
+    CausalAttend,
+    HeadsSeen,
+    PositionProbe,
+    agree,
+    takes_varlen,
+)
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
 from rookery.slots.linear import (
     FLOAT32,
@@ -181,6 +188,13 @@ class SlottedModel:
         for weight in self.weights.values():
             # What is left may be part of a mapped file, which would stay in memory as a whole.
             weight.data = weight.data.clone()
+
+    @property
+    def takes_varlen(self) -> bool:
+        """Whether torch attends its sequences of unequal lengths in one call."""
+        config = self._decoder.config
+        is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+        return not is_capped and takes_varlen(self.device, self.dtype, head_dim=self.shape.head_dim)
 
     @property
     def has_experts(self) -> bool:

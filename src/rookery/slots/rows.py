@@ -166,6 +166,13 @@ class SlotRows:
             for part, blocks in zip(parts, self._blocks, strict=True)
         ]
 
+    def only_pair(self, banks: Sequence[SlotFactors]) -> SlotFactors | None:
+        """A [rank, in] and B [out, rank], if all rows lie in one block of a bank of one slot."""
+        if self._layout is not None or len(self._blocks) != 1 or self._blocks[0].num_blocks != 1:
+            return None
+        a, b = banks[self._blocks[0].bank]
+        return (a.squeeze(0), b.squeeze(0)) if len(a) == 1 else None
+
     def add(
         self, out: torch.Tensor, taken: list[torch.Tensor], banks: Sequence[SlotFactors]
     ) -> None:

@@ -300,6 +300,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             if output is not None:
                 running.add(packed, turn_logprobs, output)
 
+    def shares_prompts(self, trainee: LoraTrainee) -> bool:
+        """On a GPU, which sums alike in any company anyway only up to rounding. Below a cut each
+        sequence is computed whole."""
+        return self._cut(trainee) == 0 and self._model.takes_varlen
+
     def probe(self, packed: PackedPass, trainee: LoraTrainee) -> object:
         stacks, [logprobs] = self._logprobs([(trainee, packed)])
         return torch.autograd.grad(logprobs.sum(), stacks.leaves, allow_unused=True)
@@ -316,7 +321,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         stacks = Stacks(
             [trainee for trainee, _ in members],
             model,
-            num_rows=[len(pass_rows) for pass_rows in rows.unpadded],
+            num_rows=[len(pass_rows) for pass_rows in rows.spans],
         )
         cut, lengths = self._cut(members[0][0]), rows.lengths
         hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))
@@ -324,7 +329,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             hidden = functional.pad(hidden, (0, 0, 0, padding))
             lengths.append(padding)
         slots = stacks.rows(rows.spans, len(hidden), block=rows.block)
-        hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots)
+        follows = [*rows.follows, None] if padding else rows.follows
+        hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots, follows=follows)
         parts = list(zip(passes, rows.unpadded, strict=True))
         head_rows = partial(stacks.rows, layer="lm_head")
         return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)

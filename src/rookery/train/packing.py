@@ -8,6 +8,12 @@ Tokens after the last position that predicts something are not read:
     tokens (5, 9),    positions (0, 0), targets (9, 4)
     sorted by length: sequences (5,) and (5, 6, 7); the rows are   0: 5   1: 5   2: 6   3: 7
     predicting (0, 2, 3), target_rows (0, 0, 1, 2), targets (9, 4, 7, 8), datum (0, 0, 1, 1)
+
+With `shares_prompts` what several data begin with, up to their first prediction, is a prompt of the
+pass and computed once; their sequences are the rest.
+
+    tokens (5, 6, 7, 8), positions (2, 3)   tokens (5, 6, 7, 9), positions (2, 3)
+    prompts (5, 6); sequences (7, 8) and (7, 9); after 0: 0, 1: 0
 """
 
 from collections import Counter
@@ -43,8 +49,13 @@ class PackedPass:
     places: list[int] = field(default_factory=list)
     """Where each datum of the pass is in the request."""
     sequences: list[TokenIds] = field(default_factory=list)
+    """What each datum reads, without the prompt that it shares."""
+    prompts: list[TokenIds] = field(default_factory=list)
+    """What several sequences begin with."""
+    after: dict[int, int] = field(default_factory=dict)
+    """Place in `sequences` -> place in `prompts`, of those that share one."""
     predicting: list[int] = field(default_factory=list)
-    """The packed rows that predict something, each once, in order."""
+    """The packed rows that predict something, each once, in order; rows are those of sequences."""
     target_rows: list[int] = field(default_factory=list)
     """The place in `predicting` of each target, in order."""
     targets: list[int] = field(default_factory=list)
@@ -62,6 +73,7 @@ class PackedPass:
     inputs: list[Mapping[str, Json]] = field(default_factory=list)
     """Of each datum; see Datum."""
     num_tokens: int = 0
+    """Of sequences and prompts."""
     is_learned: bool = True
     """Whether any of it can have a gradient."""
 
@@ -75,6 +87,7 @@ def pack(
     *,
     pass_tokens: int,
     learns_from: Callable[[Datum], bool] = lambda _: True,
+    shares_prompts: bool = False,
 ) -> list[PackedPass]:
     """Fill passes, shortest data first; a datum over the budget has a pass of its own.
 
@@ -83,27 +96,43 @@ def pack(
     at the end.
     """
     passes: list[PackedPass] = []
+    prompts = _shared_prompts(data) if shares_prompts else [()] * len(data)
     sized = [
-        (not learns_from(datum), len(input_tokens(datum)), place)
+        (not learns_from(datum), prompts[place], len(input_tokens(datum)), place)
         for place, datum in enumerate(data)
     ]
-    for is_read_only, size, place in sorted(sized):
+    for is_read_only, prompt, size, place in sorted(sized):
         if size == 0:
             continue
+        has_prompt = bool(passes) and prompt in ((), *passes[-1].prompts[-1:])
+        added = size - len(prompt) if has_prompt else size
         if (
             not passes
-            or passes[-1].num_tokens + size > pass_tokens
+            or passes[-1].num_tokens + added > pass_tokens
             or passes[-1].is_learned == is_read_only
         ):
             passes.append(PackedPass(is_learned=not is_read_only))
-        _append(passes[-1], data[place], place)
+        _append(passes[-1], data[place], place, prompt=prompt)
     return passes
 
 
-def _append(packed: PackedPass, datum: Datum, place: int) -> None:
-    number, start = len(packed.sequences), packed.num_tokens
+def _shared_prompts(data: Sequence[Datum]) -> list[TokenIds]:
+    """Of each datum: what it reads before its first prediction, if another one begins so too."""
+    prompts = [datum.tokens[: datum.positions[0]] if datum.positions else () for datum in data]
+    counts = Counter(prompts)
+    return [prompt if counts[prompt] > 1 else () for prompt in prompts]
+
+
+def _append(packed: PackedPass, datum: Datum, place: int, *, prompt: TokenIds) -> None:
+    if prompt and prompt not in packed.prompts[-1:]:
+        packed.prompts.append(prompt)
+        packed.num_tokens += len(prompt)
+    number = len(packed.sequences)
+    if prompt:
+        packed.after[number] = len(packed.prompts) - 1
+    start = packed.num_tokens - sum(map(len, packed.prompts)) - len(prompt)
     packed.places.append(place)
-    packed.sequences.append(input_tokens(datum))
+    packed.sequences.append(input_tokens(datum)[len(prompt) :])
     packed.num_tokens += len(packed.sequences[-1])
     packed.inputs.append(datum.inputs)
     num_before, last = len(packed.predicting), -1

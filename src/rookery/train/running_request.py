@@ -106,7 +106,9 @@ class RunningRequest(Generic[Trained]):
             self.part = Part(error=str(error))
             self.passes, self.gradients = [], []
 
-    def prepare(self, shape: ModelShape, *, pass_tokens: int, processes: Processes) -> None:
+    def prepare(
+        self, shape: ModelShape, *, pass_tokens: int, shares_prompts: bool, processes: Processes
+    ) -> None:
         """Check the request and lay out its passes."""
         request = self._request
         with self.guard():
@@ -115,11 +117,14 @@ class RunningRequest(Generic[Trained]):
             self.part.num_data = len(request.data)
             self._places = processes.share(request.data)
             data = [request.data[place] for place in self._places]
-            if torch.is_grad_enabled():
-                learns_from = self._loss.learns_from
-                self.passes = pack(data, pass_tokens=pass_tokens, learns_from=learns_from)
-            else:
-                self.passes = pack(data, pass_tokens=pass_tokens)
+            has_gradients = torch.is_grad_enabled()
+            learns_from = self._loss.learns_from if has_gradients else lambda _: True
+            self.passes = pack(
+                data,
+                pass_tokens=pass_tokens,
+                learns_from=learns_from,
+                shares_prompts=shares_prompts,
+            )
             weights = [weight for packed in self.passes for weight in packed.weights]
             self.part.weight = sum(weights)
             self.part.num_tokens = sum(weight != 0.0 for weight in weights)
@@ -213,6 +218,8 @@ class MixedRows:
     Where `room` has rows enough they are laid in their order, each padded at its end to the
     longest, unless that makes many more rows: then all are attended in one call, and the rows of a
     pass are whole blocks. Nothing sees the padding, and it has no gradient.
+
+    Prompts that are shared come first, and nothing is padded.
     """
 
     def __init__(self, passes: Sequence[PackedPass], *, room: int = 0) -> None:
@@ -224,20 +231,37 @@ class MixedRows:
         longest = max((length for length, _, _ in order), default=0)
         num_tokens = sum(length for length, _, _ in order)
         room = min(room, max(CHEAP_ROWS, int(MOST_PADDING * num_tokens)))
-        self._length = longest if longest * len(order) <= room else None
+        has_prompts = any(packed.prompts for packed in passes)
+        is_padded = not has_prompts and longest * len(order) <= room
+        self._length = longest if is_padded else None
         """The rows of each sequence with its padding; None: there is none."""
         self.sequences: list[TokenIds] = []
+        """Shared prompts too."""
+        self.follows: list[int | None] = []
+        """Of each: the place of the prompt that it continues."""
         self.unpadded: list[list[int]] = [[] for _ in passes]
-        """Of each pass: where its rows are, in its own order."""
+        """Of each pass: where the rows of its sequences are, in its own order."""
         self.spans: list[list[int]] = [[] for _ in passes]
-        """The same with padding."""
+        """All its rows, with padding and prompts."""
         self.num_rows = 0
-        for length, part, number in order if self._length else sorted(order):
-            num = self._length or length
-            self.sequences.append(passes[part].sequences[number])
+        places: dict[tuple[int, int], int] = {}
+        for part, packed in enumerate(passes):
+            for number, prompt in enumerate(packed.prompts):
+                places[part, number] = len(self.sequences)
+                self._lay(prompt, part, follows=None)
+        # Sequences of a pass are sorted by length themselves, unless they share prompts.
+        for length, part, number in order if self._length or has_prompts else sorted(order):
+            prompt_number = passes[part].after.get(number)
+            follows = None if prompt_number is None else places[part, prompt_number]
             self.unpadded[part].extend(range(self.num_rows, self.num_rows + length))
-            self.spans[part].extend(range(self.num_rows, self.num_rows + num))
-            self.num_rows += num
+            self._lay(passes[part].sequences[number], part, follows=follows)
+
+    def _lay(self, sequence: TokenIds, part: int, *, follows: int | None) -> None:
+        end = self.num_rows + (self._length or len(sequence))
+        self.sequences.append(sequence)
+        self.follows.append(follows)
+        self.spans[part].extend(range(self.num_rows, end))
+        self.num_rows = end
 
     @property
     def lengths(self) -> list[int]:

@@ -13,6 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
@@ -81,8 +82,6 @@ PASS_PART = 0.4
 """Of a GPU's memory, for the activations of one pass."""
 _LAYER_VALUES = 34
 """Numbers that a layer keeps for the backward pass, times its width, per token."""
-_LOGIT_BYTES = 8
-"""Per word of the vocabulary: a logit and its gradient in float32."""
 
 
 def default_pass_tokens(model: SlottedModel) -> int:
@@ -91,10 +90,7 @@ def default_pass_tokens(model: SlottedModel) -> int:
     if model.device.type != "cuda":
         return CPU_TOKENS
     shape = model.shape
-    token_bytes = (
-        shape.num_layers * shape.hidden_size * _LAYER_VALUES * model.dtype.itemsize
-        + shape.vocab_size * _LOGIT_BYTES
-    )
+    token_bytes = shape.num_layers * shape.hidden_size * _LAYER_VALUES * model.dtype.itemsize
     room = PASS_PART * torch.cuda.get_device_properties(model.device).total_memory
     fitting = max(CPU_TOKENS, min(MOST_TOKENS, int(room / token_bytes)))
     return 1 << (fitting.bit_length() - 1)
@@ -259,8 +255,17 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     def prepared(self, request: TrainRequest, trainee: Trained) -> RunningRequest[Trained]:
         running = RunningRequest(request, trainee)
-        running.prepare(self._model.shape, pass_tokens=self.pass_tokens, processes=self._processes)
+        running.prepare(
+            self._model.shape,
+            pass_tokens=self.pass_tokens,
+            shares_prompts=self.shares_prompts(trainee),
+            processes=self._processes,
+        )
         return running
+
+    def shares_prompts(self, trainee: Trained) -> bool:  # noqa: ARG002
+        """Whether what several data begin with is computed once for all of them in a pass."""
+        return False
 
     def finished(self, running: RunningRequest[Trained]) -> TrainOutput:
         """The output, when all passes are done; the trainee gets the gradients."""
@@ -343,12 +348,15 @@ class SlottedTrainer(ABC, Generic[Trained]):
         *,
         cut: int,
         rows: Sequence[SlotRows] = (),
+        follows: Sequence[int | None] = (),
     ) -> torch.Tensor:
         """The layers from the cut on, over what enters the first of them: sequences of these
-        lengths end to end."""
+        lengths end to end, of which some may follow others."""
         model, device = self._model, self._model.device
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        attend = CausalAttend(lengths, device=device, is_exact=model.is_exact)
+        starts = [0 if place is None else lengths[place] for place in follows] or [0] * len(lengths)
+        spans = [range(start, start + num) for start, num in zip(starts, lengths, strict=True)]
+        positions = torch.tensor(list(chain.from_iterable(spans)), device=device)
+        attend = CausalAttend(lengths, device=device, is_exact=model.is_exact, follows=follows)
 
         def run(states: torch.Tensor, span: range) -> torch.Tensor:
             return model.layers(states, positions, attend=attend, rows=rows, span=span)

@@ -266,6 +266,37 @@ def test_sequences_of_any_lengths_are_attended_as_each_alone(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sequences_that_follow_others_are_attended_as_written_out(
+    window: int | None, softcap: float | None
+) -> None:
+    """Two begin with the first, one with the third, one with nothing."""
+    lengths, follows = [5, 3, 2, 4, 1, 2], [None, 0, None, 0, 2, None]
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths), 4, 8, generator=generator, requires_grad=True)
+    kv = torch.randn(sum(lengths), 2, 2, 8, generator=generator, requires_grad=True)
+    pull = torch.randn(sum(lengths), 4, 8, generator=generator)
+    heads = Heads(layer=0, scale=0.3, softcap=softcap, window=window)
+    q_parts, kv_parts = torch.split(q, lengths), torch.split(kv, lengths)
+    expected = []
+    for q_part, kv_part, before in zip(q_parts, kv_parts, follows, strict=True):
+        whole = (q_part, kv_part)
+        if before is not None:
+            whole = (torch.cat((q_parts[before], q_part)), torch.cat((kv_parts[before], kv_part)))
+        mixed = CausalAttend([len(whole[0])], device=CPU)(*whole, heads)
+        expected.append(mixed[-len(q_part) :])
+    wanted = torch.cat(expected)
+    got = CausalAttend(lengths, device=CPU, follows=follows)(q, kv, heads)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad((got * pull).sum(), (q, kv)),
+        torch.autograd.grad((wanted * pull).sum(), (q, kv)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "packing",
     [lambda: None, lambda: FLOAT32, pytest.param(int4_packing, marks=needs_int4)],

@@ -174,6 +174,55 @@ async def test_padded_to_the_company_gradients_are_those_of_each_alone(
             torch.testing.assert_close(got, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
 
 
+def groups_of_answers() -> tuple[Datum, ...]:
+    """Two groups that begin with a prompt each, of which one begins the other, and one alone."""
+    prompts = {(3, 4, 5, 6, 7): (9, 4, 1), (3, 4): (6, 6), (8, 8, 8): (5,)}
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for prompt, lengths in prompts.items():
+        for length in lengths:
+            answer = torch.randint(10, 60, (length,), generator=generator).tolist()
+            tokens = (*prompt, *answer)
+            positions = tuple(range(len(prompt) - 1, len(tokens) - 1))
+            targets = tuple(answer)
+            weights = (0.5 + length / 4,) * length
+            data.append(Datum(tokens=tokens, positions=positions, targets=targets, weights=weights))
+    return tuple(data)
+
+
+@pytest.mark.parametrize("pass_tokens", [12, 20, 1024])
+async def test_a_prompt_that_answers_share_is_computed_once_and_changes_nothing(
+    model: SlottedModel, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, equal up to rounding; a prompt is in each pass that has answers to it."""
+    tenants, data = TENANTS[:2], groups_of_answers()
+    trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=pass_tokens))
+    for tenant in tenants:
+        trainer.add(tenant.name, tenant.start(model))
+    requests = [TrainRequest(trainee=tenant.name, data=data) for tenant in tenants]
+
+    async def gradients() -> list[tuple[TrainOutput, list[torch.Tensor]]]:
+        outputs = await trainer.forward_backward(requests)
+        return [
+            (output, [x.clone() for x in trainer.trainee(tenant.name).gradients or ()])
+            for tenant, output in zip(tenants, outputs, strict=True)
+        ]
+
+    whole = await gradients()
+    for tenant in tenants:
+        await trainer.optim_step([replace(tenant.step(), learning_rate=0.0)])
+    monkeypatch.setattr(LoraTrainer, "shares_prompts", lambda *_: True)
+    shared = await gradients()
+    for (output, got), (expected, wanted) in zip(shared, whole, strict=True):
+        assert not output.error and len(got) == len(wanted) > 0
+        for row, wanted_row in zip(output.logprobs, expected.logprobs, strict=True):
+            assert row == pytest.approx(wanted_row, abs=1e-5)
+        for gradient, wanted_gradient in zip(got, wanted, strict=True):
+            assert wanted_gradient.any()
+            bound = 1e-5 * wanted_gradient.abs().max().item()
+            torch.testing.assert_close(gradient, wanted_gradient, atol=bound, rtol=0)
+
+
 def mixed(*passes: list[int], room: int) -> MixedRows:
     packed = [PackedPass(sequences=[(5,) * length for length in own]) for own in passes]
     return MixedRows(packed, room=room)
@@ -275,6 +324,50 @@ def test_passes_are_filled_and_equal_lengths_lie_together(
     lengths = [length for packed in passes for length in packed.lengths]
     assert lengths == sorted(lengths) and 0 not in lengths
     assert Counter(lengths) == Counter(len(input_tokens(d)) for d in batch if d.targets)
+
+
+@given(batch=st.lists(data(), max_size=8), pass_tokens=st.integers(1, 20))
+def test_what_reads_a_shared_prompt_reads_what_it_read_alone(
+    batch: list[Datum], pass_tokens: int
+) -> None:
+    """Each prompt once in a pass, and no more tokens than without."""
+    alone = {
+        place: sequence
+        for packed in pack(batch, pass_tokens=pass_tokens)
+        for place, sequence in zip(packed.places, packed.sequences, strict=True)
+    }
+    passes = pack(batch, pass_tokens=pass_tokens, shares_prompts=True)
+    for packed in passes:
+        assert len(set(packed.prompts)) == len(packed.prompts) and () not in packed.prompts
+        assert set(packed.after.values()) == set(range(len(packed.prompts)))
+        assert packed.num_tokens == sum(map(len, [*packed.prompts, *packed.sequences]))
+        assert packed.num_tokens <= pass_tokens or len(packed.sequences) == 1
+        starts = [sum(packed.lengths[:i]) for i in range(len(packed.lengths))]
+        predicted = [packed.predicting[row] for row in packed.target_rows]
+        for row, number in zip(predicted, packed.datum, strict=True):
+            assert starts[number] <= row < starts[number] + packed.lengths[number]
+    whole = {
+        place: (packed.prompts[packed.after[number]] if number in packed.after else ()) + sequence
+        for packed in passes
+        for number, (place, sequence) in enumerate(
+            zip(packed.places, packed.sequences, strict=True)
+        )
+    }
+    assert whole == alone
+
+
+def test_the_prompt_of_a_group_is_laid_once() -> None:
+    first = Datum(tokens=(5, 6, 7, 8), positions=(2, 3), targets=(8, 1), weights=(1.0, 1.0))
+    group = [first, replace(first, tokens=(5, 6, 7, 9), targets=(9, 1))]
+    [packed] = pack(group, pass_tokens=20, shares_prompts=True)
+    assert packed.prompts == [(5, 6)] and packed.after == {0: 0, 1: 0}
+    assert packed.sequences == [(7, 8), (7, 9)] and packed.num_tokens == 6
+    assert packed.predicting == [0, 1, 2, 3] and packed.targets == [8, 1, 9, 1]
+    rows = MixedRows([packed, packed], room=100)
+    assert rows.sequences == [(5, 6), (5, 6), (7, 8), (7, 9), (7, 8), (7, 9)]
+    assert rows.follows == [None, None, 0, 0, 1, 1]
+    assert rows.unpadded == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert rows.spans == [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]
 
 
 def test_the_worked_example() -> None:
