@@ -9,7 +9,7 @@ begun only if it fits as it was at its dearest, and is then finished. The end is
 run, so that a resumed run ends where it ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ __all__ = [
     "Budget",
     "BudgetConfig",
     "find_hours_over",
+    "find_share",
     "find_stop_reason",
     "find_tokens_over",
 ]
@@ -56,6 +57,20 @@ def find_tokens_over(budget: BudgetConfig, tokens: int) -> str:
     if most is None or tokens <= most:
         return ""
     return f"The budget of {most:,} answer tokens has no room for more."
+
+
+def find_share(
+    budget: BudgetConfig,
+    *,
+    tokens: int,
+    elapsed_s: float,
+    further: Iterable[tuple[float, float | None]] = (),
+) -> float | None:
+    """The part of the tightest limit that is spent; None without limits. `further` are other spent
+    amounts, each with its limit."""
+    hours = (elapsed_s / 3600, budget.max_hours)
+    limits = ((tokens, budget.max_answer_tokens), hours, *further)
+    return max((spent / most for spent, most in limits if most), default=None)
 
 
 def find_stop_reason(run: Run) -> str:
@@ -100,8 +115,6 @@ class Budget:
         return not reason
 
     def _find_exhausted(self, tokens: int) -> str:
-        most, hours = self._config.max_answer_tokens, self._config.max_hours
-        parts = (tokens / most if most else 0.0, self._elapsed_s() / 3600 / hours if hours else 0.0)
-        self.share = max(parts)
-        over = find_tokens_over(self._config, tokens)
-        return over or find_hours_over(self._config, elapsed_s=self._elapsed_s())
+        config, elapsed_s = self._config, self._elapsed_s()
+        self.share = find_share(config, tokens=tokens, elapsed_s=elapsed_s) or 0.0
+        return find_tokens_over(config, tokens) or find_hours_over(config, elapsed_s=elapsed_s)

@@ -16,7 +16,7 @@ from typing import Protocol
 from rookery.loops.evolve.config import EvolveBudgetConfig
 from rookery.loops.evolve.search_state import Spending
 from rookery.loops.evolve.stages import Stages
-from rookery.runs.budget import find_hours_over
+from rookery.runs.budget import find_hours_over, find_share
 from rookery.search.programs.database import Ask, Tell
 
 __all__ = [
@@ -198,15 +198,12 @@ def share_spent(
 ) -> float | None:
     """The part of the tightest limit that is spent; None without limits."""
     answers = spending.completion_tokens + spending.training_answer_tokens + spending.choice_tokens
-    hours = None if budget.max_hours is None else budget.max_hours * 3600
-    limits = (
+    further = (
         (spending.num_rollouts, budget.max_rollouts),
-        (answers, budget.max_answer_tokens),
         (spending.tokens, budget.max_tokens),
         (price(spending, budget) or 0.0, budget.max_usd),
-        (elapsed_s, hours),
     )
-    return max((spent / most for spent, most in limits if most), default=None)
+    return find_share(budget, tokens=answers, elapsed_s=elapsed_s, further=further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
