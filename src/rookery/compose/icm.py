@@ -151,7 +151,7 @@ async def _search(
     if config.iterate is not None:
         tune = _tuner(run, config, cast(Engine, labeller.sampler), inputs)
         labeller = replace(labeller, tune=tune)
-    with display.bar("labelling", total=None, noun="read", run=run) as bar:
+    with display.bar("labelling", total=None, noun="prompt token", run=run) as bar:
         loop_inputs = IcmInputs(
             config=config,
             items=inputs.items,
@@ -179,7 +179,7 @@ class _LabelBar(Observer[ChainStep]):
         self._bar.update(tokens=step.num_tokens, name=text)
 
     def on_progress(self, done: float, expected: float) -> None:
-        """Reads of contexts."""
+        """Prompt tokens that were computed."""
         self._bar.update(done=done, total=expected)
 
 

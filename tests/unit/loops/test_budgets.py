@@ -12,8 +12,6 @@ from loops.training import Inputs, run_training
 
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmInputs, label, read_items
-from rookery.loops.icm.baselines import BASELINE_READS
-from rookery.loops.icm.loop import REPORT_READS
 from rookery.ports import Observer
 from rookery.reports import GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Run
@@ -52,13 +50,6 @@ class Shares(Observer[Any]):
 
     def __init__(self) -> None:
         self.told: list[float] = []
-        self.expected: list[float] = []
-        self.left: list[tuple[float, float]] = []
-        """After so much was done."""
-
-    def on_progress(self, done: float, expected: float) -> None:
-        self.expected.append(expected)
-        self.left.append((done, expected - done))
 
     def on_budget(self, share: float) -> None:
         self.told.append(share)
@@ -150,9 +141,7 @@ async def test_a_population_is_counted_with_its_centre_and_the_last_one(genome: 
     assert len(num_generations) > 2, "and what fits is begun"
 
 
-async def test_icm_gives_every_search_an_equal_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_icm_gives_every_search_an_equal_share(tmp_path: Path) -> None:
     oracle = Oracle(16, seed=1)
 
     async def run(name: str, **changes: Any) -> IcmReport:
@@ -160,25 +149,16 @@ async def test_icm_gives_every_search_an_equal_share(
         config = make_config(path, num_chains=2, **changes)
         inputs = IcmInputs(config=config, items=read_items(config.data))
         with make_run(tmp_path, name) as opened:
-            return await label(inputs, engine=oracle.labeller, run=opened, observer=told)
+            return await label(inputs, engine=oracle.labeller, run=opened)
 
-    told = Shares()
     whole = await run("whole")
     limit = whole.spent.drawn_tokens // 2
-    told = Shares()
     cut = await run("cut", budget={"max_answer_tokens": limit})
-    assert 0 < max(told.expected) < 1.5 * (limit + REPORT_READS * 16), "the budget ends it"
     again = await run("cut", budget={"max_answer_tokens": limit})
     assert cut.stop_reason and cut.spent.tokens <= limit
     assert again.chains == cut.chains != whole.chains
     late = await run("late", budget=OVER)
     assert [chain.num_iterations for chain in late.chains][:2] == [0, 0]
-    told = Shares()
-    with monkeypatch.context() as clock:
-        clock.setattr(Run, "elapsed_s", 0.9 * 3600)
-        await run("hours", budget={"max_hours": 1})
-    after_searches = (BASELINE_READS + REPORT_READS) * 16
-    assert all(left <= done / 9 + after_searches + 1e-6 for done, left in told.left)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_verdicts() -> None:
 class Scripted:
     """A scorer that knows every read at once."""
 
-    naive_tokens = num_asked = 0
+    naive_tokens = longest_tokens = num_asked = 0
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> LabelScorer:
         return self

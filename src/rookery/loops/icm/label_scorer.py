@@ -100,6 +100,11 @@ class ScoreStore:
     def num_reads(self) -> int:
         return self.requests.total()
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens that a prefix cache left to compute."""
+        return self.computed.total()
+
     def find(self, key: str) -> LabelLogprobs | None:
         return self._known.get(key)
 
@@ -157,6 +162,11 @@ class LabelScorer(Protocol):
         ...
 
     @property
+    def longest_tokens(self) -> int:
+        """The prompt tokens of a read behind all other labels."""
+        ...
+
+    @property
     def num_asked(self) -> int:
         """Different contexts that this scorer was asked for, of whoever asked first."""
         ...
@@ -209,6 +219,10 @@ class SharedLabelScorer:
     @property
     def naive_tokens(self) -> int:
         return self._naive["search"]
+
+    @property
+    def longest_tokens(self) -> int:
+        return self._prompts.longest_tokens
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "SharedLabelScorer":
         scorer = copy.copy(self)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
-from rookery.loops.icm.baselines import BASELINE_READS, BOOTSTRAP, Baselines
+from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
 from rookery.loops.icm.chain import (
     Chain,
     ChainMove,
@@ -68,16 +68,25 @@ class ChainStep:
     step: ChainMove
 
 
+UNSEARCHED = (8, 4)
+"""Reads of an item by what needs no search, most of them behind a few labels, and the labellings
+of all items that take as long."""
+BOOTSTRAPPED = (3, 2)
+"""The same where a chain has begun with bootstrap's labels."""
 REPORT_READS = 1 + NUM_CONTEXTS
-"""The same for the report."""
+"""Of an item, by the report."""
 REPORT_SPEED = 6
 """Servers compute the reads of the report in one block: six take as long as one of a search."""
 
 
 class LabellingProgress:
-    """Foretells the reads of all rounds. A search is as far as its items are labelled or its
-    iterations used up. The inverted one is as long as one from random labels, and every round as
-    long as the one before."""
+    """Foretells the prompt tokens that all rounds compute: those that no prefix cache saves.
+
+    A search is as far as its items are labelled or its iterations used up. To label one more it
+    reads all that have a label, so that it computes with the square of their number. The inverted
+    one is as long as one from random labels, and every round as long as the one before. All else
+    is reads of all items, nearly all of them behind all labels.
+    """
 
     def __init__(
         self,
@@ -92,36 +101,60 @@ class LabellingProgress:
         self.store = ScoreStore(run, on_read=self._tell)
         self._run, self._config, self._observer = run, config, observer
         self._most_reads = math.inf if reads is None else reads
-        self._report_reads = REPORT_READS / (REPORT_SPEED if is_remote else 1)
+        self._report_speed = REPORT_SPEED if is_remote else 1
         self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
         self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
         self._num_items: dict[int, int] = {}
         """By batch of the round."""
         self._parts: dict[tuple[int, int], float] = {}
         """How far each search of the round is, 0 to 1, by batch and chain."""
-        self._num_before = self._num_rounds_left = self._num_searched = 0
-        self._search_reads = 0.0
+        self._asked: dict[tuple[int, int], int] = {}
+        """Contexts that each has asked for."""
+        self._num_rounds_left = self._tokens_before = 0
+        self._search_tokens = 0.0
         """Of one search from random labels in every batch of the round."""
+        self._reads_searched = 0
+        """When these searches asked last."""
+        self._before_report = (0, 0)
+        """Reads and tokens when any search asked last."""
+        self._num_begun = 0
+        """Items of this round and those before."""
+        self._round_tokens = 0.0
+        """To read every item of the round behind all labels."""
+        self._report_begun = self._report_tokens = 0.0
+        """For the report of the rounds so far, and of all."""
 
     def begin(self, batches: Sequence[ItemBatch], *, num_rounds_left: int) -> None:
         """A round begins; so many follow."""
-        self._num_before, self._num_rounds_left = self.store.num_reads, num_rounds_left
+        self._num_rounds_left, self._tokens_before = num_rounds_left, self.store.num_computed
         self._num_items = {batch.index: len(batch.items) for batch in batches}
-        self._parts = {}
+        self._num_begun += sum(self._num_items.values())
+        self._parts, self._asked = {}, {}
+        self._round_tokens = sum(_labelling_tokens(b, num=len(b.items)) for b in batches)
+        # The items of one question are read behind the same labels.
+        report = NUM_CONTEXTS * sum(
+            _labelling_tokens(b, num=len(set(b.problem.groups))) for b in batches
+        )
+        self._report_begun += report
+        self._report_tokens = self._report_begun + num_rounds_left * report
 
-    def step(self, batch: ItemBatch, chain: int, step: ChainMove) -> None:
+    def step(self, batch: ItemBatch, chain: int, step: ChainMove, *, num_asked: int) -> None:
+        """A chain has decided, and has asked for so many contexts so far."""
         search, num_items = self._config.search, len(batch.items)
         start = min(search.num_start, num_items - 1)
         num_labelled = sum(label != UNLABELLED for label in step.labels)
-        part = max((num_labelled - start) / (num_items - start), step.iteration / search.iterations)
+        labelled = (num_labelled**2 - start**2) / (num_items**2 - start**2)
+        asked = num_asked / self._most_reads
+        part = max(labelled, step.iteration / search.iterations, asked)
         known = self._parts.get((batch.index, chain), 0.0)
         self._parts[batch.index, chain] = max(known, min(part, 0.95))
+        self._asked[batch.index, chain] = num_asked
         self._observer.on_step(
             ChainStep(
                 batch=batch.index,
                 chain=chain,
                 num_items=num_items,
-                num_tokens=sum(self.store.computed.values()),
+                num_tokens=self.store.num_computed,
                 step=step,
             )
         )
@@ -130,33 +163,50 @@ class LabellingProgress:
         self._parts[batch.index, chain] = 1.0
 
     def _tell(self) -> None:
-        part = self._part(range(self._num_random))
+        part, inverted = self._part(range(self._num_random)), self._part(self._inverted)
         if not part:
             return
-        num_reads, num_items = self.store.num_reads, sum(self._num_items.values())
-        inverted = self._part(self._inverted)
+        num_reads, tokens = self.store.num_reads, self.store.num_computed
         left = 0.0
         if part < 1:
-            done = num_reads - self._num_before
-            most = self._most_reads * len(self._num_items)
-            self._search_reads = min(done / part / self._num_random, most)
-            left = max(0.0, self._num_random * self._search_reads - done)
-        left = min(left + (1 - inverted) * self._search_reads, self._reads_in_budget())
-        left += BASELINE_READS * num_items * (not inverted)
+            done = self._search_share() * (tokens - self._tokens_before)
+            self._search_tokens = done / part / self._num_random
+            left = max(0.0, self._num_random * self._search_tokens - done)
+            self._reads_searched = num_reads
         if part < 1 or inverted < 1:
-            self._num_searched = num_reads
-        whole_round = num_reads - self._num_before + left
-        report = self._report_reads * num_items - (num_reads - self._num_searched)
-        left += self._num_rounds_left * whole_round + max(0, report)
-        self._observer.on_progress(num_reads, num_reads + left)
+            self._before_report = num_reads, tokens
+        left = min(left + (1 - inverted) * self._search_tokens, self._tokens_in_budget())
+        left += self._baseline_tokens(num_reads) * (not inverted)
+        whole_round = tokens - self._tokens_before + left
+        left += self._num_rounds_left * whole_round
+        reads_before, tokens_before = self._before_report
+        told = tokens_before + (tokens - tokens_before) / self._report_speed
+        left += self._report_tokens_left(num_reads - reads_before) / self._report_speed
+        self._observer.on_progress(told, told + left)
 
-    def _reads_in_budget(self) -> float:
-        """Reads that searches can ask for until the hours of the budget are over."""
+    def _search_share(self) -> float:
+        """What the searches from random labels asked for, of all that was asked for."""
+        num_random = sum(n for (_, chain), n in self._asked.items() if chain < self._num_random)
+        num_all = sum(self._asked.values())
+        return num_random / num_all if num_all else 1.0
+
+    def _baseline_tokens(self, num_reads: int) -> float:
+        """Left to compute for what needs no search."""
+        reads, labellings = BOOTSTRAPPED if self._config.num_chains > 1 else UNSEARCHED
+        left = 1 - (num_reads - self._reads_searched) / (reads * sum(self._num_items.values()))
+        return max(0.0, left) * labellings * self._round_tokens
+
+    def _report_tokens_left(self, num_reads: int) -> float:
+        """Left to compute after so many reads of the report."""
+        return max(0.0, 1 - num_reads / (REPORT_READS * self._num_begun)) * self._report_tokens
+
+    def _tokens_in_budget(self) -> float:
+        """Those that searches can compute until the hours of the budget are over."""
         max_hours = self._config.budget.max_hours
         if max_hours is None:
             return math.inf
         elapsed_s = max(self._run.elapsed_s, 1e-3)
-        return self.store.num_reads * max(0.0, 3600 * max_hours / elapsed_s - 1)
+        return self.store.num_computed * max(0.0, 3600 * max_hours / elapsed_s - 1)
 
     def _part(self, chains: range) -> float:
         """How far these chains are, every batch by its items; 1 where there is none."""
@@ -167,6 +217,12 @@ class LabellingProgress:
             for chain in chains
         )
         return done / total if total else 1.0
+
+
+def _labelling_tokens(batch: ItemBatch, *, num: int) -> float:
+    """About what reading all items takes: each level of a tree over so many leaves shows all of
+    them once, and each is asked for."""
+    return batch.scorer.longest_tokens * (1 + math.log2(num))
 
 
 logger = logging.getLogger(__name__)
@@ -373,7 +429,7 @@ async def _search(
         def stepped(step: ChainMove) -> None:
             decisions.add(step)
             run.log_metrics(step.iteration, _metrics(step, where=f"{batch.index}_{chain}"))
-            progress.step(batch, chain, step)
+            progress.step(batch, chain, step, num_asked=problem.scorer.num_asked)
 
         problem = replace(batch.problem, scorer=batch.scorer.of_chain((batch.index, chain)))
         async with room:
@@ -443,7 +499,7 @@ async def _search_inverted(
 
     def stepped(step: ChainMove) -> None:
         decisions.add(step)
-        progress.step(batch, config.num_chains, step)
+        progress.step(batch, config.num_chains, step, num_asked=0)
 
     batch.inverted = await baselines.inverted(
         batch.best, config=config.search, on_step=stepped, has_room=has_room

@@ -40,6 +40,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rookery.concurrency import together
 from rookery.loops.icm.chain import ItemBatch
 from rookery.loops.icm.objective import log_odds
 from rookery.search.annealing import AnnealingConfig, start_labels
@@ -116,23 +117,22 @@ async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Supp
     if num_questions < 2:
         return None
     drawn = [_random_labels(batch, number) for number in range(NUM_CONTEXTS)]
-    contexts = [
-        (_of_others(shown, labels, questions, item), item)
-        for shown in (labels, *drawn)
-        for item in items
-    ]
-    reads = await batch.scorer.score(contexts)
-    context_labels = [labels[item] for _, item in contexts]
-    odds = np.array(
-        [
-            math.nan if read is None else log_odds(read, label)
-            for read, label in zip(reads, context_labels, strict=True)
+
+    async def read(shown: Labels) -> list[float]:
+        contexts = [(_of_others(shown, labels, questions, item), item) for item in items]
+        reads = await batch.scorer.score(contexts)
+        return [
+            math.nan if read is None else log_odds(read, labels[item])
+            for read, item in zip(reads, items, strict=True)
         ]
-    ).reshape(1 + NUM_CONTEXTS, len(items))
+
+    # Each by itself, so that an engine ends with one before the next.
+    odds = np.array(await together(map(read, (labels, *drawn))))
     is_known = np.isfinite(odds).all(axis=0)
     if not is_known.any():
         return None
-    odds, context_labels = odds[:, is_known], np.array(context_labels[: len(items)])[is_known]
+    odds = odds[:, is_known]
+    context_labels = np.array([labels[item] for item in items])[is_known]
     gain = float(_gain(odds[0], odds[1:]))
     return Support(
         gain=gain,
