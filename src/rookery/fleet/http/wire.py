@@ -356,14 +356,14 @@ def compact(choice: Choice) -> Choice:
 def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
     """One choice as a Completion; every token must come with its id and log-probability."""
     tokens, logprobs = _drawn(choice)
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise FleetError(f"A completion of {model.served_name} ended with {reason!r}, incomplete.")
     if not tokens or not logprobs or len(tokens) != len(logprobs):
         raise FleetError(
             f"A server returned a completion of {model.served_name} without log-probabilities; "
             "Rookery does not invent them: use a vLLM server."
         )
-    reason = choice.get("finish_reason")
-    if reason not in ("stop", "length"):
-        raise FleetError(f"A completion of {model.served_name} ended with {reason!r}, incomplete.")
     return Completion(
         model=model,
         tokens=tuple(tokens),

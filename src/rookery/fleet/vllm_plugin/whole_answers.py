@@ -43,6 +43,10 @@ class _Holding:
     rookery_answers: HeldAnswers
     requests: dict[str, Any]
 
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        self.rookery_answers.add(request)
+
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         found = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         for outputs in found.values():
@@ -63,6 +67,15 @@ class HeldAnswers:
         self._held: dict[str, list[Any]] = {}
         """The outputs of a request so far, in their order."""
 
+    def add(self, request: Any) -> None:
+        """Hold its answer, if nobody reads it before its end, whoever named it: a client can choose
+        a part of the id. The API process looks for stop strings in every token."""
+        params = request.sampling_params
+        if WHOLE not in request.request_id or params is None or params.stop:
+            return
+        if params.output_kind.name == "FINAL_ONLY":
+            self._held.setdefault(request.request_id, [])
+
     def ready(self, outputs: list[Any]) -> list[Any]:
         """What is to be sent of a step's outputs."""
         return [output for output in outputs if self._is_ready(output)]
@@ -73,12 +86,15 @@ class HeldAnswers:
             del self._held[name]
 
     def _is_ready(self, output: Any) -> bool:
-        if WHOLE not in output.request_id:
+        earlier = self._held.get(output.request_id)
+        if earlier is None:
             return True
         if output.finish_reason is not None or _has_more(output):
-            _join(self._held.pop(output.request_id, []), output)
+            _join(earlier, output)
+            earlier.clear()
+            if output.finish_reason is not None:
+                del self._held[output.request_id]
             return True
-        earlier = self._held.setdefault(output.request_id, [])
         if not self._has_versions:
             earlier.append(output)
             return False
@@ -112,8 +128,11 @@ def _join(earlier: list[Any], last: Any) -> None:
     last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     drawn = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if drawn:
-        columns = [np.concatenate(parts) for parts in zip(*(d[:3] for d in drawn), strict=True)]
-        last.new_logprobs = type(drawn[0])(*columns)
+        tokens, logprobs, ranks = zip(*(one[:3] for one in drawn), strict=True)
+        # A step has the columns of the request in it that wants most: others come and go.
+        width = min(part.shape[1] for part in tokens)
+        tables = [np.concatenate([part[:, :width] for part in all]) for all in (tokens, logprobs)]
+        last.new_logprobs = type(drawn[0])(*tables, np.concatenate(ranks))
     if events := [event for output in outputs for event in output.events or ()]:
         last.events = events
     # A prompt's come with its first token.
