@@ -4,6 +4,7 @@
     outcome.report.winner.mean, outcome.path / "winner"
 
 running.py                      how every run is planned, opened and reported
+inputs.py                       what runs are started on, as digests
 kinds.py                        which kinds there are; an interrupted run goes on
 loop.py                         a loop that needs no assembly of its own, as a kind of run
 genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page

@@ -14,12 +14,8 @@ import torch
 from pydantic import Field
 
 from rookery.compose.elsewhere import end_token, sft_elsewhere
-from rookery.compose.running import (
-    digest_adapters,
-    digest_models,
-    open_shown_engine,
-    quiet_libraries,
-)
+from rookery.compose.inputs import digest_adapters
+from rookery.compose.running import open_shown_engine, quiet_libraries
 from rookery.config import Config, parse_config
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import EngineChoice, base_name, find_model, require_adapters, trainer_place
@@ -43,7 +39,7 @@ from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
-__all__ = ["EngineLearner", "digest_engine", "open_engine_models"]
+__all__ = ["EngineLearner", "open_engine_models", "read_weights"]
 
 OnStep = Callable[[SftStep], None]
 PASS_TOKENS = 2048
@@ -95,13 +91,13 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
         yield Models(models=models, learner=learner, answerer=answerer)
 
 
-def digest_engine(config: RookeryConfig) -> dict[str, str]:
-    """Of the model that answers tasks, and of the adapters. Reads all of their weights."""
+def read_weights(config: RookeryConfig) -> tuple[dict[str, str], dict[str, Path]]:
+    """The digest of the adapters, where there are some, and the model that answers tasks."""
     parts = _read_parts(config)
     folder = find_model(parts.engine, tokenizer=parts.tokenizer)
     adapters = [read_adapter(path) for path in parts.adapters.values()]
-    known = {"adapters": digest_adapters(adapters)} if adapters else {}
-    return {**known, **digest_models({"the model": folder.path})}
+    digests = {"adapters": digest_adapters(adapters)} if adapters else {}
+    return digests, {"the model": folder.path}
 
 
 def _read_parts(config: RookeryConfig) -> _Parts:

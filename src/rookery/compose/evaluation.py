@@ -4,23 +4,18 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from rookery.compose.inputs import RunInputs, digest, digest_adapters, digest_scorers, join_digests
 from rookery.compose.running import (
     Outcome,
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
-    digest_adapters,
-    digest_models,
-    digest_scorers,
     finisher,
-    join_digests,
     new_run,
     open_shown_engine,
 )
@@ -61,8 +56,8 @@ __all__ = [
     "EvaluationConfig",
     "Split",
     "anchored",
-    "digest_inputs",
     "evaluate",
+    "find_inputs",
     "model_row",
     "plan_evaluation",
     "read_inputs",
@@ -190,10 +185,14 @@ def read_inputs(config: EvaluationConfig) -> _Inputs:
     return _Inputs(taskset, tasks, adapters, folder, load_template(folder))
 
 
-def digest_inputs(inputs: _Inputs) -> dict[str, str]:
+def find_inputs(inputs: _Inputs) -> RunInputs:
     tasks = {inputs.taskset.name: digest(inputs.tasks)}
     adapters = {"adapters": digest_adapters(inputs.adapters)} if inputs.adapters else {}
-    return join_digests(tasks, adapters, digest_models({"the model": inputs.folder}))
+    return RunInputs(
+        digests=join_digests(tasks, adapters),
+        models={"the model": inputs.folder},
+        scorers=digest_scorers([inputs.taskset]),
+    )
 
 
 def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig:
@@ -230,8 +229,7 @@ def plan_evaluation(
     `complete` makes the report that is written."""
     inputs = read_inputs(config)
     return RunPlan(
-        digests=partial(digest_inputs, inputs),
-        scorers=digest_scorers([inputs.taskset]),
+        inputs=find_inputs(inputs),
         opened=_open(config, inputs, display, names=[BASE, *names], complete=complete),
     )
 

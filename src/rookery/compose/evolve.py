@@ -29,6 +29,7 @@ from rookery.compose.evolve_inputs import (
     EvolveProblem,
     EvolveRunConfig,
     read_inputs,
+    read_step_inputs,
     resolve_problem,
     run_config,
 )
@@ -402,7 +403,7 @@ def _resume(
     return run_async(_evolve(config, settings, open_run, display))
 
 
-EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume)
+EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume, inputs=read_step_inputs)
 
 
 async def _evolve(

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rookery.compat.openevolve import LoadedConfig, read_checkpoint
-from rookery.compose.running import digest, digest_scorers, join_digests
+from rookery.compose.inputs import (
+    IsMade,
+    RunInputs,
+    digest,
+    digest_models,
+    digest_scorers,
+    join_digests,
+)
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec
@@ -26,13 +33,8 @@ __all__ = [
     "EvolveProblem",
     "EvolveRunConfig",
     "Inputs",
-    "digest_evaluator",
-    "digest_program",
-    "digest_prompt_taskset",
-    "digest_prompts",
     "read_inputs",
-    "read_prompt_taskset",
-    "read_prompts",
+    "read_step_inputs",
     "resolve_problem",
     "run_config",
 ]
@@ -142,8 +144,8 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     if section.sandbox.backend == "none":
         warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
     digests = join_digests(
-        {config.program.name: digest_program(firsts[0])},
-        {config.evaluator.name: digest_evaluator(config.evaluator)},
+        {config.program.name: _digest_program(firsts[0])},
+        {config.evaluator.name: _digest_evaluator(config.evaluator)},
     )
     warnings = [*config.warnings, *warnings]
     return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
@@ -151,7 +153,7 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
 
 def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     """Read the prompts and the taskset, and refuse what cannot be asked."""
-    from rookery.compose.engine_models import digest_engine  # programs need no torch
+    from rookery.compose.engine_models import read_weights  # programs need no torch
 
     section = settings.rookery
     assert section.tasks is not None
@@ -163,16 +165,18 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
     if settings.evaluator.use_llm_feedback or section.checkpoint is not None:
         key = "rookery.checkpoint" if section.checkpoint else "evaluator.use_llm_feedback"
         raise ConfigError(f"{key} is for programs, and rookery.tasks is set: leave {key} out.")
-    firsts = read_prompts(config, settings)
-    taskset = read_prompt_taskset(section.tasks.taskset)
+    firsts = _read_prompts(config, settings)
+    taskset = _read_prompt_taskset(section.tasks.taskset)
     form, warnings = find_form(firsts[0].code, taskset)
     for first in firsts:
         if problem := form.find_problem(first.code):
             raise ConfigError(f"{problem} Every first prompt names the same fields.")
+    adapters, models = read_weights(section)
     digests = join_digests(
-        {config.program.name: digest_prompts(firsts)},
-        digest_prompt_taskset(taskset),
-        digest_engine(section),
+        {config.program.name: _digest_prompts(firsts)},
+        _digest_prompt_taskset(taskset),
+        adapters,
+        digest_models(models),
     )
     return Inputs(
         programs=firsts,
@@ -183,13 +187,13 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
     )
 
 
-def read_prompts(config: EvolveRunConfig, settings: EvolveConfig) -> list[FirstProgram]:
+def _read_prompts(config: EvolveRunConfig, settings: EvolveConfig) -> list[FirstProgram]:
     """The first ones."""
     paths = (config.program, *map(Path, settings.rookery.first_programs))
     return [_read_prompt(path, settings) for path in paths]
 
 
-def read_prompt_taskset(name: str) -> Taskset:
+def _read_prompt_taskset(name: str) -> Taskset:
     """What scores prompts; TaskError for a split without tasks that should have some."""
     taskset = load_taskset_file(name, with_fields=True)
     for split in SPLITS:
@@ -197,24 +201,51 @@ def read_prompt_taskset(name: str) -> Taskset:
     return taskset
 
 
+def read_step_inputs(config: EvolveRunConfig, is_made: IsMade) -> RunInputs:
+    settings, section = config.settings, config.settings.rookery
+    digests: list[Mapping[str, str]] = []
+    models: Mapping[str, Path] = {}
+    program, tasks = config.program, section.tasks
+    if not is_made("program", "settings.rookery.first_programs"):
+        first = (
+            _digest_program(read_first_program(program, config=settings))
+            if tasks is None
+            else _digest_prompts(_read_prompts(config, settings))
+        )
+        digests.append({program.name: first})
+    if config.evaluator is not None and not is_made("evaluator"):
+        digests.append({config.evaluator.name: _digest_evaluator(config.evaluator)})
+    if tasks is not None and not is_made("settings.rookery.tasks"):
+        digests.append(_digest_prompt_taskset(_read_prompt_taskset(tasks.taskset)))
+    parts = (f"settings.rookery.{part}" for part in ("adapters", "engine", "tokenizer"))
+    if section.engine is not None and not is_made(*parts):
+        from rookery.compose.engine_models import read_weights  # as above
+
+        adapters, folders = read_weights(section)
+        if tasks is not None:  # of programs they may be others
+            digests.append(adapters)
+            models = folders
+    return RunInputs(digests=join_digests(*digests), models=models)
+
+
 # Digests of the parts, by which a resumed run knows them.
 
 
-def digest_program(first: FirstProgram) -> str:
+def _digest_program(first: FirstProgram) -> str:
     return digest([first.code, sorted(first.other_files.items())])
 
 
-def digest_evaluator(path: Path) -> str:
+def _digest_evaluator(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"There is no evaluator {path}: give a Python file.")
     return digest([path.read_bytes()])
 
 
-def digest_prompts(firsts: Iterable[FirstProgram]) -> str:
+def _digest_prompts(firsts: Iterable[FirstProgram]) -> str:
     return digest(first.code for first in firsts)
 
 
-def digest_prompt_taskset(taskset: Taskset) -> dict[str, str]:
+def _digest_prompt_taskset(taskset: Taskset) -> dict[str, str]:
     rows = {taskset.name: digest([*taskset.tasks, sorted(taskset.fields.items())])}
     return join_digests(rows, digest_scorers([taskset]))
 

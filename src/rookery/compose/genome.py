@@ -9,18 +9,14 @@ from typing import Any
 
 import torch
 
+from rookery.compose.inputs import IsMade, RunInputs, digest_adapters, list_inputs, load_not_made
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
     RunKind,
     RunOpener,
     RunPlan,
-    digest_adapters,
-    digest_models,
-    digest_scorers,
-    digest_tasks,
     finisher,
-    join_digests,
     open_shown_engine,
     read_tasksets,
 )
@@ -96,27 +92,41 @@ def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str
     return {"init.rank": config.init.rank}
 
 
-def _digests(inputs: _Inputs) -> dict[str, str]:
-    tasks = {each.name: digest_tasks(each.tasks) for each in inputs.tasksets}
-    founders = inputs.founders
-    init = {} if founders is None else {"init": digest_adapters(founders.values())}
-    return join_digests(tasks, init, digest_models({"the model": inputs.folder}))
-
-
 def _plan(config: GenomeConfig, open_run: RunOpener, display: Display) -> RunPlan[GenomeReport]:
     del open_run
     inputs = _read_inputs(config, display)
+    founders = inputs.founders
+    init = {} if founders is None else {"init": digest_adapters(founders.values())}
     return RunPlan(
-        digests=partial(_digests, inputs),
-        scorers=digest_scorers(inputs.tasksets),
+        inputs=list_inputs(inputs.tasksets, init, {"the model": inputs.folder}),
         opened=_open(config, inputs, display),
     )
+
+
+def _read_step_inputs(config: GenomeConfig, is_made: IsMade) -> RunInputs:
+    tasksets = load_not_made(config.tasksets, is_made)
+    init = _digest_founders(config.init, is_made) if isinstance(config.init, FileInit) else {}
+    models = {}
+    if not is_made("engine", "tokenizer"):
+        models = {"the model": model_folder(config.engine, tokenizer=config.tokenizer)}
+    return list_inputs(tasksets, init, models)
+
+
+def _digest_founders(config: FileInit, is_made: IsMade) -> dict[str, str]:
+    """Of all of them; where some are made later, the others are only read."""
+    is_list = isinstance(config.path, tuple)
+    keys = [f"init.path.{i}" if is_list else "init.path" for i in range(len(config.paths))]
+    pairs = zip(keys, config.paths, strict=True)
+    paths = tuple(path for key, path in pairs if not is_made(key))
+    founders = read_founders(config.model_copy(update={"path": paths})) if paths else {}
+    return {"init": digest_adapters(founders.values())} if len(paths) == len(keys) else {}
 
 
 GENOME = RunKind(
     "genome",
     config=GenomeConfig,
     finish=finisher(_plan, track=lambda config: config.track),
+    inputs=_read_step_inputs,
     scored=("candidate", "failure", "generation", "phase", "winner"),
 )
 

@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from rookery.compose.elsewhere import forget_states, sft_elsewhere
-from rookery.compose.running import (
-    ConfigSource,
-    Outcome,
-    RunKind,
-    RunOpener,
-    RunPlan,
-    digest,
-    digest_models,
-    finisher,
-)
+from rookery.compose.inputs import IsMade, RunInputs, digest
+from rookery.compose.running import ConfigSource, Outcome, RunKind, RunOpener, RunPlan, finisher
 from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import TextCodec
@@ -89,20 +81,37 @@ def _read_inputs(config: IcmConfig) -> _Inputs:
     return _Inputs(items, folder, load_encoder(folder), init)
 
 
-def _digests(inputs: _Inputs) -> dict[str, str]:
-    digests = {"items": digest(inputs.items)}
-    if inputs.init is not None:
-        digests["init_from"] = inputs.init.version
-    return digests | digest_models({"the model": inputs.folder})
-
-
 def _plan(config: IcmConfig, open_run: RunOpener, display: Display) -> RunPlan[IcmReport]:
     del open_run
     inputs = _read_inputs(config)
-    return RunPlan(digests=partial(_digests, inputs), opened=_open(config, inputs, display))
+    digests = {"items": digest(inputs.items)}
+    if inputs.init is not None:
+        digests["init_from"] = inputs.init.version
+    read = RunInputs(digests=digests, models={"the model": inputs.folder})
+    return RunPlan(inputs=read, opened=_open(config, inputs, display))
 
 
-ICM = RunKind("icm", config=IcmConfig, finish=finisher(_plan, track=lambda config: config.track))
+def _read_step_inputs(config: IcmConfig, is_made: IsMade) -> RunInputs:
+    digests, models = {}, {}
+    if not is_made("data.path"):
+        items = read_items(config.data)
+        if not is_made("data.gold"):
+            read_gold(config.data, items)
+        digests["items"] = digest(items)
+    start = None if config.iterate is None else config.iterate.sft.init_from
+    if start is not None and not is_made("iterate"):
+        digests["init_from"] = read_adapter(start).version
+    if not is_made("engine", "tokenizer"):
+        models["the model"] = model_folder(config.engine, tokenizer=config.tokenizer)
+    return RunInputs(digests=digests, models=models)
+
+
+ICM = RunKind(
+    "icm",
+    config=IcmConfig,
+    finish=finisher(_plan, track=lambda config: config.track),
+    inputs=_read_step_inputs,
+)
 
 
 @asynccontextmanager

@@ -5,15 +5,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from rookery.compose.inputs import list_inputs
 from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest_models,
-    digest_scorers,
-    digest_tasks,
     finisher,
-    join_digests,
     open_shown_engine,
     read_tasksets,
 )
@@ -46,10 +43,6 @@ def _plan(
     tasksets = read_tasksets(config.tasksets, display)
     folder = model_folder(config.engine, tokenizer=config.tokenizer)
 
-    def digests() -> dict[str, str]:
-        tasks = {taskset.name: digest_tasks(taskset.tasks) for taskset in tasksets}
-        return join_digests(tasks, digest_models({"the model": folder}))
-
     @asynccontextmanager
     async def opened() -> AsyncIterator[Callable[[Run], Awaitable[LoopReport]]]:
         template = load_template(folder)
@@ -70,7 +63,7 @@ def _plan(
 
             yield work
 
-    return RunPlan(digests=digests, scorers=digest_scorers(tasksets), opened=opened())
+    return RunPlan(inputs=list_inputs(tasksets, {}, {"the model": folder}), opened=opened())
 
 
 def _about(

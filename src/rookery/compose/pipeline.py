@@ -21,11 +21,12 @@ from pydantic import Field, field_validator
 from rookery.compose.evaluation import (
     BASE,
     EvaluationConfig,
-    digest_inputs,
+    find_inputs,
     plan_evaluation,
     read_inputs,
 )
 from rookery.compose.evolve_inputs import EvolveRunConfig
+from rookery.compose.inputs import InputReader, RunInputs
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
@@ -35,20 +36,19 @@ from rookery.compose.running import (
     StartedOn,
     finisher,
     is_run,
-    read_digests,
     require_same,
-    require_same_scorers,
 )
 from rookery.compose.sft import SftRunConfig
-from rookery.compose.step_inputs import InputReader, StepInputs
 from rookery.compose.steps import (
     ADAPTERS,
     StepConfig,
     StepsConfig,
     describe_step,
     feeds,
+    has_begun,
     place_of,
     read_step,
+    read_step_inputs,
     require_order,
     require_places,
     take_steps,
@@ -130,7 +130,7 @@ def _finish(
     same = _on_same_inputs(open_run, inputs)
     again = take_steps(lambda _: config, same, display, inputs=inputs, take=_take)
     if again.folder is not None and REPORT in inputs:
-        again = replace(again, whole=StartedOn(again.folder, inputs[REPORT].all))
+        again = replace(again, whole=StartedOn(again.folder, inputs[REPORT]))
     return finisher(_plan)(config, again, display)
 
 
@@ -141,24 +141,29 @@ STEPS = "steps.json"
 UNREADABLE = (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError)
 
 
-def _read_inputs(config: PipelineConfig, settings: Mapping[str, Config]) -> dict[str, StepInputs]:
+def _read_inputs(config: PipelineConfig, settings: Mapping[str, Config]) -> dict[str, RunInputs]:
     """What each step and the report read that no step makes; refuses what cannot be read."""
     reader = InputReader()
-    inputs = {
-        name: reader.read(name, each, made={key for key, _ in feeds(config, name)})
-        for name, each in settings.items()
-    }
+    inputs = {name: read_step_inputs(config, name, each, reader) for name, each in settings.items()}
     if config.report is not None:
-        inputs[REPORT] = StepInputs(digests=digest_inputs(read_inputs(config.report)))
+        read = replace(find_inputs(read_inputs(config.report)), scorers={})
+        inputs[REPORT] = reader.digest(read)  # answers may be scored again
     return inputs
 
 
-def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, StepInputs]) -> RunOpener:
+def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, RunInputs]) -> RunOpener:
     """The run with the digests of what its steps read. One whose steps have read something else, or
     were to read it, is refused now. A step that has begun is known by its own run: its answers may
     have been scored again."""
-    if open_run.folder is not None:
-        _require_same_inputs(open_run.folder, inputs, is_rescored=open_run.rescored is not None)
+    if (folder := open_run.folder) is not None:
+        known: Mapping[str, Mapping[str, str]] = {}
+        if (folder / STEPS).exists():
+            with Run.view(folder) as run:
+                known = run.read_json(STEPS)
+        is_rescored = open_run.rescored is not None
+        for name, step in inputs.items():
+            if not has_begun(place_of(folder, name), step, is_rescored=is_rescored):
+                require_same(folder, known.get(name, step.all), step.all)
 
     @contextmanager
     def opened() -> Iterator[Run]:
@@ -167,25 +172,6 @@ def _on_same_inputs(open_run: RunOpener, inputs: Mapping[str, StepInputs]) -> Ru
             yield run
 
     return replace(open_run, open=opened)
-
-
-def _require_same_inputs(
-    folder: Path, inputs: Mapping[str, StepInputs], *, is_rescored: bool
-) -> None:
-    known: Mapping[str, Mapping[str, str]] = {}
-    if (folder / STEPS).exists():
-        with Run.view(folder) as run:
-            known = run.read_json(STEPS)
-    for name, step in inputs.items():
-        place = place_of(folder, name)
-        begun = read_digests(place)
-        if begun is None:
-            require_same(folder, known.get(name, step.all), step.all)
-            continue
-        own = {each: digest for each, digest in begun.items() if each in step.digests}
-        require_same(place, own, step.digests)
-        if not is_rescored:
-            require_same_scorers(place, begun, step.scorers)
 
 
 def _take(run: Run, name: str, work: Callable[[], None]) -> None:
@@ -214,7 +200,7 @@ def _plan(config: PipelineConfig, open_run: RunOpener, display: Display) -> RunP
     assert open_run.folder is not None
     pipeline = open_run.folder
     if config.report is None:
-        return RunPlan(digests=dict, opened=_report_steps(config, pipeline))
+        return RunPlan(inputs=RunInputs(), opened=_report_steps(config, pipeline))
     adapters = _adapters(config, pipeline)
     _require_unseen(config, {n: read_step(config, n, pipeline) for n in config.steps})
     measured = config.report.model_copy(update={"adapters": tuple(map(str, adapters.values()))})

@@ -14,7 +14,6 @@
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import shlex
@@ -30,7 +29,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -38,22 +36,20 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rookery.compose.inputs import InputReader, IsMade, RunInputs
 from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
-from rookery.environments import GameConfig
 from rookery.errors import (
     EngineDownError,
     ExecutorError,
     FleetDownError,
-    ModelError,
     RunError,
-    boundary,
 )
 from rookery.paths import expanded
 from rookery.ports import Engine
@@ -63,11 +59,8 @@ from rookery.runs import Run
 from rookery.runs.run_folder import check_name, in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, follow_metrics, require_trackers
 from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
-from rookery.tasks.python_function import read_source
-from rookery.tasks.scorers import PythonConfig, ScorerConfig
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets
-from rookery.types import Adapter, Task
 from rookery.ui.display import Display
 from rookery.ui.live.address import run_address
 from rookery.ui.live.export import render_run
@@ -84,15 +77,9 @@ __all__ = [
     "RunPlan",
     "StartedOn",
     "carry_out",
-    "digest",
-    "digest_adapters",
-    "digest_models",
-    "digest_scorers",
-    "digest_tasks",
     "finisher",
     "is_first_process",
     "is_run",
-    "join_digests",
     "merge",
     "new_run",
     "num_local_processes",
@@ -139,10 +126,8 @@ class StartedOn:
     """What the run of a whole was started on."""
 
     folder: Path
-    digests: Mapping[str, str]
-    """Of what this step reads and no other step makes."""
-    scorers: Collection[str] = ()
-    """Those among them that are of scorers."""
+    inputs: RunInputs
+    """What this step reads and no other step makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +157,8 @@ class RunOpener:
 class RunPlan(Generic[Report]):
     """A run whose inputs have all been read."""
 
-    digests: Callable[[], Mapping[str, str]]
-    """Of what it reads, by name: see `on_same_inputs`. It reads all weights, while the engine
-    opens."""
-    scorers: Mapping[str, str] = field(default_factory=dict)
+    inputs: RunInputs
+    """What it reads, see `on_same_inputs`. All weights are read while the engine opens."""
     opened: AbstractAsyncContextManager[Callable[[Run], Awaitable[Report]]]
     """Opens the engine and refuses what it cannot do; gives the loop, from a run to its report."""
 
@@ -188,6 +171,8 @@ class RunKind(Generic[Settings, Report]):
     name: str
     config: type[Settings]
     finish: Callable[[Settings, RunOpener, Display], Outcome[Report]]
+    inputs: Callable[[Settings, IsMade], RunInputs] = lambda _config, _is_made: RunInputs()
+    """As a step: reads what no other step makes."""
     scored: tuple[str, ...] | None = None
     """Kinds of events, beside rollouts, that follow from rewards; None: it has no scorer."""
 
@@ -230,7 +215,8 @@ async def carry_out(
     """The run to its end. What can be refused is refused before it is made."""
 
     def check() -> RunOpener:
-        return on_same_inputs(open_run, planned.digests(), planned.scorers)
+        inputs = InputReader().digest(planned.inputs)
+        return on_same_inputs(open_run, inputs.digests, inputs.scorers)
 
     async with AsyncExitStack() as stack:
         async with task_group() as tasks:
@@ -398,73 +384,6 @@ def quiet_libraries() -> None:
 
 
 INPUTS = "inputs.json"
-MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
-"""What a model computes with, and how it reads texts."""
-
-
-def digest(records: Iterable[object]) -> str:
-    """Of records whose `repr` says all they hold, in their order."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for record in records:
-        hashed.update(repr(record).encode("utf-8", "surrogatepass"))
-        hashed.update(b"\n")
-    return hashed.hexdigest()
-
-
-def digest_tasks(tasks: Iterable[Task]) -> str:
-    """Of tasks and their weights, which `repr` leaves out."""
-    every = list(tasks)
-    return digest([*every, *((task.id, task.weight) for task in every if task.weight != 1.0)])
-
-
-def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:
-    """Of inputs of several sorts, by name: a taskset may be called as the adapters are."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: "+".join(part[name] for part in parts if name in part) for name in names}
-
-
-def digest_adapters(adapters: Iterable[Adapter]) -> str:
-    return digest((adapter.name, adapter.version) for adapter in adapters)
-
-
-def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Of the files of model folders, by name. Reads all of their weights."""
-    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
-        return {name: _digest_model(folder) for name, folder in folders.items()}
-
-
-def _digest_model(folder: Path) -> str:
-    hashed = hashlib.blake2b(digest_size=16)
-    paths = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
-    with ThreadPoolExecutor() as threads:  # a thread hashes about a gigabyte a second
-        for path, hashed_file in zip(paths, threads.map(_digest_file, paths), strict=True):
-            hashed.update(path.name.encode() + b"\0" + hashed_file)
-    return hashed.hexdigest()
-
-
-def _digest_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").digest()
-
-
-def digest_scorers(
-    tasksets: Iterable[Taskset], *, game: GameConfig | None = None
-) -> dict[str, str]:
-    """Of what gives rewards, by name: its options, and the file of a function of the user."""
-    scorers: dict[str, ScorerConfig | GameConfig] = (
-        {f"the scorer of {taskset.name}": taskset.scorer for taskset in tasksets}
-        if game is None
-        else {"the game": game}
-    )
-    return {name: digest(_identity(config)) for name, config in scorers.items()}
-
-
-def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
-    yield config.model_dump(mode="json", exclude={"function"})  # a folder may have moved
-    if isinstance(config, PythonConfig | GameConfig):
-        yield config.function.rpartition(":")[2]
-        what = "game" if isinstance(config, GameConfig) else "scorer"
-        yield read_source(config.function, what=what)
 
 
 def on_same_inputs(
@@ -484,7 +403,7 @@ def on_same_inputs(
     scorers = scorers or {}
     if open_run.whole is not None:
         now = {**digests, **scorers}
-        known_there = open_run.whole.digests
+        known_there = open_run.whole.inputs.all
         now = {name: now[name] for name in known_there if name in now}
         require_same(open_run.whole.folder, known_there, now)
     known = read_digests(open_run.folder, file)

@@ -14,14 +14,8 @@ from pydantic import Field, field_validator
 
 from rookery.compat.serving import make_app, open_service
 from rookery.compose.http_server import answering, listen_all, open_or_create
-from rookery.compose.running import (
-    ConfigSource,
-    digest,
-    digest_models,
-    quiet_libraries,
-    read_config,
-    run_async,
-)
+from rookery.compose.inputs import digest, digest_models
+from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
 from rookery.config import Config, is_loopback
 from rookery.embedded import EngineConfig, resolve_model, run_engine
 from rookery.embedded.folders import ModelFolder

@@ -10,19 +10,9 @@ from typing import Any, Literal
 
 from rookery.compose.elsewhere import Forget, end_token, open_training
 from rookery.compose.evaluation import EvaluationConfig, Split
+from rookery.compose.inputs import IsMade, RunInputs, digest_tasks
 from rookery.compose.kinds import resume
-from rookery.compose.running import (
-    Outcome,
-    RunKind,
-    RunOpener,
-    RunPlan,
-    digest_models,
-    digest_tasks,
-    finisher,
-    join_digests,
-    merge,
-    new_run,
-)
+from rookery.compose.running import Outcome, RunKind, RunOpener, RunPlan, finisher, merge, new_run
 from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
@@ -166,16 +156,24 @@ def _plan(config: SftRunConfig, open_run: RunOpener, display: Display) -> RunPla
     display.note(taskset.notes)
     model = resolve_model(config.model)
     init = None if config.init_from is None else read_adapter(config.init_from)
-
-    def digests() -> dict[str, str]:
-        tasks = {taskset.name: digest_tasks(taskset.split(config.split))}
-        start = {} if init is None else {"init_from": init.version}
-        return join_digests(tasks, digest_models({"the model": model.path})) | start
-
-    return RunPlan(digests=digests, opened=_open(config, taskset, init, display))
+    start = {} if init is None else {"init_from": init.version}
+    digests = {taskset.name: digest_tasks(taskset.split(config.split))} | start
+    inputs = RunInputs(digests=digests, models={"the model": model.path})
+    return RunPlan(inputs=inputs, opened=_open(config, taskset, init, display))
 
 
-SFT = RunKind("sft", config=SftRunConfig, finish=finisher(_plan))
+def _read_inputs(config: SftRunConfig, is_made: IsMade) -> RunInputs:
+    digests: dict[str, str] = {}
+    if not is_made("taskset"):
+        taskset = load_taskset_file(config.taskset)
+        digests[taskset.name] = digest_tasks(taskset.split(config.split))
+    if config.init_from is not None and not is_made("init_from"):
+        digests["init_from"] = read_adapter(config.init_from).version
+    models = {} if is_made("model") else {"the model": resolve_model(config.model).path}
+    return RunInputs(digests=digests, models=models)
+
+
+SFT = RunKind("sft", config=SftRunConfig, finish=finisher(_plan), inputs=_read_inputs)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ A step of the run `flow` is called `flow.STEP`: it is shown, inspected and resum
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
 from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
+from rookery.compose.inputs import InputReader, RunInputs
 from rookery.compose.kinds import find_kind, resume
 from rookery.compose.running import (
     RunOpener,
@@ -29,9 +30,9 @@ from rookery.compose.running import (
     merge,
     read_digests,
     require_same,
+    require_same_scorers,
     resumable,
 )
-from rookery.compose.step_inputs import StepInputs
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import ConfigError, RunError
 from rookery.reports import PipelineStep
@@ -58,8 +59,10 @@ __all__ = [
     "describe_step",
     "feeds",
     "give_back_memory",
+    "has_begun",
     "place_of",
     "read_step",
+    "read_step_inputs",
     "require_order",
     "require_places",
     "take_steps",
@@ -121,7 +124,7 @@ def take_steps(
     open_run: RunOpener,
     display: Display,
     *,
-    inputs: Mapping[str, StepInputs],
+    inputs: Mapping[str, RunInputs],
     take: Take = lambda _run, _name, work: work(),
 ) -> RunOpener:
     """Begin the steps one after the other, go on with them, or find that they have ended; the run
@@ -137,7 +140,7 @@ def take_steps(
                 left_s = steps.left_s()
                 left = "" if left_s is None else f", {wording.duration(left_s)} left"
                 display.say(f"step {number} of {len(config.steps)}: {name}{left}")
-                same = StartedOn(path, inputs[name].all, tuple(inputs[name].scorers))
+                same = StartedOn(path, inputs[name])
                 take(run, name, partial(_take_step, config, name, whole=same, display=display))
                 run.append_blocking("pipeline/step", {"name": name}, key=name)
                 steps.end(name)
@@ -178,11 +181,22 @@ def _take_step(config: StepsConfig, name: str, *, whole: StartedOn, display: Dis
             f"{path} was made with another {', '.join(changes)}: remove it, or give the whole "
             "another --name."
         )
-    begun = read_digests(path) or whole.digests
-    own = {each: digest for each, digest in begun.items() if each in whole.digests}
-    require_same(path, own, whole.digests, whole.scorers)
+    has_begun(path, whole.inputs, is_rescored=True)  # refuses other data
     if not is_finished:
         resume(path, progress=shown, whole=whole)
+
+
+def has_begun(path: Path, inputs: RunInputs, *, is_rescored: bool) -> bool:
+    """Whether a step's run has a record of its inputs. RunError where they are others now; of
+    scorers unless its answers are scored again."""
+    begun = read_digests(path)
+    if begun is None:
+        return False
+    own = {each: digest for each, digest in begun.items() if each in inputs.digests}
+    require_same(path, own, inputs.digests)
+    if not is_rescored:
+        require_same_scorers(path, begun, inputs.scorers)
+    return True
 
 
 def _require_unused(config: StepsConfig, name: str, whole: Path) -> None:
@@ -220,6 +234,19 @@ def read_step(config: StepsConfig, name: str, whole: Path, *, are_made: bool = T
         return _read_evolve_step(document, origin=origin, folder=folder, file=file, output=output)
     model: type[Config] = find_kind(config.steps[name].loop).config
     return parse_config(model, document, origin=origin).from_folder(folder)
+
+
+def read_step_inputs(
+    config: StepsConfig,
+    name: str,
+    settings: Config,
+    reader: InputReader,
+    *,
+    made: Collection[str] = (),
+) -> RunInputs:
+    """What a step reads that no other makes, and that is not `made` by the whole."""
+    made = {*made, *(key for key, _ in feeds(config, name))}
+    return reader.read(name, find_kind(config.steps[name].loop).inputs, settings, made=made)
 
 
 class _StepFiles(Config):

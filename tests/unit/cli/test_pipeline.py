@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,6 +12,7 @@ from driving import Command
 from evolve_command import require_sandbox
 from tiny import write_chat_model
 
+from rookery.compose.steps import StepConfig
 from rookery.runs import Run
 from rookery.starters.number_changer import NAME, serve_number_changer
 
@@ -438,8 +439,10 @@ def test_report_tasks_that_change_while_the_steps_run_are_noticed(
 def test_a_step_of_any_loop_is_known_by_the_data_it_reads(rookery: Command, place: Path) -> None:
     """The digests that a pipeline has of its steps are those that they have of themselves."""
     require_sandbox()
-    path = place / "flow.yaml"
-    path.write_text(yaml.safe_dump({"steps": every_loop(place)}, sort_keys=False))
+    path, flow = place / "flow.yaml", every_loop(place)
+    loops = get_args(StepConfig.model_fields["loop"].annotation)
+    assert {step["loop"] for step in flow.values()} == set(loops)
+    path.write_text(yaml.safe_dump({"steps": flow}, sort_keys=False))
     ended = rookery("pipeline", "run", path, "--name", "flow")
     assert ended.code == 0, ended.err
     known = json.loads((place / "runs/flow/steps.json").read_text())

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import rookery
+from rookery.compose.inputs import RunInputs
 from rookery.compose.running import RunPlan, finisher, new_run, read_config, run_async
 from rookery.embedded import EngineConfig
 from rookery.errors import AdapterError, ConfigError, ModelError, RunError
@@ -63,8 +64,10 @@ def test_a_path_and_keywords_run_a_search(config: Path, capfd: pytest.CaptureFix
     assert again.report.rows == outcome.report.rows and capfd.readouterr().err == ""
 
 
-def test_inputs_are_read_while_the_engine_opens(tmp_path: Path) -> None:
-    """Inputs that are refused end an engine that opens, and no run is made."""
+def test_weights_are_read_while_the_engine_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are refused end an engine that opens, and no run is made."""
     is_opening, is_closed = threading.Event(), threading.Event()
 
     @asynccontextmanager
@@ -77,11 +80,13 @@ def test_inputs_are_read_while_the_engine_opens(tmp_path: Path) -> None:
         finally:
             is_closed.set()
 
-    def digests() -> dict[str, str]:
-        assert is_opening.wait(60), "the engine waits for the inputs"
-        raise ModelError("the weights cannot be read")
+    def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
+        assert is_opening.wait(60), "the engine waits for the weights"
+        raise ModelError(f"{min(folders)} cannot be read")
 
-    finish = finisher(lambda *_: RunPlan(digests=digests, opened=opened()))
+    monkeypatch.setattr("rookery.compose.inputs.digest_models", digest_models)
+    inputs = RunInputs(models={"the model": tmp_path})
+    finish = finisher(lambda *_: RunPlan(inputs=inputs, opened=opened()))
     open_run = new_run(SftConfig(), kind="genome", name="x", runs_dir=tmp_path)
     with pytest.raises(ModelError, match="cannot be read"):
         finish(SftConfig(), open_run, Display(is_quiet=True))

@@ -1,9 +1,11 @@
 """Everything of a grpo run that is read before a model is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rookery.compat.atropos.programs import check_commands
+from rookery.compose.inputs import IsMade, RunInputs, list_inputs, load_not_made
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, require_adapters, trainer_place
 from rookery.errors import ConfigError, ModelError
@@ -18,9 +20,9 @@ from rookery.weights import read_adapter
 
 __all__ = [
     "GrpoFiles",
+    "find_inputs",
     "read_files",
-    "read_reference",
-    "require_start",
+    "read_step_inputs",
 ]
 
 
@@ -57,13 +59,13 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
         if config.full is None:
             init = read_adapter(config.init_from)
         else:
-            start = require_start(config.init_from)
+            start = _require_start(config.init_from)
     if config.full is None:
         where = "lora.rank" if init is None else f"The rank of {config.init_from}"
         require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
     if config.atropos is not None:
         check_commands(config.atropos.environments)
-    template, reference = load_template(folder.path), read_reference(config)
+    template, reference = load_template(folder.path), _read_reference(config)
     has_reference_model = (
         config.needs_reference
         if config.full is not None
@@ -73,7 +75,7 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     return GrpoFiles(tasksets, folder, template, start, init, reference, has_reference_model, place)
 
 
-def require_start(folder: Path) -> Path:
+def _require_start(folder: Path) -> Path:
     """The folder of a model whose weights are all trained; an error where it is none."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -88,7 +90,41 @@ def require_start(folder: Path) -> Path:
     return folder.resolve()
 
 
-def read_reference(config: GrpoConfig) -> Adapter | Path | None:
+def read_step_inputs(config: GrpoConfig, is_made: IsMade) -> RunInputs:
+    tasksets = load_not_made(config.judged_tasksets, is_made)
+    models = {}
+    if not is_made("engine", "tokenizer"):
+        models["the model"] = find_model(config.engine, tokenizer=config.tokenizer).path
+    if config.init_from is not None and not is_made("init_from"):
+        if config.full is not None:
+            models["init_from"] = _require_start(config.init_from)
+        else:
+            read_adapter(config.init_from)  # which its run keeps
+    reference = None if is_made("reference") else _read_reference(config)
+    return _list(config, tasksets, models, reference)
+
+
+def find_inputs(config: GrpoConfig, files: GrpoFiles) -> RunInputs:
+    """Of the tasks and the models. An adapter to begin with is in the run itself."""
+    models = {"the model": files.folder.path}
+    if files.start != files.folder.path:
+        models["init_from"] = files.start
+    return _list(config, files.tasksets, models, files.reference)
+
+
+def _list(
+    config: GrpoConfig,
+    tasksets: list[Taskset],
+    models: Mapping[str, Path],
+    reference: Adapter | Path | None,
+) -> RunInputs:
+    if isinstance(reference, Path):
+        return list_inputs(tasksets, {}, {**models, "reference": reference}, game=config.game)
+    version = {} if reference is None else {"reference": reference.version}
+    return list_inputs(tasksets, version, models, game=config.game)
+
+
+def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
     """The adapter, or the model folder."""
     folder = config.reference
     if folder is None or (folder / "config.json").is_file():

@@ -17,7 +17,7 @@ from rookery.compose.grpo.bridge import (
     choose_bridge,
     is_merged,
 )
-from rookery.compose.grpo.files import GrpoFiles, read_files
+from rookery.compose.grpo.files import GrpoFiles, find_inputs, read_files, read_step_inputs
 from rookery.compose.grpo.plan import MemoryPlan, check_plan, has_one_gpu, server_share
 from rookery.compose.grpo.policy import (
     MakePolicy,
@@ -37,12 +37,8 @@ from rookery.compose.running import (
     RunOpener,
     RunPlan,
     carry_out,
-    digest_models,
-    digest_scorers,
-    digest_tasks,
     is_first_process,
     is_run,
-    join_digests,
     num_processes,
     quiet_libraries,
     run_async,
@@ -128,8 +124,7 @@ def _finish(config: GrpoConfig, open_run: RunOpener, display: Display) -> Outcom
         opened = _open_on_service(config, files, open_run, display)
     else:
         opened = _open_loop(config, files, check_plan(config, files), open_run, display)
-    scorers = digest_scorers(files.tasksets, game=config.game)
-    planned = RunPlan(digests=partial(_digests, files), scorers=scorers, opened=opened)
+    planned = RunPlan(inputs=find_inputs(config, files), opened=opened)
     return run_async(carry_out(planned, open_run, display))
 
 
@@ -157,7 +152,9 @@ def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
     return config.model_copy(update={"init_from": kept_start})
 
 
-GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
+GRPO = RunKind(
+    "grpo", config=GrpoConfig, finish=_finish, inputs=read_step_inputs, scored=("select",)
+)
 
 
 @asynccontextmanager
@@ -253,19 +250,6 @@ async def _train(
     with display.bar("train", total=config.steps, noun="step", run=run) as bar:
         shown = TrainBar(bar, display, Measurements(config, files.tasksets))
         return await train_policy(inputs, engine=engine, run=run, observer=shown)
-
-
-def _digests(files: GrpoFiles) -> dict[str, str]:
-    """Of the tasks and the models. An adapter to begin with is in the run itself."""
-    models = {"the model": files.folder.path}
-    if files.start != files.folder.path:
-        models["init_from"] = files.start
-    if isinstance(files.reference, Path):
-        models["reference"] = files.reference
-    tasks = {each.name: digest_tasks(each.tasks) for each in files.tasksets}
-    adapter = files.reference if isinstance(files.reference, Adapter) else None
-    reference = {} if adapter is None else {"reference": adapter.version}
-    return join_digests(tasks, reference, digest_models(models))
 
 
 @asynccontextmanager

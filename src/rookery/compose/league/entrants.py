@@ -23,7 +23,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rookery.compose.evaluation import anchored
-from rookery.compose.running import digest, digest_adapters, digest_models, join_digests, merge
+from rookery.compose.inputs import digest, digest_adapters, digest_models, join_digests
+from rookery.compose.running import merge
 from rookery.compose.steps import StepConfig, StepsConfig
 from rookery.config import Config
 from rookery.embedded import EngineConfig

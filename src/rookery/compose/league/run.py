@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.inputs import InputReader, RunInputs, digest, digest_scorers
 from rookery.compose.league.entrants import League, LeagueConfig
 from rookery.compose.league.measure import find_results, open_measurement
 from rookery.compose.running import (
@@ -23,16 +24,19 @@ from rookery.compose.running import (
     RunKind,
     RunOpener,
     RunPlan,
-    digest,
-    digest_models,
-    digest_scorers,
     finisher,
     on_same_inputs,
     quiet_libraries,
 )
 from rookery.compose.sft import SftRunConfig
-from rookery.compose.step_inputs import InputReader, StepInputs
-from rookery.compose.steps import StepsConfig, feeds, read_step, require_order, take_steps
+from rookery.compose.steps import (
+    StepsConfig,
+    feeds,
+    read_step,
+    read_step_inputs,
+    require_order,
+    take_steps,
+)
 from rookery.engines import require_adapters, with_rank
 from rookery.errors import (
     AdapterError,
@@ -111,18 +115,17 @@ def _check(league: League) -> StepsConfig:
     return steps
 
 
-def _read_inputs(league: League, steps: StepsConfig) -> dict[str, StepInputs]:
+def _read_inputs(league: League, steps: StepsConfig) -> dict[str, RunInputs]:
     """What every step reads that no other makes: that of the first seed, as others read the same.
     Refuses what cannot be read."""
     reader = InputReader()
-    first: dict[tuple[str, int], StepInputs] = {}
-    inputs: dict[str, StepInputs] = {}
+    first: dict[tuple[str, int], RunInputs] = {}
+    inputs: dict[str, RunInputs] = {}
     for entrant in sorted(league.entrants(Path.cwd()), key=lambda entrant: entrant.index):
         for place, name in enumerate(entrant.steps):
             if entrant.index == 0:
-                made = {*league.made, *(key for key, _ in feeds(steps, name))}
                 settings = read_step(steps, name, Path.cwd(), are_made=False)
-                read = reader.read(name, settings, made=made)
+                read = read_step_inputs(steps, name, settings, reader, made=league.made)
                 first[entrant.name, place] = read
             inputs[name] = first[entrant.name, place]
     return inputs
@@ -163,18 +166,14 @@ def _plan(
         failed = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
     results, left_out = find_results(league, open_run.folder, failed)
 
-    def digests() -> dict[str, str]:
-        entrants = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
-        tasks = {league.taskset.name: digest(league.taskset.split("report"))}
-        return {
-            **tasks,
-            "entrants": digest(entrants),
-            **digest_models({"the model": league.folder}),
-        }
-
+    entrants = [(r.entrant.id, r.prompt, r.adapter and r.adapter.version) for r in results]
+    tasks = {league.taskset.name: digest(league.taskset.split("report"))}
     return RunPlan(
-        digests=digests,
-        scorers=digest_scorers([league.taskset]),
+        inputs=RunInputs(
+            digests={**tasks, "entrants": digest(entrants)},
+            models={"the model": league.folder},
+            scorers=digest_scorers([league.taskset]),
+        ),
         opened=open_measurement(league, results, left_out, display),
     )
 
