@@ -223,6 +223,34 @@ async def test_the_base_model_is_itself_beside_adapters(
         await fleet.unload(ref)
 
 
+async def test_answers_meet_others_that_report_more_likely_tokens(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    """A step of vLLM has as many columns as the request in it that asks for most."""
+    plain = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    alone = await fleet.sample(
+        [SampleRequest(model=fleet.base, prompt=prompt, params=plain) for prompt in prompts]
+    )
+    tops = (0, 2, 20)
+    mixed = await fleet.sample(
+        [
+            SampleRequest(
+                model=fleet.base,
+                prompt=prompt,
+                params=replace(plain, max_tokens=48 - 2 * top, top_logprobs=top),
+            )
+            for prompt in prompts
+            for top in tops
+        ]
+    )
+    for i, [completion] in enumerate(mixed):
+        [whole], top = alone[i // len(tops)], tops[i % len(tops)]
+        num = len(completion.tokens)
+        assert num == 48 - 2 * top and completion.tokens == whole.tokens[:num]
+        assert completion.logprobs == pytest.approx(whole.logprobs[:num], abs=1e-4)
+        assert all(len(likely) == top for likely in completion.top_logprobs)
+
+
 async def test_scores_equal_the_embedded_engine_s(
     fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:

@@ -270,6 +270,7 @@ async def test_answers_that_are_not_whole_are_errors() -> None:
     for wrong, said in [
         ({**choice, "finish_reason": "abort"}, "abort"),
         ({**choice, "logprobs": None}, "without log-probabilities"),
+        ({**choice, "logprobs": None, "finish_reason": "abort"}, "ended with .abort., incomplete"),
         ({**choice, "logprobs": {"tokens": ["x"], "token_logprobs": [-1.0]}}, "token_id:17"),
         ({**choice, "logprobs": {"tokens": ["token_id:1"], "token_logprobs": [None]}}, "None"),
         ({**choice, "logprobs": {"tokens": ["token_id:1"], "token_logprobs": [math.nan]}}, "nan"),
