@@ -6,15 +6,14 @@ MODEL is a folder with a chat model (Qwen2.5-1.5B-Instruct). A task gives three 
 a target that they make with + - * /, each used once; a checker computes the answer in fractions.
 The tasks are generated, all different: `train` to search on, `held-out` is read once, greedy, at
 the end. For each seed `genome` runs `--steps` steps of `stages: [{type: es, rank: 1}]`, then `grpo`
-as many steps as draw the same number of tokens; each starts vLLM servers of its own (`--python`
-names an interpreter that has vLLM). Printed are the scores on `train` over seconds and tokens, and
-held-out accuracy with its 95 % interval.
+until its next step would draw more tokens than that, groups that are replaced counted; each starts
+vLLM servers of its own (`--python` names an interpreter that has vLLM). Printed are the scores on
+`train` over seconds and tokens, and held-out accuracy with its 95 % interval.
 """
 
 import argparse
 import ast
 import json
-import math
 import operator
 import random
 import re
@@ -187,20 +186,22 @@ def search(options: argparse.Namespace, sets: list[dict[str, Any]], seed: int, r
 
 
 def train(
-    options: argparse.Namespace, sets: list[dict[str, Any]], seed: int, runs: Path, *, steps: int
+    options: argparse.Namespace, sets: list[dict[str, Any]], seed: int, runs: Path, *, tokens: int
 ) -> Any:
+    """As many steps as the tokens are enough for."""
     return rookery.run_grpo(
         {
             "engine": engine(options, slots=4, is_shared=True),
             "tasksets": sets,
             "lora": {"rank": options.lora_rank, "alpha": 2.0 * options.lora_rank,
                      "targets": TARGETS},
-            "steps": steps,
+            "steps": 10_000,
+            "budget": {"max_answer_tokens": tokens},
             "groups_per_step": options.groups,
             "group_size": options.group_size,
             "drawing": {"max_tokens": options.max_tokens},
             "learning_rate": options.grpo_rate,
-            "save_every": max(1, steps // 4),
+            "save_every": options.save_every,
             "max_gap": 0.1,
             "seed": seed,
         },
@@ -209,15 +210,11 @@ def train(
     ).report  # fmt: skip
 
 
-def drawn_tokens(run: Path) -> tuple[int, int]:
-    """Tokens that a genome run drew, and its answers, without the prompts."""
-    num_tokens = num_answers = 0
+def drawn_tokens(run: Path) -> int:
+    """Tokens that a genome run drew, without the prompts."""
     with Run.view(run) as view:
-        for event in view.events("rollout"):
-            completion = event.payload["completion"]
-            num_tokens += len(completion["tokens"]) if completion else 0
-            num_answers += 1
-    return num_tokens, num_answers
+        completions = (event.payload["completion"] for event in view.events("rollout"))
+        return sum(len(completion["tokens"]) for completion in completions if completion)
 
 
 def show(name: str, seed: int, report: GenomeReport | GrpoReport, num_tokens: int) -> float | None:
@@ -240,16 +237,14 @@ def compare(options: argparse.Namespace, runs: Path, folder: Path) -> None:
     held_out: dict[str, list[float]] = {}
     for seed in options.seeds:
         found = search(options, sets, seed, runs)
-        num_tokens, num_answers = drawn_tokens(runs / f"es-{seed}")
+        num_tokens = drawn_tokens(runs / f"es-{seed}")
         seconds = 0.0
         for step in found.generations:
             seconds += step.seconds or 0.0
             print(f"  es {step.generation}: {seconds:.0f} s, best {step.best}, mean {step.mean}")
         reports = {"es": (found, num_tokens)}
         if options.grpo:
-            per_step = options.groups * options.group_size * num_tokens / max(1, num_answers)
-            steps = max(1, math.ceil(num_tokens / max(1.0, per_step)))
-            report = train(options, sets, seed, runs, steps=steps)
+            report = train(options, sets, seed, runs, tokens=num_tokens)
             for point in report.checkpoints:
                 print(f"  grpo {point}")
             reports["grpo"] = report, report.num_tokens
@@ -286,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--grpo-rate", type=float, default=1e-4)
+    parser.add_argument("--save-every", type=int, default=4, help="steps of grpo")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
         compare(options, options.runs or Path(place) / "runs", Path(place))

@@ -265,8 +265,9 @@ def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[
                 is_cut = True
             if not (folder / "run" / "events.db").exists():
                 continue
-            result = read_result(folder / "run", arms=case.arms)
-            results.append(result.named(case.task, seed=case.seed, is_cut=is_cut))
+            found = read_result(folder / "run", arms=case.arms)
+            results.append(found.named(case.task, seed=case.seed, is_cut=is_cut))
+            print(show_results(results[-1:]), flush=True)
     finally:
         for process in processes:
             process.kill()

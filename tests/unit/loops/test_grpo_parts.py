@@ -14,6 +14,7 @@ from environments.groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from scipy.stats import binom
 
 from rookery.compat.atropos.feed import AtroposSource, FedBatch, FedGroup
 from rookery.embedded import EngineConfig
@@ -30,7 +31,7 @@ from rookery.loops.grpo.batch import (
     is_equal,
 )
 from rookery.loops.grpo.checkpoints import Selection
-from rookery.loops.grpo.group_source import BatchDrawer, Policy, TaskOrder
+from rookery.loops.grpo.group_source import BatchDrawer, GroupSource, Policy, TaskOrder, num_for
 from rookery.loops.grpo.policy_trainer import make_data, mean_gap
 from rookery.loops.grpo.sweep import JointTrainer
 from rookery.runs import Run
@@ -328,6 +329,30 @@ async def test_a_batch_does_not_depend_on_when_its_groups_end(
     assert waves.calls[0] == 4 and set(singly.calls) == {1} and len(singly.calls) <= 9
     too_many = len(singly.calls) - batch.next_position
     assert singly.num_stopped <= too_many and (useful_share < 1 or too_many == 0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95])
+@pytest.mark.parametrize("wanted", [4, 8, 32, 256])
+def test_nine_times_in_ten_one_wave_has_groups_enough(wanted: int, share: float) -> None:
+    num = num_for(wanted, share=share)
+    assert 0.84 < binom.sf(wanted - 1, num, share) < 0.99
+    assert num_for(wanted, share=1.0) == wanted and num_for(0, share=share) == 0
+
+
+async def test_what_is_begun_at_once_follows_the_last_steps(tmp_path: Path) -> None:
+    """Every second group teaches: as many more are begun as that takes, and none drawn twice."""
+    config = make_config(groups_per_step=8, group_size=2, steps=3, max_extra_groups=32)
+    drawer = ScriptedDrawer([place % 2 == 0 for place in range(200)], delays=[0] * 200)
+    tasks = [Task(id=str(i), prompt="?", reference="") for i in range(20)]
+    policy = Policy(ModelRef(name="policy", version="a"), step=0)
+    with Run.create(tmp_path / "run", kind="grpo", config={}) as run:
+        source = GroupSource(drawer, tasks=tasks, config=config, run=run, is_remote=True)
+        first = await source.batch(0, policy=policy)
+        asked = len(drawer.calls)
+        second = await source.batch(1, policy=replace(policy, step=1))
+    assert first.next_position == asked == 15, "nothing was known"
+    assert len(drawer.calls) - asked == num_for(8, share=8 / 15) == 21
+    assert [group.position for group in second.groups] == list(range(16, 31, 2)), "and no more"
 
 
 async def test_every_position_has_random_numbers_of_its_own_by_the_seed() -> None:

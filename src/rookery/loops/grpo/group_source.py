@@ -61,8 +61,12 @@ __all__ = [
 ]
 
 
-_CAUTION = 0.75
-"""Of the groups that will probably have to be replaced, the part that is begun at once."""
+_SURE = 1.3
+"""Standard deviations of the number of groups that teach by which more are begun at once: nine
+times in ten enough of them teach. What is too much costs less than waiting for a second wave."""
+
+_LOOK_BACK = 4
+"""Steps by which it is judged what part of the groups teaches."""
 
 _GROWTH = 8
 """By how much a check draws more, while all rewards are equal: a server takes as long for eight
@@ -125,7 +129,7 @@ class BatchDrawer:
         A group whose rewards are equal is replaced as soon as that is seen, while others are still
         drawn. `useful_share` is the part of groups that is expected to teach: where it is below 1,
         more groups than are needed are begun at once, and those that turn out to be too many are
-        stopped and left to the next step. So it changes how long a step takes and not its batch.
+        stopped and drawn in the next step. So it changes how long a step takes and not its batch.
         """
         groups = await _FirstUseful(self, step, start, policy.ref, useful_share).draw()
         useful = [
@@ -174,7 +178,7 @@ class _FirstUseful:
         self._drawer, self._config = drawer, drawer.config
         self._step, self._start, self._model = step, start, model
         # An engine in this process computes what turns out to be too much at the cost of the rest.
-        self._expected = 1.0 - _CAUTION * (1.0 - useful_share) if drawer.is_remote else 1.0
+        self._useful_share = useful_share if drawer.is_remote else 1.0
         self._num_begun = 0
         self._groups: dict[int, Group] = {}
         """Those that are drawn, by how far behind `start` they are."""
@@ -207,10 +211,10 @@ class _FirstUseful:
     def _num_missing(self) -> int:
         """How many groups to begin now, so that with those under way enough will teach."""
         num_useful = sum(self._teaching.values())
-        wanted = (self._config.groups_per_step - num_useful) / self._expected
+        wanted = num_for(self._config.groups_per_step - num_useful, share=self._useful_share)
         num_pending = self._num_begun - len(self._groups)
         room = self._config.max_groups - self._num_begun
-        return max(0, min(math.ceil(wanted) - num_pending, room))
+        return max(0, min(wanted - num_pending, room))
 
     async def _draw_next(self, num: int) -> None:
         first, self._num_begun = self._num_begun, self._num_begun + num
@@ -230,6 +234,16 @@ class _FirstUseful:
                 check_failures(
                     self._step, _count(in_order), max_share=self._config.max_failed_share
                 )
+
+
+def num_for(num_useful: int, *, share: float) -> int:
+    """How many groups to begin, so that so many will probably teach when that share of all does:
+    the least n with n share - _SURE sqrt(n share (1 - share)) >= num_useful."""
+    if num_useful <= 0:
+        return 0
+    spread = _SURE * math.sqrt(share * (1 - share))
+    root = (spread + math.sqrt(spread**2 + 4 * share * num_useful)) / (2 * share)
+    return math.ceil(root**2 - 1e-9)
 
 
 def check_failures(step: int, counts: BatchCounts, *, max_share: float) -> None:
@@ -385,12 +399,11 @@ class GroupSource:
         return 0 if before is None else int(before.payload["next_position"])
 
     def _useful_share(self, step: int) -> float:
-        """The part of the last step's groups that taught something."""
-        before = self._store.event(step - 1)
-        if before is None or not before.payload["positions"]:
-            return 1.0
-        num_drawn = int(before.payload["next_position"]) - self._start(step - 1)
-        return len(before.payload["positions"]) / num_drawn
+        """The part of the last steps' groups that taught something."""
+        first = max(0, step - _LOOK_BACK)
+        events = [self._store.event(i) for i in range(first, step)]
+        num_useful = sum(len(event.payload["positions"]) for event in events if event)
+        return num_useful / (self._start(step) - self._start(first)) if num_useful else 1.0
 
     def use(self, policy: Policy) -> None:
         """New weights; every batch names the ones it is drawn with."""
