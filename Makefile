@@ -41,7 +41,7 @@ demo: $(VENV)/.ready
 
 # The limit is checked apart: slipcover cannot both check and show what xdist's workers covered.
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --json --out .coverage.json \
+	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --immediate --json --out .coverage.json \
 	  -m pytest -n 2 --dist worksteal --durations=30 tests/unit $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=30 tests/real $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long
 from service.server_process import ServerProcess
 
 import rookery
@@ -43,6 +44,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"runs_dir": tmp_path / "runs", "progress": False}
 
 
+@long
 def test_a_search(far: dict[str, Any], tmp_path: Path) -> None:
     config = {
         **far,
@@ -85,6 +87,7 @@ def test_answers_are_learned(far: dict[str, Any], tmp_path: Path) -> None:
     assert adapter.rank == 8 and metrics[-1] < metrics[0]
 
 
+@long
 def test_a_policy_is_trained(far: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     rows = [json.dumps({"prompt": f"Count to {n}:", "reference": "x"}) for n in range(12)]

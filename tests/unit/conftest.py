@@ -1,5 +1,6 @@
 """A tiny model, its tokenizer and adapters of it, made once per test run."""
 
+import gc
 import os
 import shutil
 import signal
@@ -39,7 +40,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama-shaped model of 4 layers with random weights and a word tokenizer."""
     from tiny import write_tiny_model
 
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    gc.freeze()  # torch and transformers: each collection of a step looked at all that they define
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -178,7 +178,8 @@ ONCE, OFTEN = (0.4,), (0.05, 0.1, 0.1, 0.2, 0.2)
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        *((name, ONCE) for name in COMMANDS if name != "league"),
+        *((name, ONCE) for name in ("genome", "grpo", "pipeline")),
+        *(pytest.param(name, ONCE, marks=long) for name in ("eval", "sft", "icm")),
         *(pytest.param(name, OFTEN, marks=long) for name in ("genome", "grpo", "icm", "league")),
     ],
 )

@@ -116,6 +116,8 @@ def test_a_batch_longer_than_the_context(refused: Command, config: Path) -> None
 class _Answers(BaseHTTPRequestHandler):
     """An API that reports the likeliest tokens; it prefers w90 behind long prompts."""
 
+    wbufsize = -1  # an answer is one packet: the second of two waits for the first's receipt
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         odds = len(body["prompt"]) % 5 - 2.0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from driving import Command
 from evolve_command import require_sandbox
+from marks import long
 from tiny import write_chat_model
 
 from rookery.cli.demo import Kind
@@ -72,6 +73,7 @@ def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
     assert "report tasks are read once" in rookery(*words, "-i", "2").words
 
 
+@long
 def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
     write_chat_model(place / "mine-chat", max_position_embeddings=8192)
     words = written(rookery, "flywheel")

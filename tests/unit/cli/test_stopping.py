@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from driving import Command, write_rows
 from forked import Forked, forked, run_code, run_command
+from marks import long
 
 from rookery.compose.running import run_async
 from rookery.errors import RunError
@@ -88,7 +89,9 @@ def running(slow: Path, mode: str) -> Iterator[Forked]:
         yield process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=long)]
+)
 def test_an_evaluation_interrupted_and_resumed(
     rookery: Command, slow: Path, number: signal.Signals, code: int
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fleet.stub import Stub, serve
+from marks import long
 from scripted import Scripted, serve_scripted
 
 import rookery
@@ -313,7 +314,9 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
 
 
-@pytest.mark.parametrize("others", [[{"name": "base", "weight": 0.1}], []])
+@pytest.mark.parametrize(
+    "others", [[{"name": "base", "weight": 0.1}], pytest.param([], marks=long)]
+)
 def test_an_adapter_learns_from_the_run_and_joins_its_models(
     problem: Path, model: Scripted, chat_model: Path, others: list[dict[str, Any]]
 ) -> None:

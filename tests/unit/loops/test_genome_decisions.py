@@ -174,7 +174,7 @@ async def test_a_floor_on_report_tasks_says_where_it_was_measured(genome: Genome
         assert said.endswith(end)
 
 
-@pytest.mark.parametrize("floors", [{}, {"first": "founder"}])
+@pytest.mark.parametrize("floors", [pytest.param({}, marks=long), {"first": "founder"}])
 async def test_a_race_with_floors_finds_the_winner_of_no_race(
     genome: Genome, floors: dict[str, Any]
 ) -> None:

@@ -46,7 +46,11 @@ BLOCK_REQUESTS = 32
 """Requests stored together: what a killed process loses at most, per block in flight."""
 
 NUM_BLOCKS = 16
-"""Blocks in flight: enough to fill an engine's batch."""
+"""Blocks in flight: enough to fill a server's batch."""
+
+NUM_BLOCKS_HERE = 4
+"""The same for an engine in this process: it computes them side by side, and until the first ends
+nobody knows how far they are."""
 
 PLANNED_BLOCK_TOKENS = 16
 """The block of the planned count: what most servers' prefix caches use."""
@@ -200,6 +204,7 @@ class SharedLabelScorer:
         order: Order,
         model: ModelRef,
         store: ScoreStore,
+        is_remote: bool = True,
     ) -> None:
         self._sampler = sampler
         self._prompts = prompts
@@ -209,7 +214,7 @@ class SharedLabelScorer:
         self._place = {item: place for place, item in enumerate(order.leaves)}
         # What follows is shared by the scorers of all chains.
         self._once = AskOnce[Context, LabelLogprobs | None]()
-        self._places = asyncio.Semaphore(NUM_BLOCKS)
+        self._places = asyncio.Semaphore(NUM_BLOCKS if is_remote else NUM_BLOCKS_HERE)
         self._naive: Counter[str] = Counter()
         self._affinity: Hashable = None
         self._part: Part = "search"

@@ -41,7 +41,7 @@ from rookery.ports import UNOBSERVED, Observer, Sampler
 from rookery.reports import IcmReport, SpentRecord
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget, find_stop_reason
-from rookery.search.labelling import UNLABELLED, IdOrder, TreeOrder
+from rookery.search.labelling import UNLABELLED, IdOrder, Order, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 
@@ -341,10 +341,21 @@ def open_problem(
         num_labels=len(config.data.labels),
         groups=tuple(places[item.group] for item in items),
         constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
-        scorer=SharedLabelScorer(
-            labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
-        ),
+        scorer=_scorer(labeller, prompts=prompts, order=order, store=store),
         objective=config.objective,
+    )
+
+
+def _scorer(
+    labeller: Labeller, *, prompts: BatchPrompts, order: Order, store: ScoreStore
+) -> SharedLabelScorer:
+    return SharedLabelScorer(
+        labeller.sampler,
+        prompts=prompts,
+        order=order,
+        model=labeller.model,
+        store=store,
+        is_remote=labeller.is_remote,
     )
 
 
@@ -363,9 +374,8 @@ def _open_batch(
     def open_scorer(others: Sequence[Item]) -> LabelScorer:
         prompts = BatchPrompts(others, encoder=labeller.encoder, data=config.data)
         order = IdOrder(len(others))
-        return SharedLabelScorer(
-            labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
-        ).of_chain(None, part="baselines")
+        scorer = _scorer(labeller, prompts=prompts, order=order, store=store)
+        return scorer.of_chain(None, part="baselines")
 
     return ItemBatch(
         index=index,
