@@ -66,7 +66,7 @@ async def test_the_time_left_is_right_within_a_third(
     config = IcmConfig.model_validate(document)
     sampler = TimedSampler(oracle.sampler)
     watch = Watch(sampler)
-    monkeypatch.setattr(label_scorer, "NUM_BLOCKS", 1)  # each is told before the next is read
+    monkeypatch.setattr(label_scorer, "NUM_BLOCKS_HERE", 1)  # each is told before the next is read
     monkeypatch.setattr(Run, "elapsed_s", property(lambda _: sampler.now_s))
     with Run.create(tmp_path, kind="icm", config={}, name="timed") as run:
         inputs = IcmInputs(config=config, items=read_items(config.data))
