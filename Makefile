@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-# Without a GPU the CPU build of torch is enough; on a GPU machine pip takes the usual one.
+# The newest torch that was tested here; on a GPU machine pip may choose. `make TORCH=...` sets another.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.13.0)
 comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
