@@ -227,7 +227,8 @@ def sft(
 
     The training is a run: its curves are on the page, and RUN/trained holds the adapter. Any
     value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from. An
-    interrupted training goes on when the same command is given again.
+    interrupted training without --name goes on when the same command is given again; one with a
+    name goes on by `rookery runs resume`.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
         rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005

@@ -88,7 +88,7 @@ def run_sft(
 
     `run_sft("smollm2", "generated:label-kind", "out/kind", steps=40)`; `values` are `split`,
     `device` and keys of the training config, laid over `config` where both are given. A training
-    that was interrupted goes on when it is called again.
+    without a name that was interrupted goes on when it is called again.
     """
     outcome = start_sft(
         model, taskset, out, config=config, name=name, runs_dir=runs_dir, progress=progress,

@@ -62,8 +62,8 @@ __all__ = [
 #     find_changes({"steps": 100, "seed": 1}, {"steps": 200, "seed": 1})    {"steps": (100, 200)}
 #     check_changes(changes, may_change=["steps", "stages.*.generations"])
 #
-# A run has one config, as its result is a function of it. The few values that only say how far to
-# go, which the loop names, may change when the run is opened again.
+# A run has one config, as its result is a function of it. A loop may name values that only say how
+# far to go (evolve does): they may change when the run is opened again.
 
 
 Changes = dict[str, tuple[Any, Any]]

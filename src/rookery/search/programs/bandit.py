@@ -185,7 +185,7 @@ OPERATORS: Mapping[str, _Operator] = {
 """best: a child of the best program; improver: of a program that lately improved on its parent;
 top: of a draw by rank; crossover: of two good programs; repair: a failed program mended; restart: a
 child of the first program, which begins a line on an island of its own; elite: of the best program
-of such a line. Seeds and weights were chosen by simulation (docs/evolve.md)."""
+of such a line. Seeds and weights were chosen by simulation."""
 
 SEED_PLAYS = 30.0
 """Attempts that a seed counts for."""
