@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -272,10 +272,18 @@ async def test_files_of_the_system_can_be_read(config: SandboxConfig, tmp_path: 
     assert outcome.failure is None, outcome
 
 
-async def test_named_folders_are_readable_only(config: SandboxConfig, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "numbers").write_text("42")
+@pytest.fixture
+def data() -> Iterator[Path]:
+    """A folder that is not below /dev/shm, which programs have of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "numbers").write_text("42")
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+async def test_named_folders_are_readable_only(
+    config: SandboxConfig, tmp_path: Path, data: Path
+) -> None:
     named = config.model_copy(update={"readable": (data,)})
     text = program(f"""
     import os

@@ -226,9 +226,8 @@ def sft(
     """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
 
     The training is a run: its curves are on the page, and RUN/trained holds the adapter. Any
-    value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from. An
-    interrupted training without --name goes on when the same command is given again; one with a
-    name goes on by `rookery runs resume`.
+    value of the training config is a flag: --rank, --epochs, --learning-rate, --init-from.
+    `rookery runs resume` goes on with an interrupted one; without --name the same command does too.
 
         rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
         rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005

@@ -206,6 +206,12 @@ def bubblewrap_jail(config: SandboxConfig, box: SandboxPaths) -> Jail:
     if program is None:
         raise SandboxError("The program bwrap is not installed.")
     shown = [*python_folders(), *readable_paths(config)]
+    for path in shown:
+        if path.is_relative_to("/dev/shm"):
+            raise SandboxError(
+                f"{path} cannot be shown to programs: each has a /dev/shm of its own. Keep it in "
+                "another folder."
+            )
     # A candidate's own /tmp would hide what is bound below it.
     scratch = Path("/scratch" if any(p.is_relative_to("/tmp") for p in shown) else "/tmp")
     command = [program, *_namespaces(config), *_system(config)]

@@ -33,14 +33,16 @@ from rookery.service.keys import add_key
 from rookery.weights import read_adapter, write_adapter
 
 
-async def train_on(client: Client, model: str, seqs: range) -> None:
-    """Pairs of gradients and a step, so that the first number of each is odd."""
+async def train_on(client: Client, model: str, seqs: range) -> dict[str, Any]:
+    """Pairs of gradients and a step, so that the first number of each is odd. Returned is the last
+    request: when its result is there, all are done."""
     for seq in seqs:
         if seq % 2:
             tokens = [5 + (seq * 3 + place) % 60 for place in range(8)]
-            await client.train(train_body(model, seq, tokens=tokens))
+            last = await client.train(train_body(model, seq, tokens=tokens))
         else:
-            await client.step(model, seq, rate=1e-2)
+            last = await client.step(model, seq, rate=1e-2)
+    return last
 
 
 async def exported(served: Served, client: Client, model: str, seq: int) -> bytes:
@@ -58,7 +60,7 @@ async def test_a_killed_service_trains_to_the_same_bits(tmp_path: Path, tiny_fol
         model = await ada.model(await ada.session())
         other = await ada.model(await ada.session(), rank=2)
         await train_on(ada, model, range(1, 7))
-        await train_on(ada, other, range(1, 4))
+        await ada.result(await train_on(ada, other, range(1, 4)))
         await ada.result(await ada.step(model, 7))
         await served.service.snapshot()
         await train_on(ada, model, range(8, 12))
@@ -247,7 +249,7 @@ async def test_a_megatron_server_that_ends_is_said_and_the_service_goes_on_with_
             async with served_on_megatron(run, tiny_folder, url) as served:
                 ada = served.client()
                 model = await ada.model(await ada.session())
-                await train_on(ada, model, range(1, 3))
+                await ada.result(await train_on(ada, model, range(1, 3)))
                 await served.service.snapshot()
                 await train_on(ada, model, range(3, 5))
                 expected = await exported(served, ada, model, 5)

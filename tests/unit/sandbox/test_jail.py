@@ -164,18 +164,19 @@ def test_an_evaluator_may_be_a_link(evaluator: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_config_names_is_let_in(
-    bwrap: str, evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bwrap: str, evaluator: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NAMED", "yes")
     monkeypatch.setenv("OTHER", "no")
+    shown = Path(__file__).parent
     config = SandboxConfig(
-        network=True, readable=(tmp_path,), devices=(Path("/dev/null"),), variables=("NAMED",)
+        network=True, readable=(shown,), devices=(Path("/dev/null"),), variables=("NAMED",)
     )
     with open_box(evaluator) as box:
         jail = BACKENDS["bubblewrap"](config, box)
     command = list(jail.command)
     assert "--unshare-net" not in command
-    assert str(tmp_path) in words_after(command, "--ro-bind")
+    assert str(shown) in words_after(command, "--ro-bind")
     assert words_after(command, "--dev-bind") == ["/dev/full", "/dev/null"]
     assert jail.environment["NAMED"] == "yes" and "OTHER" not in jail.environment
     assert not any("yes" in word for word in command), "others can read command lines"
@@ -184,6 +185,13 @@ def test_what_the_config_names_is_let_in(
 def test_a_folder_that_is_not_there_is_refused(bwrap: str, evaluator: Path) -> None:
     config = SandboxConfig(readable=(Path("/no/such/folder"),))
     with open_box(evaluator) as box, pytest.raises(SandboxError, match="/no/such/folder"):
+        BACKENDS["bubblewrap"](config, box)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_a_folder_that_every_program_has_of_its_own_is_refused(bwrap: str, evaluator: Path) -> None:
+    config = SandboxConfig(readable=(Path("/dev/shm"),))
+    with open_box(evaluator) as box, pytest.raises(SandboxError, match="a /dev/shm of its own"):
         BACKENDS["bubblewrap"](config, box)
 
 
