@@ -1,7 +1,7 @@
 """The league of docs/league.md: every way to make a model better, on two tasksets.
 
     python benchmarks/league.py                                         # SmolLM2, two CPU cores
-    python benchmarks/league.py --model FOLDER_OR_ID --tokens 20000     # another model in process
+    python benchmarks/league.py --model FOLDER_OR_ID                    # another model in process
     python benchmarks/league.py --fleet http://127.0.0.1:8000 --model FOLDER_OR_ID
 
 Each entrant has the same budget of answer tokens and three seeds. The settings below are not the
@@ -26,8 +26,8 @@ TASKSETS: dict[str, dict[str, Any]] = {
     "language": {"type": "generated", "generator": "label-language"}
     | DRAWN
     | {"sampling": {"max_tokens": 4}},
-    "units": {"type": "generated", "generator": "unit-conversion"}
-    | {"sampling": {"max_tokens": 8}},
+    "arithmetic": {"type": "generated", "generator": "arithmetic"}
+    | {"sampling": {"max_tokens": 24}},
 }
 SPLITS = {"splits": {"search": 0.4, "select": 0.2, "report": 0.4}}
 SETTINGS: dict[str, Any] = {
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--fleet", default="", help="a vLLM server that serves the model")
-    parser.add_argument("--tokens", type=int, default=3000, help="the budget of each seed")
+    parser.add_argument("--tokens", type=int, default=20_000, help="the budget of each seed")
     parser.add_argument("--size", type=int, default=160, help="tasks; two of five are reported on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasksets", nargs="+", choices=TASKSETS, default=list(TASKSETS))
