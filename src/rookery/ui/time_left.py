@@ -53,7 +53,7 @@ class Clock:
     this one and those that it started waited for. Other systems than Linux do not tell it."""
 
     def __init__(self) -> None:
-        self._at = time.monotonic()
+        self._at = self._told = time.monotonic()
         self._delayed_s = 0.0
         self._seen = dict(_threads())
 
@@ -71,7 +71,9 @@ class Clock:
             # Threads that wait side by side are delayed once.
             self._delayed_s += (now - self._at) * waited_s / max(now - self._at, ran_s + waited_s)
             self._at = now
-        return now, now - self._delayed_s
+        # A delay is seen after it was: what was told meanwhile stands until time is beyond it.
+        self._told = max(self._told, now - self._delayed_s)
+        return now, self._told
 
 
 def _threads() -> Iterator[tuple[str, tuple[int, int]]]:

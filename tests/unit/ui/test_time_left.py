@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rookery.compose.grpo.progress import Measurements, TrainBar
 from rookery.loops.grpo import GrpoConfig, Step
 from rookery.reports import GenerationRecord
 from rookery.rollout import BlockProgress
+from rookery.ui import time_left
 from rookery.ui.display import Bar, Display
 from rookery.ui.time_left import TimeLeft
 
@@ -208,6 +210,19 @@ def test_nothing_is_foretold_without_work_and_at_the_end() -> None:
     assert left.seconds() == 2.5, "what is late does not make the rest take no time"
     left.did(1)
     assert left.seconds() is None
+
+
+def test_a_delay_that_is_seen_late_turns_no_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of it every second: what was done meanwhile was done before."""
+    system = {"now": 100.0, "waited": 0}
+    monkeypatch.setattr(time_left, "time", SimpleNamespace(monotonic=lambda: system["now"]))
+    monkeypatch.setattr(time_left, "_threads", lambda: [("1", (0, system["waited"]))])
+    left = TimeLeft()
+    left.expect(3)
+    for system["now"] in (101.5, 103.0, 103.9):
+        left.did(1)
+    system |= {"now": 104.1, "waited": 2_000_000_000}
+    assert left.seconds() is None, "all is done"
 
 
 def test_known_work_and_a_slow_start_are_left_out_of_the_pace() -> None:
