@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import URL
 from ui.made_runs import make_eval, make_evolve, make_genome, make_icm
 from ui.test_live import Visitor
 
@@ -153,3 +154,14 @@ def test_the_token_leads_to_no_other_site(tmp_path: Path) -> None:
             assert (response.status, response.headers["Location"]) == (303, "/")
         response, _ = visitor.ask("/", headers={"Host": "elsewhere.example"})
         assert response.status == 401, "a name that leads here brings no cookie"
+
+
+def test_no_host_that_a_visitor_names_opens_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older web frameworks put it before the path: what they call the path begins as the host
+    ends."""
+    with open_page(tmp_path, port=0) as page:
+        monkeypatch.setattr("starlette.requests.Request.url", URL("http://x/static//api/runs"))
+        response, _ = Visitor(page).ask("/api/runs", headers={"Host": "x/static/"})
+        assert response.status == 401

@@ -190,7 +190,7 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
 
     async def gate(request: Request, answer: Answer) -> Response:
         sent = request.query_params.get("token")
-        is_code = request.url.path.startswith("/static/")  # the same for everyone
+        is_code = _path(request).startswith("/static/")  # the same for everyone
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = Json({"error": "The page only reads."}, status_code=405)
         elif sent is not None and _is_equal(sent, token):
@@ -213,8 +213,14 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
 def _asks_service(request: Request) -> bool:
     """A question to the service, sent by a script: a form of another site cannot send JSON."""
     kind = request.headers.get("content-type", "")
-    asks = request.method == "POST" and request.url.path.startswith("/api/service/")
+    asks = request.method == "POST" and _path(request).startswith("/api/service/")
     return asks and kind.partition(";")[0] == "application/json"
+
+
+def _path(request: Request) -> str:
+    """What is routed by: `request.url` is made with the Host that the visitor sends."""
+    path: str = request.scope["path"]
+    return path
 
 
 def _is_equal(sent: str, wanted: str) -> bool:
@@ -230,7 +236,7 @@ def _refuse(folder: RunsFolder) -> Callable[[Request, Exception], Awaitable[Resp
         if isinstance(error, MALFORMED):
             said = malformed(path, error)
             # A mistake of ours looks the same from here.
-            logger.debug("%s", request.url.path, exc_info=error)
+            logger.debug("%s", _path(request), exc_info=error)
         return Json({"error": str(said)}, status_code=404)
 
     return refuse
