@@ -138,6 +138,8 @@ NUM_LAST_EVENTS = 10
 ELSEWHERE = ".elsewhere"
 """The paths of runs that are kept outside of the folder of runs, a line each; hidden, so that it
 does not travel to workers."""
+ANY_NAME = "surrogateescape"
+"""How names of files that are not UTF-8 are read and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +197,16 @@ def find_runs(root: Path) -> list[Path]:
     if not root.is_dir():
         raise RunError(f"{root} is a file: give the folder that holds the runs.")
     with disk_boundary(f"Reading {root}"):
-        paths = sorted(path for path in root.iterdir() if (path / EVENTS).is_file())
+        paths = sorted(path for path in root.iterdir() if _is_run(path))
         noted = root / ELSEWHERE
-        lines = noted.read_text(encoding="utf-8").splitlines() if noted.is_file() else []
-    elsewhere = map(Path, dict.fromkeys(lines))
-    return paths + [path for path in elsewhere if (path / EVENTS).is_file()]
+        text = noted.read_text(encoding="utf-8", errors=ANY_NAME) if noted.is_file() else ""
+    elsewhere = [Path(line) for line in dict.fromkeys(text.split("\n")) if line]
+    return paths + [path for path in elsewhere if _is_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    """Not what this user may not look into."""
+    return os.path.isfile(path / EVENTS)
 
 
 def note_elsewhere(root: Path, path: Path) -> None:
@@ -208,7 +215,7 @@ def note_elsewhere(root: Path, path: Path) -> None:
         return
     with disk_boundary(f"Noting {path} in {root}"):
         root.mkdir(parents=True, exist_ok=True)
-        with (root / ELSEWHERE).open("a+", encoding="utf-8") as file:
+        with (root / ELSEWHERE).open("a+", encoding="utf-8", errors=ANY_NAME) as file:
             file.seek(0)
             if f"{path}\n" not in file.readlines():
                 file.write(f"{path}\n")

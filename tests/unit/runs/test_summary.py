@@ -1,7 +1,10 @@
 """Summaries: what the command line lists, shows and exports, also of a run in progress."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +48,32 @@ def test_runs_that_are_kept_elsewhere_are_listed_by_their_path(
         "here": tmp_path / "runs" / "here",
         "problem/out": out,
     }
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"\xff"), "two\u2028lines"])
+def test_a_folder_with_any_name_is_listed_where_it_is_noted(tmp_path: Path, name: str) -> None:
+    runs, folder = tmp_path / "runs", tmp_path / name / "out"
+    for _ in range(2):
+        note_elsewhere(runs, folder)
+    Run.create(folder.parent, kind="evolve", name="out", config={}).close()
+    assert [summary.path for summary in list_runs(runs)] == [folder]
+
+
+def test_a_folder_that_this_user_may_not_look_into_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where several people keep their runs."""
+    (tmp_path / "private").mkdir()
+    Run.create(tmp_path, kind="eval", name="mine", config={}).close()
+    look = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).parent.name == "private":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [summary.name for summary in list_runs(tmp_path)] == ["mine"]
 
 
 def test_size_is_what_the_files_hold(tmp_path: Path) -> None:
