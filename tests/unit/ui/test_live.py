@@ -548,6 +548,11 @@ def test_the_newest_completions_are_exported_as_far_as_there_is_room(
     answers = read_saved(render_run(make_grpo(tmp_path, text="x" * 1_000)))["answers"]
     steps = [name.rpartition("/")[2] for name in answers if "/step/" in name]
     assert steps == ["3"], "of four"
+    large = make_grpo(tmp_path, "large", text="x" * 3_000)
+    saved = read_saved(render_run(large))
+    assert not [name for name in saved["answers"] if name.endswith("large/step/3")]
+    assert "runs/large/step/2" in saved["answers"], "one that is too large leaves room for others"
+    assert "batch" in {row[1] for row in saved["events"]}
 
 
 def test_a_report_has_what_the_view_has_not(visitor: Visitor) -> None:

@@ -163,13 +163,15 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
     numbers = chosen.get("steps") or [int(row["id"]) for row in lists.get("steps", [])]
     for number in reversed(list(numbers)):
         step = run.step(number)
-        left -= len(to_json(step))
-        if left > 0:
+        size = len(to_json(step))
+        if size < left:
+            left -= size
             answers[f"{base}/step/{number}"] = step
     for row in lists.get("programs", []):
         program = run.program(row["id"])
-        left -= len(program["code"]) + sum(map(len, program["diff"]))
-        if left > 0:
+        size = len(program["code"]) + sum(map(len, program["diff"]))
+        if size < left:
+            left -= size
             answers[f"{base}/program/{row['id']}"] = program
     events = sorted(_events(run, wanted, left))
     return {"id": run.name, "answers": answers, "events": events}
