@@ -12,6 +12,7 @@ from rookery.compose import KINDS
 from rookery.compose.running import resumable
 from rookery.runs import Run
 from rookery.ui.display import Display
+from rookery.ui.live.folder import describe_run
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import open_page
 
@@ -29,6 +30,11 @@ def test_a_written_report_is_shown(tmp_path: Path, make: Callable[..., Path]) ->
     report = OpenRun(make(tmp_path, report={"warnings": ["So it is."]}), "a").report()
     assert report["is_written"] and report["summary"]["sentence"]
     assert report["warnings"] == ["So it is."]
+
+
+def test_the_list_draws_a_metric_of_any_kind_of_run(tmp_path: Path) -> None:
+    row = describe_run(make_loop(tmp_path))
+    assert row["spark_of"] == "tried/mean" and row["spark"][:2] == [0.5, 0.25]
 
 
 def test_a_run_prints_the_address_of_its_page_without_the_token(

@@ -138,7 +138,7 @@ def spark(path: Path, prefixes: Sequence[str]) -> tuple[str, list[float]]:
     if not path.exists():
         return "", []
     rows = _sampled_rows(path)
-    names = {name: None for row in rows for name in row}
+    names = {name: None for row in rows for name in row if "/" in name}
     shown = [name for prefix in prefixes for name in names if name.startswith(prefix)]
     name = next(iter(shown), "")
     numbers = [float(row[name]) for row in rows if name in row]
