@@ -303,6 +303,22 @@ def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
     assert [row["id"] for row in folder.changes(since=first["version"])["runs"]] == ["b"]
 
 
+def test_a_page_that_a_server_before_this_one_told_of_runs_gets_them_all(tmp_path: Path) -> None:
+    gone = make_eval(tmp_path, "gone")
+    before = RunsFolder(tmp_path)
+    before.refresh()
+    known = before.changes()["version"]
+    assert not before.changes(since=known)["is_whole"]
+    shutil.rmtree(gone)
+    make_eval(tmp_path, "made")
+    time.sleep(0.002)
+    folder = RunsFolder(tmp_path)
+    folder.refresh()
+    fresh = folder.changes(since=known)
+    assert fresh["is_whole"] and [row["id"] for row in fresh["runs"]] == ["made"]
+    assert not folder.changes(since=fresh["version"])["is_whole"]
+
+
 def test_a_run_that_lost_its_process_is_seen_though_no_file_changed(tmp_path: Path) -> None:
     folder = RunsFolder(tmp_path)
     run = Run.create(tmp_path, kind="eval", name="a", config={})

@@ -212,7 +212,8 @@ class RunsFolder:
         self._stale: list[tuple[str, Path, tuple[int, ...]]] = []
         """Runs whose row is to be read, the newest last."""
         self._look_again_s = 0.0
-        self._version = 0
+        self._first = self._version = time.time_ns() // 1_000_000
+        """Beyond those of a server before this one: a page may still ask by them."""
 
     def refresh(self, *, seconds: float = math.inf) -> None:
         """Read the rows of runs that changed, the newest first, and stop when the time is over:
@@ -255,12 +256,14 @@ class RunsFolder:
         return row.get("status") == "running" and not is_locked(path / "run.lock")
 
     def changes(self, *, since: int = 0) -> dict[str, Any]:
-        """The rows that are new after a version, and what is gone."""
+        """The rows that are new after a version, and what is gone; all rows where the version is
+        not of this server."""
         with self._mutex:
             return {
                 "folder": str(self.root),
                 "version": self._version,
                 "pending": len(self._stale),
+                "is_whole": since < self._first,
                 "runs": [row for row in self._rows.values() if row["version"] > since],
                 "removed": [
                     n for n, v in self._removed.items() if v > since and n not in self._rows

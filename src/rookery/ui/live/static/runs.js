@@ -88,10 +88,11 @@ class RunsView {
       this.version = fresh.version;
       this.folder = fresh.folder;
       this.pending = fresh.pending;
+      if (fresh.is_whole) this.rows.clear(); // also of what a server before this one told
       for (const row of fresh.runs) this.rows.set(row.id, row);
       for (const id of fresh.removed) this.rows.delete(id);
       this.trouble.replaceChildren();
-      if (fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
+      if (fresh.is_whole || fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
       this.describe();
     } catch (error) {
       this.pending = 0; // the stream asks again
