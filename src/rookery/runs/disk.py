@@ -388,7 +388,7 @@ class RunLock:
 def is_locked(path: Path) -> bool:
     """Whether a process, here or on another host, holds the lock."""
     try:
-        with FileLock(path, flags=os.O_RDONLY) as lock:
+        with FileLock(path, flags=os.O_RDONLY | os.O_NONBLOCK) as lock:  # a pipe has no end
             return not _take(lock, is_shared=True)
     except FileNotFoundError:
         return False

@@ -30,6 +30,8 @@ METRIC = re.compile(r"[^/\s][^/]*(/[^/]+)+")
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 1 << 24
 """More than a line has: what is longer is damaged."""
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What reading a line raises that no run wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ def read_rows(
                     break
                 try:
                     rows.append(_decode(line))
-                except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                except DAMAGED as error:
                     what = f"{path}, line {_line_number(path, after_bytes)} is damaged"
                     raise RunError(f"{what} ({error}): remove it.") from error
                 after_bytes += len(line)

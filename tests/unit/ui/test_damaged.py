@@ -1,5 +1,6 @@
 """Files of a run that are pipes, links, endless or damaged keep nobody waiting and tell nothing."""
 
+import errno
 import json
 import os
 import re
@@ -19,7 +20,10 @@ from rookery.ui.live.folder import DOCUMENT_BYTES, Curves, RunsFolder, spark
 from rookery.ui.live.reading import OpenRun, OpenRuns
 from rookery.ui.live.server import open_page
 
-NAMES = ("metrics.jsonl", "config.json", "report.json", "progress.json", "labels.jsonl")
+NAMES = (
+    "metrics.jsonl", "config.json", "report.json", "progress.json", "labels.jsonl",
+    "events.db-journal",
+)  # fmt: skip
 
 
 def make_pipe(file: Path) -> None:
@@ -62,6 +66,55 @@ def test_a_file_that_must_not_be_read_hides_no_other_run(
         assert rows[name]["status"] == "unreadable" and re.match(said, rows[name]["reason"])
         with pytest.raises(RunError, match=said):
             OpenRuns(folder).get(name)
+
+
+def test_a_lock_that_is_a_pipe_or_cannot_be_read_hides_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_eval(tmp_path, "piped")
+    (tmp_path / "piped" / "run.lock").unlink()
+    make_pipe(tmp_path / "piped" / "run.lock")
+    folder = RunsFolder(tmp_path)
+    with Run.create(tmp_path, kind="eval", name="live", config={}):
+        folder.refresh()
+        make_eval(tmp_path, "late")
+        monkeypatch.setattr("rookery.runs.disk.FileLock", refuse)
+        folder.refresh()
+    rows = {row["id"]: row for row in folder.changes()["runs"]}
+    assert rows["piped"]["status"] == "done" and "late" in rows
+    assert rows["live"]["reason"].endswith("run.lock cannot be read: Permission denied.")
+
+
+def refuse(path: Path, **_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def test_a_run_that_another_was_made_from_keeps_nobody_waiting(tmp_path: Path) -> None:
+    source = make_eval(tmp_path, "source")
+    with Run.create(tmp_path, kind="sft", name="made", config={"init": f"{source}/x"}) as run:
+        run.finish()
+    (source / "config.json").unlink()
+    make_pipe(source / "config.json")
+    [told] = OpenRun(tmp_path / "made", "made").overview()["made_from"]
+    assert (told["id"], told["made_from"]) == ("source", [])
+
+
+def test_what_was_read_before_a_damage_is_not_read_again(tmp_path: Path) -> None:
+    run = make_evolve(tmp_path)
+    whole, opened = OpenRun(run, "programs").view(), OpenRun(run, "programs")
+    with sqlite3.connect(run / "events.db") as database:
+        late = "SELECT seq FROM events WHERE kind = 'attempt' ORDER BY seq DESC LIMIT 1 OFFSET 1"
+        [seq] = database.execute(late).fetchone()
+        [good] = database.execute("SELECT payload FROM events WHERE seq = ?", [seq]).fetchone()
+        put = "UPDATE events SET payload = ? WHERE seq = ?"
+        database.execute(put, ["[1", seq])
+        database.commit()
+        for _ in range(2):
+            with pytest.raises(RunError, match="is damaged"):
+                opened.view()
+        database.execute(put, [good, seq])
+    database.close()
+    assert opened.view()["lists"] == whole["lists"]
 
 
 def test_a_run_that_is_a_link_itself_is_shown(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ from rookery.ui.live.folder import Curves, RunsFolder, describe_run, spark, thin
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
 
+DEEP = "[" * 100_000 + "\n"
+
 
 class Visitor:
     """Asks a page as a browser does, with its cookie once it has one."""
@@ -180,6 +182,9 @@ def test_the_table_says_how_each_run_stands(visitor: Visitor) -> None:
         ("metrics.jsonl", '{"step": 1e999, "time_s": 1, "genome/best": 1}\n'),
         ("progress.json", '{"done": 3, "total": "x"}'),
         ("labels.jsonl", '{"id'),
+        ("labels.jsonl", DEEP),
+        ("metrics.jsonl", DEEP),
+        ("config.json", '{"a":' * 900 + "1" + "}" * 900),
     ],
 )
 def test_a_file_of_another_form_gets_a_sentence_and_hides_no_other_run(
@@ -431,8 +436,10 @@ def test_a_sweep_shows_the_completions_of_the_chosen_adapter(tmp_path: Path) -> 
     shutil.rmtree(path / "adapters")
     assert run.step(1)["groups"][0]["rollouts"][0]["text"].startswith("first line")
     make_grpo(tmp_path, "outside", text="secret")
-    hostile = make_grpo(tmp_path, "hostile", report=sweep("../../outside"))
-    assert "secret" not in json.dumps(OpenRun(hostile, "hostile").step(1))
+    for number, name in enumerate(("../../outside", "..")):
+        hostile = make_grpo(tmp_path, f"hostile-{number}", report=sweep(name))
+        (hostile / "adapters").mkdir()
+        assert "secret" not in json.dumps(OpenRun(hostile, "hostile").step(1))
 
 
 def test_a_decision_tells_every_label_that_it_changed(tmp_path: Path) -> None:

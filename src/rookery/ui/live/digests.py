@@ -54,6 +54,7 @@ class Digest:
             if event.seq > last:
                 break  # of the next time, with what lies between
             self.take(event)
+            self._seq = event.seq  # should the next be damaged, this one is not taken again
             if time.monotonic() > until_s:
                 return event.seq
         return last
@@ -265,6 +266,7 @@ class AnswersDigest(Digest):
             self.put("tasks", str(task), seq, {})
             answers = self.rows("tasks")[str(task)].setdefault("answers", {})
             answers.setdefault(place, []).append([reward, bool(error), seq])
+            self._seq = seq
             if time.monotonic() > until_s:
                 last = seq
         self.facts = {"models": list(self._places)}

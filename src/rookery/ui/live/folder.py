@@ -163,7 +163,7 @@ def _sampled_rows(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             rows.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # `Curves` tells of the damage
     return [row for row in rows if isinstance(row, dict)]
 
@@ -176,6 +176,8 @@ WATCHED = (
     "events.db", "events.db-wal", "metrics.jsonl", "report.json", "config.json", PROGRESS,
 )  # fmt: skip
 LABELS = "labels.jsonl"
+READ = (*WATCHED, LABELS, "events.db-journal")
+"""What is opened of a run; SQLite looks into the last one before anything else."""
 DOCUMENT_BYTES = 1 << 28
 """More than config.json or report.json of the largest runs has."""
 MAIN_METRICS = {
@@ -189,7 +191,9 @@ LOOK_AGAIN_S = 0.3
 """Several pages that ask at once share one look at the files."""
 LOOK_SHARE = 0.05
 """The part of a processor that looking takes at most: a thousand runs are seen every second."""
-MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+MALFORMED = (
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
 """What reading a file raises that is JSON, but not as a run writes it."""
 ROW_CHARACTERS = 1_000
 """Of a text in a row: a list is sent whole. What an error said is whole in its event."""
@@ -253,7 +257,10 @@ class RunsFolder:
     def _has_died(self, name: str, path: Path) -> bool:
         """A process that was killed changes no file."""
         row = self._rows.get(name, {})
-        return row.get("status") == "running" and not is_locked(path / "run.lock")
+        try:
+            return row.get("status") == "running" and not is_locked(path / "run.lock")
+        except RunError:
+            return True  # its row says why
 
     def changes(self, *, since: int = 0) -> dict[str, Any]:
         """The rows that are new after a version, and what is gone; all rows where the version is
@@ -315,7 +322,7 @@ def _cut(value: Any) -> Any:
 def check_files(path: Path) -> None:
     """Refuses a run of which a file is a pipe or a device, which may have no end, a link to what is
     not among the runs, or too large to be read whole."""
-    for name in (*WATCHED, LABELS):
+    for name in READ:
         file = f"{path}/{name}"
         try:
             seen = os.stat(file)

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import RunError
+from rookery.errors import RookeryError, RunError
 from rookery.reports import EvaluationReport, GenomeReport, GrpoReport, IcmReport
 from rookery.runs import Event, Run, RunView
 from rookery.runs.run_folder import find_sources
@@ -27,10 +27,12 @@ from rookery.ui.live.digests import DIGESTS, Digest, EvolveDigest, GenomeDigest
 from rookery.ui.live.folder import (
     DOCUMENT_BYTES,
     LABELS,
+    MALFORMED,
     Curves,
     RunsFolder,
     check_files,
     describe_run,
+    run_id,
 )
 from rookery.ui.loops import SETTING_COLUMNS, setting_rows
 from rookery.ui.summary import has_report, parse_report, summarize
@@ -55,8 +57,10 @@ ELSEWHERE: dict[str, set[str]] = {
 
 def _config_of(run: Path) -> Mapping[str, Any]:
     """The config of a run beside one that is looked at; empty where it cannot be read."""
-    with suppress(RunError), Run.view(run) as view:
-        return view.config
+    with suppress(RookeryError, OSError, *MALFORMED):
+        check_files(run)
+        with Run.view(run) as view:
+            return view.config
     return {}
 
 
@@ -148,7 +152,7 @@ class OpenRun:
             for source in find_sources(config):
                 row: dict[str, Any] = {"run": source.run.name, "part": source.part}
                 if source.run.parent == self.path.parent:
-                    row["id"] = source.run.name
+                    row["id"] = run_id(source.run, self.path.parent)
                 if source.run.resolve() not in shown:
                     shown.add(source.run.resolve())
                     row["made_from"] = tell(_config_of(source.run))
@@ -296,7 +300,7 @@ class OpenRun:
     def _adapter(self, name: str) -> "OpenRun | None":
         """The run of an adapter of a sweep; None where it is gone."""
         path = self.path / ADAPTERS / name
-        if Path(name).name != name or not (path / "events.db").is_file():
+        if name == ".." or Path(name).name != name or not (path / "events.db").is_file():
             return None
         with self._mutex:
             if self._chosen is None or self._chosen.name != name or self._chosen.is_replaced():
