@@ -364,6 +364,115 @@ def test_what_is_gone_is_told_and_seen_again_when_it_is_back(browser: Any, tmp_p
         one.close()
 
 
+def test_a_click_and_the_focus_outlast_what_comes_meanwhile(browser: Any, tmp_path: Path) -> None:
+    """A list and a page that change many times a second can be used with mouse and keyboard."""
+    run = Run.create(tmp_path, kind="genome", name="live", config={"stages": 2})
+    append_generation(run, 0, ["founder-a", "founder-b"], parents=[])
+
+    def grow(number: int, visit: Visit, seen: str) -> None:
+        append_generation(run, number, [f"child-{number}"], parents=["founder-a"])
+        visit.see(seen)
+
+    def press(visit: Visit, target: Any, *, number: int, seen: str) -> None:
+        box = target.bounding_box()
+        visit.page.mouse.move(box["x"] + 5, box["y"] + box["height"] / 2)
+        visit.page.mouse.down()
+        grow(number, visit, seen)
+        visit.page.mouse.up()
+
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url)
+        pick = visit.page.get_by_label("Select live")
+        pick.focus()
+        visit.page.keyboard.press("Space")
+        visit.page.get_by_text("Select one more").wait_for()
+        grow(1, visit, ".runs .value b:has-text('0.41')")
+        assert pick.is_checked() and pick.evaluate("(box) => box === document.activeElement")
+        link = visit.see(".runs a.name")
+        press(visit, link, number=2, seen=".runs .value b:has-text('0.42')")
+        visit.see(".state .mark", text="running")
+        tab = visit.page.get_by_role("link", name="Events")
+        press(visit, tab, number=3, seen=".facts dd:text-is('10')")
+        button = visit.see(".events .lt-space button", text="2")
+        press(visit, button, number=4, seen=".events .key:has-text('child-4')")
+        visit.see(".detail h3", text="candidate founder-a")
+        assert button.evaluate("(one) => one === document.activeElement")
+        run.close()
+        visit.close()
+
+
+def test_what_answers_late_is_not_drawn_over_what_is_looked_at(
+    browser: Any, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        make_eval(tmp_path, name)
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url)
+        visit.see(".runs a.name", text="a")
+        held: list[Any] = []
+        for path in ("**/api/runs/a", "**/api/runs/a/curves*", "**/event/3"):
+            visit.page.route(path, lambda route: held.append(route))
+        for place in ("#/run/a", "#/compare?runs=a&runs=b"):
+            visit.page.evaluate("(place) => { location.hash = place }", place)
+            while not held:
+                visit.page.wait_for_timeout(20)
+            visit.page.evaluate("location.hash = '#/runs'")
+            visit.see(".runs a.name", text="b")
+            for route in held:
+                route.continue_()
+            held.clear()
+            visit.page.wait_for_timeout(500)
+            assert visit.page.locator("h1").all_inner_texts() == ["Runs"]
+            assert visit.page.locator("h2").count() == 0 and "Runs" in visit.page.title()
+        for place, first in (("?tab=events", 2), ("", 1)):
+            visit.page.goto(f"{visit.origin}#/run/b{place}")
+            rows = visit.page.locator(".lt-space button")
+            for row in (first, first + 1):
+                rows.nth(row).click()
+                while not held:
+                    visit.page.wait_for_timeout(20)
+            for route in held:
+                route.continue_()
+            held.clear()
+            visit.page.wait_for_timeout(500)
+            assert "sum/2" in visit.see(".detail h3").inner_text()
+        visit.close()
+
+
+def test_a_run_that_is_made_again_under_its_name_is_shown_alone(
+    browser: Any, tmp_path: Path
+) -> None:
+    make_eval(tmp_path, size=9, text="former")
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/scores")
+        visit.see(".tasks .lt-space button", text="sum/8former")
+        shutil.rmtree(tmp_path / "scores")
+        make_eval(tmp_path, size=2, text="new")
+        visit.see(".tasks .lt-space button", text="sum/1new")
+        assert visit.page.get_by_text("former").count() == 0
+        visit.complaints.clear()  # of what was not there
+        visit.close()
+
+
+def test_a_list_follows_a_server_that_was_started_anew(browser: Any, tmp_path: Path) -> None:
+    key = "sixteen letters!"
+    for name in ("a", "b"):
+        make_eval(tmp_path, name)
+    with open_page(tmp_path, port=0, key=key) as page:
+        visit = Visit(browser, f"{page.url}?token=sixteen+letters!")
+        visit.see(".runs a.name", text="b")
+    visit.see(".trouble", text="rookery ui")
+    shutil.rmtree(tmp_path / "b")
+    make_eval(tmp_path, "c")
+    with open_page(tmp_path, port=int(visit.origin.split(":")[-1].strip("/")), key=key):
+        other = visit.context.new_page()
+        other.goto(f"{visit.origin}?token=sixteen+letters!")
+        visit.see(".runs a.name", text="c")
+        assert visit.page.locator(".runs .lt-space a.name").all_inner_texts() == ["c", "a"]
+        visit.complaints.clear()  # of the server that was gone
+        visit.close()
+
+
 def test_a_damaged_report_hides_no_other_part_of_its_run(browser: Any, tmp_path: Path) -> None:
     report = make_genome(tmp_path, report={}) / "report.json"
     whole = report.read_bytes()

@@ -15,17 +15,18 @@ let turn = 0;
 async function show(source) {
   turn += 1;
   const mine = turn;
+  const isShown = () => mine === turn; // what is read after that is of a view that was left
   shown?.close();
   shown = null;
   const [kind, id] = place().parts;
   const run = source.isLive ? id : source.saved.id;
   try {
     const other = OTHERS.get(kind);
-    const view = await (other ? other(source, main) : run !== undefined ? showRun(source, main, run) : showRuns(source, main));
-    if (mine === turn) shown = view;
+    const view = await (other ? other(source, main, isShown) : run !== undefined ? showRun(source, main, run, isShown) : showRuns(source, main));
+    if (isShown()) shown = view;
     else view.close();
   } catch (error) {
-    if (mine !== turn) return;
+    if (!isShown()) return;
     main.replaceChildren(h("header", { class: "masthead" }, source.isLive && brandLine(""), h("h1", null, "This cannot be shown")), errorNote(error));
   }
 }

@@ -60,7 +60,7 @@ function overlays(runs, charts) {
   return h("div", { class: "panels" }, shared.map(panel));
 }
 
-export async function showCompare(source, main) {
+export async function showCompare(source, main, isShown) {
   const given = place().query.getAll("runs");
   const ids = given.length === 1 ? given[0].split(",") : given; // links of older versions join names
   const charts = [];
@@ -72,6 +72,7 @@ export async function showCompare(source, main) {
     return { ...overview, curves: curves.curves, report };
   };
   const found = await Promise.allSettled(ids.map(load));
+  if (!isShown()) return { close: () => {} };
   const runs = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
   const isTwin = ({ row }) => runs.filter((other) => other.row.name === row.name).length > 1;
   for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs of one name go by their folder

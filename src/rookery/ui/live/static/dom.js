@@ -34,6 +34,18 @@ export function table(heads, rows, kind) {
   return h("div", { class: "scroll" }, h("table", { class: kind }, h("thead", null, h("tr", null, head)), h("tbody", null, rows.map(line))));
 }
 
+// Makes `box` hold these, and leaves alone what says the same: it keeps the focus, a selection, and a
+// click that has begun.
+export function refill(box, ...children) {
+  const fresh = [...h("div", null, ...children).childNodes];
+  fresh.forEach((node, k) => {
+    const known = box.childNodes[k];
+    if (!known) box.append(node);
+    else if (!known.isEqualNode(node)) known.replaceWith(node);
+  });
+  while (box.childNodes.length > fresh.length) box.lastChild.remove();
+}
+
 export const section = (title, ...children) => h("section", null, h("h2", null, title), children);
 export const lead = (sentence) => h("p", { class: "lead" }, prose(sentence));
 // What is folded away is made when it is first opened: `make` gives its nodes.

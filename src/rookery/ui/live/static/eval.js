@@ -93,14 +93,17 @@ export class EvalView {
       const [kind, sign] = isRight(reward) ? right : reward > 0 ? partly : wrong;
       return h("span", { class: kind }, `${sign} ${number(reward, 2)}`);
     };
-    const open = () => this.open(row);
-    return { onclick: open, cells: [h("button", { class: "plain", onclick: open }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
+    const open = () => this.open(task);
+    return { key: task, onclick: open, cells: [h("button", { class: "plain", onclick: open }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
   }
 
-  async open({ id: task, answers }) {
+  async open(task) {
+    this.picked = task;
+    const { answers } = this.tasks.find(({ id }) => id === task);
     try {
       const seqs = Object.values(answers).flatMap((each) => each.map(([, , seq]) => seq));
       const events = await Promise.all(seqs.map((seq) => this.source.get(`${this.path}/event/${seq}`)));
+      if (this.picked !== task) return;
       const asked = this.asked.get(task);
       const answer = ({ payload }) => [h("h4", null, this.title(String(payload.model)), h("span", { class: "note" }, payload.error ? " failed" : ` reward ${number(payload.reward, 2)}`)), longText("answer", String(payload.completion?.text ?? payload.error ?? ""))];
       this.detail.replaceChildren(h("h3", null, task), asked ? longText("answer prompt", asked.prompt) : "", asked?.reference ? h("p", { class: "note" }, `reference: ${asked.reference}`) : "", ...events.flatMap(answer));

@@ -101,6 +101,7 @@ export class EventsView {
     }
     const [seq, kind, key, payload, time] = row;
     return {
+      key: seq,
       class: seq === this.state.seq ? "chosen" : "",
       onclick: () => this.open(seq),
       cells: [h("button", { class: "plain", onclick: () => this.open(seq) }, count(seq)), timeOfDay(time), kind, key, payload],
@@ -117,9 +118,9 @@ export class EventsView {
       const event = await this.source.get(`${this.path}/event/${seq}`);
       if (this.opening === seq) this.detail.replaceChildren(h("h3", null, `${event.kind} ${event.key}`), jsonTree(event.payload));
     } catch (error) {
-      this.detail.replaceChildren(errorNote(error));
+      if (this.opening === seq) this.detail.replaceChildren(errorNote(error));
     }
-    this.opening = 0;
+    if (this.opening === seq) this.opening = 0;
   }
 
   close() {

@@ -141,7 +141,7 @@ export class EvolveView {
     const p = this.chosen[index];
     if (!p) return null;
     const why = p.failure ? `${p.failure[0]}: ${p.failure[1]}` : p.state === "committed" ? "kept" : p.state;
-    return { class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), six(p.score), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
+    return { key: p.id, class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), six(p.score), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
   }
 
   line(id) {

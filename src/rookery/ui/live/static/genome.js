@@ -151,7 +151,7 @@ export class GenomeView {
     const c = this.out[index];
     if (!c) return null;
     const why = c.error || `after ${count(c.num_tasks)} of ${count(this.facts.num_tasks)} tasks`;
-    return { onclick: () => this.pick(c.id), cells: [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
+    return { key: c.id, onclick: () => this.pick(c.id), cells: [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
   }
 
   fitnessOption(colours) {

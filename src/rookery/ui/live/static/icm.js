@@ -144,7 +144,7 @@ export class IcmView {
 
   cells(index) {
     const row = this.labels[index];
-    return row && { class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [h("button", { class: "plain", onclick: () => this.open(row.id) }, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
+    return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [h("button", { class: "plain", onclick: () => this.open(row.id) }, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
   }
 
   // The decision that gave an item its label, and the labels of the others at that time.

@@ -1,7 +1,7 @@
 // One run, live: how it stands, what its loop shows, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
-import { brandLine, emptyNote, errorNote, facts, h, later, placed, prose, runLink, section } from "./dom.js";
+import { brandLine, emptyNote, errorNote, facts, h, later, placed, prose, refill, runLink, section } from "./dom.js";
 import { EvalView } from "./eval.js";
 import { EventsView, jsonTree } from "./events.js";
 import { EvolveView } from "./evolve.js";
@@ -88,10 +88,11 @@ class RunPage {
     this.view = null;
   }
 
-  async start() {
+  async start(isShown) {
     library().catch(() => {}); // on its way while the run is read
     this.ask();
     this.overview = await this.source.get(this.path);
+    if (!isShown()) return;
     this.build();
     await this.open();
     const follow = later(() => this.refresh(), 30);
@@ -116,9 +117,9 @@ class RunPage {
 
   build() {
     this.header = h("header", { class: "masthead" });
-    this.brand = this.source.isLive ? brandLine("") : h("p", { class: "brand" }, "Rookery");
     this.lost = h("p", { class: "trouble", role: "alert", hidden: true });
-    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" });
+    const tabLink = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
+    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [...TABS].map(tabLink));
     this.body = h("div", { class: "tab-body" }, emptyNote("Reading the run …"));
     this.main.replaceChildren(this.header, this.lost, this.tabs, this.body);
     this.head();
@@ -126,7 +127,7 @@ class RunPage {
 
   head() {
     const { row } = this.overview;
-    document.title = `${row.name} · Rookery`;
+    if (this.header.isConnected) document.title = `${row.name} · Rookery`;
     const told = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // not of what cannot be read
     told.push(["Folder", row.path]);
     const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
@@ -134,14 +135,12 @@ class RunPage {
     const tell = (from) => from.map((each, k) => [k ? ", " : "", link(each), `/${each.part}`, each.made_from?.length ? [" (from ", tell(each.made_from), ")"] : ""]);
     const from = this.overview.made_from;
     if (from.length) told.unshift(["Made from", tell(from).flat(Infinity)]);
-    this.header.replaceChildren(
-      this.brand,
+    refill(this.header,
+      this.source.isLive ? brandLine("") : h("p", { class: "brand" }, "Rookery"),
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
       facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
     );
-    const tabLink = ([tab, label]) => h("a", { href: tab === "overview" ? runLink(this.id) : runLink(this.id, { tab }), "aria-current": tab === this.tab ? "page" : null }, label);
-    this.tabs.replaceChildren(...[...TABS].map(tabLink));
   }
 
   async open() {
@@ -179,11 +178,15 @@ class RunPage {
       return;
     }
     this.refreshing = true;
-    const known = this.overview.pulse;
+    const { pulse, row } = this.overview;
     try {
       this.overview = await this.source.get(this.path);
+      if (this.isAnother(row)) {
+        dispatchEvent(new Event("hashchange"));
+        return;
+      }
       this.head();
-      await this.growPart(known);
+      await this.growPart(pulse);
       this.tellLost("");
     } catch (error) {
       this.tellLost(error.message);
@@ -193,6 +196,12 @@ class RunPage {
       this.again = false;
       await this.refresh();
     }
+  }
+
+  // Another run has its place: nothing that is known is of that one.
+  isAnother({ started_s: known }) {
+    const { started_s: began } = this.overview.row;
+    return known && began && known !== began; // 0 of what cannot be read just now
   }
 
   async growPart(known) {
@@ -217,9 +226,9 @@ class RunPage {
   }
 }
 
-export async function showRun(source, main, id) {
+export async function showRun(source, main, id, isShown) {
   const page = new RunPage(source, main, id);
-  await page.start();
+  await page.start(isShown);
   return page;
 }
 

@@ -135,10 +135,11 @@ class RunsView {
 
   cells(row) {
     if (!row) return null;
-    const pick = h("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target.checked) });
+    const pick = h("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target) });
     const isRunning = row.status === "running";
     const reason = (row.reason ?? "").replaceAll(`${this.folder}/${row.id}/`, ""); // what is wrong comes first
     return {
+      key: row.id,
       cells: [
         pick,
         [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
@@ -152,8 +153,9 @@ class RunsView {
     };
   }
 
-  pick(id, isOn) {
-    if (isOn) this.selected.add(id);
+  pick(id, box) {
+    box.toggleAttribute("checked", box.checked); // as it is drawn: it stays, with the focus
+    if (box.checked) this.selected.add(id);
     else this.selected.delete(id);
     this.set({ sel: [...this.selected] });
   }

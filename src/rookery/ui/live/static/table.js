@@ -1,11 +1,12 @@
 // A table of any length: only the rows that are seen exist.
 
-import { h, perFrame } from "./dom.js";
+import { h, perFrame, refill } from "./dom.js";
 
 const SPARE = 6; // rows beyond either edge
 
 // columns: [{ name, label, class, sort }]; row(index) gives the cells of a row as
-// { cells: [node, ...], class, href, onclick }, or null while it is not there yet.
+// { key, cells: [node, ...], class, onclick }, or null while it is not there yet. What a click does
+// depends on the key alone: a row with the key that it had is kept, with what is the same in it.
 export class LongTable {
   constructor({ columns, row, label, onsort, sorted, kind }) {
     this.row = row;
@@ -66,30 +67,40 @@ export class LongTable {
     const whole = `${this.size * height}px`;
     if (this.spacer.style.height !== whole) this.spacer.style.height = whole;
     for (const [index, node] of this.shown) {
-      if (!this.isStale && index >= first && index < last) continue;
+      if (index >= first && index < last) continue;
       node.remove();
       this.shown.delete(index);
     }
+    const { isStale } = this;
     this.isStale = false;
-    const fresh = [];
+    let next = this.spacer.firstChild; // rows are in their order: keys go through them
     for (let index = first; index < last; index += 1) {
-      if (this.shown.has(index)) continue;
-      const node = this.make(index);
+      const known = this.shown.get(index);
+      const node = known && !isStale ? known : this.make(index, known);
+      if (!known) this.spacer.insertBefore(node, next);
+      else if (node !== known) known.replaceWith(node);
       node.style.transform = `translateY(${index * height}px)`;
       this.shown.set(index, node);
-      fresh.push(node);
+      next = node.nextSibling;
     }
-    this.spacer.append(...fresh);
   }
 
-  make(index) {
+  make(index, known) {
     const row = this.row(index);
     const cells = row?.cells ?? this.columns.map(() => "");
-    return h(
+    const kind = `lt-row ${row?.class ?? ""} ${row ? "" : "waiting"}`;
+    if (row?.key !== undefined && known?.key === row.key) {
+      known.className = kind;
+      cells.forEach((cell, k) => refill(known.children[k], cell));
+      return known;
+    }
+    const node = h(
       "div",
-      { class: `lt-row ${row?.class ?? ""} ${row ? "" : "waiting"}`, role: "row", "aria-rowindex": index + 1, onclick: row?.onclick },
+      { class: kind, role: "row", "aria-rowindex": index + 1, onclick: row?.onclick },
       cells.map((cell, k) => h("div", { class: `lt-cell ${this.columns[k].class ?? ""}`, role: "cell" }, cell)),
     );
+    node.key = row?.key;
+    return node;
   }
 
   scrollTo(index) {

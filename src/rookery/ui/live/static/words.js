@@ -40,7 +40,7 @@ export const compact = (value) => COMPACT.format(value);
 export function duration(seconds) {
   if (!isNumber(seconds)) return "–";
   if (seconds < 1) return "under 1 s";
-  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (Math.round(seconds) < 60) return `${Math.round(seconds)} s`;
   const minutes = Math.round(seconds / 60);
   if (minutes < 60) return `${minutes} min`;
   const hours = Math.floor(minutes / 60);
