@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ __all__ = [
     "digest_models",
     "digest_scorers",
     "digest_tasks",
+    "is_among",
     "join_digests",
     "list_inputs",
     "load_not_made",
@@ -56,6 +58,11 @@ class RunInputs:
         return {**self.digests, **self.scorers}
 
 
+def is_among(made: Collection[str], *keys: str) -> bool:
+    """Whether one of the keys, or a key below it, is `made`."""
+    return any(each == key or each.startswith(f"{key}.") for key in keys for each in made)
+
+
 class InputReader:
     """Reads the weights of a model once for all steps."""
 
@@ -72,12 +79,8 @@ class InputReader:
     ) -> RunInputs:
         """An error that names the step for what it cannot read; `made` are the keys of what is not
         there yet."""
-
-        def is_made(*keys: str) -> bool:
-            return any(each == key or each.startswith(f"{key}.") for key in keys for each in made)
-
         try:
-            return self.digest(read(settings, is_made))
+            return self.digest(read(settings, partial(is_among, made)))
         except RookeryError as error:
             raise type(error)(f"The step {name} cannot be run: {error}") from error
 

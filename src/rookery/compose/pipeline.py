@@ -13,6 +13,7 @@ base model and the adapter of every step answer tasks that no step has seen.
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -26,7 +27,7 @@ from rookery.compose.evaluation import (
     read_inputs,
 )
 from rookery.compose.evolve_inputs import EvolveRunConfig
-from rookery.compose.inputs import InputReader, RunInputs
+from rookery.compose.inputs import InputReader, IsMade, RunInputs, is_among, load_not_made
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
@@ -71,7 +72,7 @@ from rookery.model_names import model_names
 from rookery.paths import expanded
 from rookery.reports import EvaluationReport, PipelineReport, PipelineStep
 from rookery.runs import Run
-from rookery.tasks.taskset import load_taskset_file, load_tasksets
+from rookery.tasks.taskset import load_taskset_file
 from rookery.types import Message
 from rookery.ui.display import Display
 
@@ -125,7 +126,7 @@ def _finish(
     require_places(config, place)
     settings = {name: read_step(config, name, place, are_made=False) for name in config.steps}
     inputs = _read_inputs(config, settings)
-    _require_unseen(config, {n: each for n, each in settings.items() if not feeds(config, n)})
+    _require_unseen(config, settings, are_made=False)
     _require_one_model(config, settings)
     same = _on_same_inputs(open_run, inputs)
     again = take_steps(lambda _: config, same, display, inputs=inputs, take=_take)
@@ -268,14 +269,18 @@ def _names_of(model: str) -> frozenset[str]:
 # Whether the tasks of the report are new to all steps.
 
 
-def _require_unseen(config: PipelineConfig, steps: Mapping[str, Config]) -> None:
-    """TaskError where a step has seen a task of the report, by its prompt."""
+def _require_unseen(
+    config: PipelineConfig, steps: Mapping[str, Config], *, are_made: bool = True
+) -> None:
+    """TaskError where a step has seen a task of the report, by its prompt. What other steps leave
+    is not looked at if they are not `are_made`."""
     if config.report is None:
         return
     tasks = read_inputs(config.report).tasks  # refuses a model too, before the first step
     asked = {_words(task.prompt) for task in tasks}
     for name, settings in steps.items():
-        seen = asked & set(map(_words, _prompts(settings)))
+        made = [] if are_made else [key for key, _ in feeds(config, name)]
+        seen = asked & set(map(_words, _prompts(settings, partial(is_among, made))))
         if seen:
             raise TaskError(
                 f"{len(seen)} of {len(asked)} report tasks are also data of the step {name}, "
@@ -292,17 +297,17 @@ def _words(prompt: str | tuple[Message, ...]) -> str:
     return " ".join(prompt.split())
 
 
-def _prompts(settings: Config) -> Iterator[str | tuple[Message, ...]]:
+def _prompts(settings: Config, is_made: IsMade) -> Iterator[str | tuple[Message, ...]]:
     match settings:
-        case IcmConfig():
+        case IcmConfig() if not is_made("data.path"):
             yield from (item.text for item in read_items(settings.data))
         case GenomeConfig() | GrpoConfig():
-            for taskset in load_tasksets(settings.tasksets):
+            for taskset in load_not_made(settings.tasksets, is_made):
                 yield from (task.prompt for task in taskset.tasks)
         case EvolveRunConfig():
             tasks = settings.settings.rookery.tasks
-            if tasks is not None:
+            if tasks is not None and not is_made("settings.rookery.tasks"):
                 yield from (task.prompt for task in load_taskset_file(tasks.taskset).tasks)
-        case SftRunConfig():
+        case SftRunConfig() if not is_made("taskset"):
             taskset = load_taskset_file(settings.taskset)
             yield from (task.prompt for task in taskset.split(settings.split))

@@ -190,6 +190,14 @@ def test_tasks_that_a_step_sees_are_refused_for_the_report(refused: Command, pla
     assert "report tasks are also data of the step first" in ended.words
 
 
+def test_a_seen_task_is_refused_before_the_first_step_where_only_the_adapter_is_made(
+    refused: Command, place: Path, held_out: Path
+) -> None:
+    later = student("held_out.jsonl", init_from="run:first/trained")
+    ended = refused("pipeline", "run", write(place, {"first": student(), "second": later}))
+    assert "report tasks are also data of the step second" in ended.words
+
+
 def test_a_seen_task_is_known_as_a_chat_too(refused: Command, place: Path) -> None:
     write_chat_model(place / "chat")
     turn = {"role": "user", "content": "2 + 2 =  ?"}
