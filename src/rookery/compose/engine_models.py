@@ -4,7 +4,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -55,9 +55,11 @@ class _Parts(Config):
 
 
 @asynccontextmanager
-async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIterator[Models]:
-    """`base` and every adapter by name, and who trains further ones. What can be refused is refused
-    before the engine is opened, or else before it is asked."""
+async def open_engine_models(
+    config: RookeryConfig, names: Collection[str], display: Display
+) -> AsyncIterator[Models]:
+    """Those of `names`, `base` or adapters, to propose, who answers tasks, and who trains further
+    ones. What can be refused is refused before the engine is opened, or else before it is asked."""
     quiet_libraries()
     parts = _read_parts(config)
     adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
@@ -73,8 +75,7 @@ async def open_engine_models(config: RookeryConfig, display: Display) -> AsyncIt
         for name, adapter in adapters.items():
             refs[name] = await engine.load(adapter)
         models = {
-            name: EngineTextModel(engine, model=ref, template=template)
-            for name, ref in refs.items()
+            name: EngineTextModel(engine, model=refs[name], template=template) for name in names
         }
         learner = None
         if config.learn is not None:

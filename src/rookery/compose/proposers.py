@@ -54,8 +54,9 @@ async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[M
         if names or rookery.tasks is not None or rookery.learn is not None:
             from rookery.compose.engine_models import open_engine_models
 
-            opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
-            models |= {name: opened.models[name] for name in names}
+            opening = open_engine_models(config.rookery, names, display)
+            opened = await stack.enter_async_context(opening)
+            models |= opened.models
             learner, answerer = opened.learner, opened.answerer
         yield Models(models=models, learner=learner, answerer=answerer)
 

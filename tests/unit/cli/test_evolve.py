@@ -329,6 +329,14 @@ def test_prompts_that_cannot_be_asked_are_refused(
     assert sentence in ended.words
 
 
+def test_a_model_without_a_chat_template_answers_where_another_proposes(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "prompt.txt").write_text("Hi")
+    ended = rookery(*PROMPT, "--model", "../tiny", *TASKS, "-i", 2, *model.flags)
+    assert ended.code == 0, ended.err
+
+
 def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
     """From Python, with a taskset that another run left."""
     write_chat_model(problem / "chat")
