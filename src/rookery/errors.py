@@ -48,6 +48,7 @@ __all__ = [
     "TrainError",
     "boundary",
     "did_you_mean",
+    "is_of_disk",
     "missing_extra",
     "near_path",
     "signal_name",
@@ -183,6 +184,12 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 """What the system says of a full disk; libraries with errors of their own repeat it."""
+
+
+def is_of_disk(error: RookeryError) -> bool:
+    """Whether the system refused a file: the disk is full, or away. Libraries with errors of their
+    own say so in words."""
+    return isinstance(error.__cause__, OSError) or NO_SPACE in str(error)
 
 
 @contextmanager

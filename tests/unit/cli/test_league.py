@@ -1,7 +1,9 @@
 """`rookery league`: entrants under one budget, on the tiny model."""
 
+import errno
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +14,7 @@ import yaml
 from driving import Command
 from tiny import write_chat_model
 
-from rookery.compose.league.entrants import League
+from rookery.compose.league.entrants import League, LeagueConfig
 from rookery.reports import LeagueReport, parse_league_report
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset_file
@@ -195,6 +197,18 @@ def test_an_entrant_that_fails_is_left_out_and_the_others_go_on(
             {"settings": {"prompt": {"rookery": {"tasks": {"taskset": "rows.jsonl"}}}}},
             "settings.prompt.rookery.tasks.taskset is the league's",
         ),
+        (
+            {"settings": {"prompt": {"rookery": {"tasks": {"model": "a"}}}}},
+            "settings.prompt.rookery.tasks.model is the league's",
+        ),
+        (
+            {"settings": {"icm": {"data": {"path": "rows.jsonl"}}}},
+            "settings.icm.data.path is the league's",
+        ),
+        (
+            {"settings": {"genome": {"init": {"path": ["a", "b"]}}}},
+            "settings.genome.init.path is the league's",
+        ),
         ({"taskset": "drawn.yaml?splits.select=0&splits.search=0.7"}, "splits.select is 0"),
         (
             {
@@ -214,6 +228,41 @@ def test_what_cannot_be_is_refused_before_the_first_entrant(
     refused: Command, place: Path, league: Path, change: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refused("league", write(place, **change)).words
+
+
+def test_a_prompt_that_a_report_task_cannot_fill_is_refused_before_the_first_entrant(
+    refused: Command, place: Path, league: Path
+) -> None:
+    """The entrant is not shown these tasks: it would be found when all have ended."""
+    report = {task.prompt for task in load_taskset_file(str(place / "drawn.yaml")).split("report")}
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    rows = [row if row["prompt"] in report else row | {"hint": "w9"} for row in rows]
+    (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (place / "first.txt").write_text("{{ hint }} {{ prompt }}")
+    engine = {"model": str(write_chat_model(place / "chat"))}
+    ended = refused("league", write(place, entrants=["prompt"], prompt="first.txt", engine=engine))
+    assert "The prompt names {{ hint }}, and the task" in ended.words
+
+
+def test_a_model_that_takes_no_messages_proposes_no_prompts(
+    rookery: Command, place: Path, league: Path
+) -> None:
+    assert rookery("league", write(place, entrants=["sft", "prompt"]), "--name", "l").code == 0
+    [one] = read(place, "l").left_out
+    assert one.name == "prompt" and not one.is_failure and "no chat template" in one.reason
+    settings = {"prompt": {"llm": {"primary_model": "big", "api_base": "http://127.0.0.1:9"}}}
+    named = LeagueConfig.model_validate(
+        {"taskset": "drawn.yaml", "budget": {"max_answer_tokens": 9}, "settings": settings,
+         "engine": {"model": "tiny"}}
+    )  # fmt: skip
+    assert "prompt" not in League.read(named).reasons
+
+
+def test_a_name_too_long_for_the_runs_of_entrants_is_refused_before_the_first_one(
+    refused: Command, place: Path, league: Path
+) -> None:
+    ended = refused("league", write(place, entrants=["sft"]), "--name", "l" * 198)
+    assert "Got the name of the run of the step sft-0" in ended.words
 
 
 def test_flags_name_tasksets_and_lists_of_files(
@@ -273,6 +322,41 @@ def test_tasks_that_change_between_two_entrants_end_the_league(
     (place / "rows.jsonl").write_text(rows)
     monkeypatch.setattr(Steps, "end", lambda *_: None)
     assert rookery("runs", "resume", "l").code == 0
+
+
+def test_tasks_that_are_gone_end_the_league_and_no_entrant_is_left_out(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place, entrants=["sft"], num_seeds=2)
+
+    from rookery.ui.steps import Steps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "end", lambda *_: (place / "rows.jsonl").rename(place / "away"))
+        ended = rookery("league", league, "--name", "l")
+    assert ended.code == 2 and "rows.jsonl" in ended.words
+    (place / "away").rename(place / "rows.jsonl")
+    assert rookery("runs", "resume", "l").code == 0
+    assert not read(place, "l").left_out
+
+
+def test_a_full_disk_ends_the_league_and_no_entrant_is_left_out(
+    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place, entrants=["sft"], num_seeds=1)
+
+    from rookery.weights import folder
+
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "save_file", fill)
+        ended = rookery("league", league, "--name", "l")
+    assert ended.code == 2 and "The disk is full" in ended.words
+    assert not (place / "runs/l/report.json").exists()
+    assert rookery("runs", "resume", "l").code == 0
+    assert not read(place, "l").left_out
 
 
 def test_a_prompt_is_measured_as_the_search_asked_it(

@@ -6,7 +6,7 @@
 | grpo      | grpo                              | answers are drawn, not chosen              |
 | es        | genome, from an adapter of zeros  | always                                     |
 | genome    | founders by sft or grpo; genome   | founders are given, or can be trained      |
-| prompt    | evolve, from the prompt as it is  | always                                     |
+| prompt    | evolve, from the prompt as it is  | the model takes chats, or another proposes |
 | best_of_n | none: answers to the report tasks | answers are drawn, not chosen              |
 | icm       | icm, then sft on its labels       | the tasks are texts with the same choices  |
 
@@ -61,10 +61,21 @@ __all__ = [
 EntrantName = Literal["sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm"]
 ENTRANTS: tuple[EntrantName, ...] = ("sft", "grpo", "es", "genome", "prompt", "best_of_n", "icm")
 BEST_OF_N = "best_of_n"
-SHARED = ("budget", "engine", "model", "split", "taskset", "tasksets", "tokenizer")
+SHARED = (
+    "budget",
+    "data.path",
+    "engine",
+    "init.path",
+    "model",
+    "split",
+    "taskset",
+    "tasksets",
+    "tokenizer",
+)
 SHARED_BY_PROMPTS = (
     "rookery.budget",
     "rookery.engine",
+    "rookery.tasks.model",
     "rookery.tasks.taskset",
     "rookery.tokenizer",
 )
@@ -225,6 +236,7 @@ class League:
             "sft": self._unlabelled,
             "grpo": CHOSEN if self.is_choice else "",
             "best_of_n": CHOSEN if self.is_choice else "",
+            "prompt": self._unproposed,
             "icm": self._unlabellable,
         }
         known["genome"] = ""
@@ -246,6 +258,12 @@ class League:
         except TaskError as error:
             return str(error)
         return ""
+
+    @property
+    def _unproposed(self) -> str:
+        settings = self._settings("prompt")
+        is_named = _has(settings, "llm.models") or _has(settings, "llm.primary_model")
+        return "" if is_named or self.template.chat else MUTE
 
     @cached_property
     def _unlabellable(self) -> str:
@@ -432,6 +450,10 @@ class League:
         run.write_text(PROMPT, AS_IT_IS + "\n")
 
 
+MUTE = (
+    "The model has no chat template, so that it proposes no prompts: take the instruct version, or "
+    "name who proposes as settings.prompt.llm.primary_model."
+)
 CHOSEN = (
     "Answers are chosen among choices, not drawn: with a scorer that reads drawn answers (exact, "
     "numeric, python, ...) it would apply."

@@ -27,6 +27,7 @@ from rookery.compose.running import (
     finisher,
     on_same_inputs,
     quiet_libraries,
+    require_same,
 )
 from rookery.compose.sft import SftRunConfig
 from rookery.compose.steps import (
@@ -35,6 +36,7 @@ from rookery.compose.steps import (
     read_step,
     read_step_inputs,
     require_order,
+    require_places,
     take_steps,
 )
 from rookery.engines import require_adapters, with_rank
@@ -47,7 +49,9 @@ from rookery.errors import (
     ModelError,
     TaskError,
     TrainError,
+    is_of_disk,
 )
+from rookery.loops.evolve.prompt_tasks import find_form
 from rookery.reports import LeagueReport
 from rookery.runs import Run
 from rookery.ui.display import Display
@@ -80,7 +84,7 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
     quiet_libraries()
     league = League.read(config)
     display.note(f"{name} does not take part. {why}" for name, why in league.reasons.items())
-    steps = _check(league)
+    steps = _check(league, open_run.folder or open_run.place or Path(LEAGUE.name))
     inputs = _read_inputs(league, steps)
 
     def begin(run: Run) -> StepsConfig:
@@ -90,7 +94,11 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
         return steps
 
     def take(run: Run, name: str, work: Callable[[], None]) -> None:
-        _take(steps, display, run, name, work)
+        def require_inputs() -> None:
+            read = _read_step_inputs(league, steps, name, InputReader())
+            require_same(run.path, inputs[name].all, read.all)
+
+        _take(steps, display, run, name, partial(_try, work, require_inputs))
 
     scorers = digest_scorers([league.taskset])
     same = on_same_inputs(open_run, league.digests(), scorers, file=SHARED_INPUTS)
@@ -98,14 +106,17 @@ def _finish(config: LeagueConfig, open_run: RunOpener, display: Display) -> Outc
     return finisher(partial(_plan, league))(config, again, display)
 
 
-def _check(league: League) -> StepsConfig:
-    """The steps; refuses settings that cannot be, before anything is run."""
-    place = Path.cwd()
+def _check(league: League, place: Path) -> StepsConfig:
+    """The steps; refuses settings that cannot be, before anything is run. `place` is where the run
+    of the league is or will be."""
     steps, entrants = league.steps(place), league.entrants(place)
     if not entrants:
         reasons = " ".join(f"{name}: {reason}" for name, reason in league.reasons.items())
         raise ConfigError(f"No entrant applies. {reasons}")
     require_order(steps)
+    require_places(steps, place)
+    if any(entrant.name == "prompt" for entrant in entrants):
+        find_form(league.first_prompt, league.taskset)  # of the report tasks too
     for name in (name for entrant in entrants if entrant.index == 0 for name in entrant.steps):
         # Those of other seeds differ by the seed alone.
         settings = read_step(steps, name, place, are_made=False)
@@ -124,34 +135,43 @@ def _read_inputs(league: League, steps: StepsConfig) -> dict[str, RunInputs]:
     for entrant in sorted(league.entrants(Path.cwd()), key=lambda entrant: entrant.index):
         for place, name in enumerate(entrant.steps):
             if entrant.index == 0:
-                settings = read_step(steps, name, Path.cwd(), are_made=False)
-                read = read_step_inputs(steps, name, settings, reader, made=league.made)
-                first[entrant.name, place] = read
+                first[entrant.name, place] = _read_step_inputs(league, steps, name, reader)
             inputs[name] = first[entrant.name, place]
     return inputs
 
 
+def _read_step_inputs(
+    league: League, steps: StepsConfig, name: str, reader: InputReader
+) -> RunInputs:
+    settings = read_step(steps, name, Path.cwd(), are_made=False)
+    return read_step_inputs(steps, name, settings, reader, made=league.made)
+
+
 def _take(
-    steps: StepsConfig, display: Display, run: Run, name: str, work: Callable[[], None]
+    steps: StepsConfig, display: Display, run: Run, name: str, try_work: Callable[[], str]
 ) -> None:
     """One that cannot be run is left out, durably, and so is one that takes from it."""
     if run.get(FAILED, name) is not None:
         return
     sources = [step for _, step in feeds(steps, name)]
     missing = [step for step in sources if run.get(FAILED, step) is not None]
-    error = f"It takes from {missing[0]}, which is left out." if missing else _try(work)
+    error = f"It takes from {missing[0]}, which is left out." if missing else try_work()
     if error:
         display.note([f"{name} is left out. {error}"])
         run.append_blocking(FAILED, {"error": error}, key=name)
 
 
-def _try(work: Callable[[], None]) -> str:
-    """Why it failed; empty where it did not. Without servers or workers the league ends."""
+def _try(work: Callable[[], None], require_inputs: Callable[[], None]) -> str:
+    """Why it failed; empty where it did not. Without servers, workers, the disk or what it reads
+    the league ends: that is no entrant's failure."""
     try:
         work()
     except (EngineDownError, FleetDownError):
         raise
     except (AdapterError, ConfigError, EngineError, ModelError, TaskError, TrainError) as error:
+        if is_of_disk(error):
+            raise
+        require_inputs()
         return str(error)
     return ""
 
