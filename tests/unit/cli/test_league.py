@@ -359,6 +359,15 @@ def test_a_full_disk_ends_the_league_and_no_entrant_is_left_out(
     assert not read(place, "l").left_out
 
 
+def test_an_entrant_that_took_more_than_its_hours_is_named(
+    rookery: Command, place: Path, league: Path
+) -> None:
+    write(place, entrants=["sft", "best_of_n"], num_seeds=1, budget={"max_hours": 1e-9})
+    assert rookery("league", league, "--name", "l").code == 0
+    over = [line for line in read(place, "l").warnings if " minutes of 6e-08" in line]
+    assert {line.split()[0] for line in over} == {"sft-0", "best_of_n-0"}
+
+
 def test_a_prompt_is_measured_as_the_search_asked_it(
     rookery: Command,
     place: Path,

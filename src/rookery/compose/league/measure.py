@@ -10,7 +10,7 @@ A seed is measured by itself; an entrant by what its seeds earned on average, ta
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from rookery.reports import (
 )
 from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import NewEvent, Run
-from rookery.runs.budget import Budget
+from rookery.runs.budget import Budget, BudgetConfig
 from rookery.seeding import stream_seed
 from rookery.tasks.splits import question_of
 from rookery.types import Adapter, Evaluation, Group, Task
@@ -316,7 +316,7 @@ class ReportParts:
             budget=describe_budget(self.league),
             warnings=(
                 *taskset.notes,
-                *_warn_of_overspending(rows, self.league.config.budget.max_answer_tokens),
+                *_warn_of_overspending(rows, self.league.config.budget),
                 *warn_of_small_samples(self._means),
                 *warn_of_failed_tasks(self._means),
                 *warn_of_batches(engine),
@@ -436,15 +436,21 @@ def _find_difference(
     return Estimate.model_validate(negative)
 
 
-def _warn_of_overspending(rows: Sequence[LeagueRow], budget: int | None) -> list[str]:
+def _warn_of_overspending(rows: Sequence[LeagueRow], budget: BudgetConfig) -> Iterator[str]:
     """Of rounds that were longer than those before, and of what must be done in any case."""
-    return [
-        f"{run.name} took {run.spent.tokens:,} answer tokens of {budget:,}: a round that has begun "
-        "is finished, and founders are measured in any case."
-        for row in rows
-        for run in row.runs
-        if budget is not None and run.spent.tokens > budget
-    ]
+    tokens, hours = budget.max_answer_tokens, budget.max_hours
+    for run in (run for row in rows for run in row.runs):
+        took = []
+        if tokens is not None and run.spent.tokens > tokens:
+            took.append(f"{run.spent.tokens:,} answer tokens of {tokens:,}")
+        seconds = run.seconds or 0.0
+        if hours is not None and seconds > hours * 3600:
+            took.append(f"{seconds / 60:.4g} minutes of {hours * 60:g}")
+        if took:
+            yield (
+                f"{run.name} took {' and '.join(took)}: a round that has begun is finished, and "
+                "founders are measured in any case."
+            )
 
 
 WHAT = {
