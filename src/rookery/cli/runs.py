@@ -150,7 +150,13 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 
 def _find(path: Path, runs_dir: Path) -> Path:
-    return path if expanded(path).exists() or path.is_absolute() else runs_dir / path
+    """By its folder, or by its name: another folder that is called so hides no run."""
+    from rookery.runs.run_folder import EVENTS
+
+    here, named = expanded(path), runs_dir / path
+    if path.is_absolute() or (here / EVENTS).is_file():
+        return path
+    return path if here.exists() and not (named / EVENTS).is_file() else named
 
 
 def _result(path: Path) -> str:
@@ -207,8 +213,7 @@ def ui(
         from rookery.ui.live.export import export_run
 
         run, out = export
-        folder = run if expanded(run).exists() or run.is_absolute() else runs_dir / run
-        export_run(folder, out)
+        export_run(_find(run, runs_dir), out)
         say(f"written to {out}")
         return 0
     from rookery.ui.live.server import open_page

@@ -43,6 +43,8 @@ def test_a_run_is_shown_by_name_or_path(rookery: Command, two_runs: Path) -> Non
     assert by_name.out == by_path.out and by_name.code == 0
     assert "second  genome, failed\nZeroDivisionError: a bug\n" in by_name.out
     assert "genome/best = 0.25" in by_name.out and '"seed": 3' in by_name.out
+    (two_runs / "second").mkdir()  # hides no run
+    assert rookery("runs", "show", "second").out == by_name.out
     shown = rookery("runs", "show", "first").out
     assert "2 rollout, 1 run/created, 1 run/finished" in shown
     assert f'"taskset": "{two_runs / "tasks.jsonl"}"' in shown.replace("\n", "")

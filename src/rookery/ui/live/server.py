@@ -423,7 +423,8 @@ def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
             await asyncio.sleep(LOOK_S)
             quiet_s += LOOK_S
 
-    return StreamingResponse(tell(), media_type="text/event-stream")
+    headers = {"X-Accel-Buffering": "no"}  # a proxy before it would hold the events back
+    return StreamingResponse(tell(), media_type="text/event-stream", headers=headers)
 
 
 def _closed(*, is_wrong: bool) -> str:
