@@ -29,7 +29,9 @@ def test_the_drawing_names_every_class() -> None:
         r"^    (?:│   )?(?:[├└]── )?(\w+Error)\b", rookery.errors.__doc__ or "", re.M
     )
     assert sorted(drawing) == sorted(CLASSES)
-    others = {"boundary", "did_you_mean", "missing_extra", "near_path", "signal_name"}
+    others = {
+        "boundary", "did_you_mean", "is_of_disk", "missing_extra", "near_path", "signal_name",
+    }  # fmt: skip
     assert set(CLASSES) | others == set(rookery.errors.__all__)
 
 
