@@ -30,7 +30,7 @@ from rookery.loops.evolve.config import EvolveConfig, TasksConfig
 from rookery.loops.evolve.program import ProgramRecord, ProgramStore, has_large, split_files
 from rookery.loops.evolve.program_evaluator import Lease
 from rookery.loops.evolve.prompts import NOTHING_ELSE, Asked, Prompt, ShownPrograms, load_templates
-from rookery.loops.evolve.proposer import Child
+from rookery.loops.evolve.proposer import Child, make_child
 from rookery.loops.evolve.search_state import SearchState
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.ports import Sampler
@@ -77,6 +77,13 @@ class PromptForm:
 
     fields: tuple[str, ...] = ()
     """Fields of the tasks that prompts name; without any a prompt is a system message."""
+
+    def complete(self, prompt: str) -> str:
+        """A prompt that has lost only `{{ prompt }}` is an instruction: the task comes after it."""
+        named = set(_PLACEHOLDER.findall(prompt))
+        if not prompt.strip() or set(self.fields) - named != {PROMPT}:
+            return prompt
+        return f"{prompt.rstrip()}\n\n{{{{ {PROMPT} }}}}"
 
     def find_problem(self, prompt: str) -> str | None:
         """Why tasks cannot be asked with it; None if they can."""
@@ -284,7 +291,9 @@ class PromptEvaluator:
         and so is one with an answer that has no reward: what is missing is not averaged away."""
         del best_score
         await lease.renew()
-        began, prompt, answers = time.monotonic(), child.program.code, self._answers
+        began, answers = time.monotonic(), self._answers
+        child = await run_in_thread(_complete, child, answers.form)
+        prompt = child.program.code
         if problem := answers.form.find_problem(prompt):
             return _failed("bad_prompt", problem)
         groups: list[Group] = []
@@ -340,6 +349,11 @@ class PromptEvaluator:
             completion_tokens=completion_tokens,
             seconds=time.monotonic() - began,
         )
+
+
+def _complete(child: Child, form: PromptForm) -> Child:
+    code = form.complete(child.program.code)
+    return child if code == child.program.code else make_child(replace(child.program, code=code))
 
 
 def _failed(kind: str, message: str) -> Evaluated:

@@ -203,6 +203,16 @@ async def test_a_prompt_with_fields_is_the_whole_question(tmp_path: Path) -> Non
     assert "has lost {{ kind }}" in report.failures[0].first_message
 
 
+async def test_an_instruction_gets_the_task_at_its_end(tmp_path: Path) -> None:
+    """Small models write instructions, whatever they are asked to keep."""
+    instruction = "know a know b know c know d"
+    model = FakeTextModel(lambda _: f"```\n{instruction}\n```", name="base")
+    config = prompt_config(max_iterations=1)
+    report = await evolve_prompts(tmp_path, config, first="{{ prompt }}", model=model)
+    assert report.best is not None and report.best.score == 1.0
+    assert report.best.code == f"{instruction}\n\n{{{{ prompt }}}}"
+
+
 ROW = {"kind": "a", "note": "{{ prompt }}"}
 TASK = Task(id="t", prompt="a1", reference="yes1")
 
