@@ -229,6 +229,12 @@ class Bar:
             self.left.did(num * worth)
         self._progress.update(self._line, advance=num, tokens=known + tokens)
 
+    def skip(self, num: int) -> None:
+        """So many fewer will be done."""
+        total = self._progress.tasks[self._line].total
+        if num and total is not None:
+            self.update(total=total - num)
+
     def update(
         self,
         *,

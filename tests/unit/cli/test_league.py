@@ -113,6 +113,10 @@ def test_entrants_are_runs_under_one_budget_and_ranked(
     gain = fmean(fmean(seed[task] for seed in seeds) - base[task] for task in asked)
     assert rows["sft"].gain is not None and rows["sft"].gain.mean == pytest.approx(gain)
     assert "best_of_n" in (place / "runs/l/report.html").read_text()
+    with Run.view(place / "runs/l") as run:
+        num_answers = len(list(run.events("rollout")))
+    told = json.loads((place / "runs/l/progress.json").read_text())
+    assert told["done"] == told["total"] == num_answers
 
 
 def test_a_league_that_was_interrupted_ends_as_one_that_was_not(

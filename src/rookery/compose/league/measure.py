@@ -145,7 +145,9 @@ async def open_measurement(
 
         async def measure(run: Run) -> LeagueReport:
             tasks = league.taskset.split("report")
-            total = len(tasks) * (1 + len(results))
+            votes = sum(result.entrant.name == BEST_OF_N for result in results)
+            rounds = 1 + len(results) - votes + votes * league.config.num_answers
+            total = len(tasks) * rounds
             with display.bar(league.taskset.name, total=total, run=run) as bar:
                 measurement = Measurement(league, engine, run, bar)
                 measured = await measurement.measure(results)
@@ -162,7 +164,7 @@ class Measurement:
     """Asks the report tasks, and keeps the answers in the run."""
 
     def __init__(self, league: League, engine: Engine, run: Run, bar: Bar) -> None:
-        self._league, self._engine, self._run = league, engine, run
+        self._league, self._engine, self._run, self._bar = league, engine, run, bar
         self.tasks = league.taskset.split("report")
 
         def advance(progress: BlockProgress) -> None:
@@ -222,7 +224,8 @@ class Measurement:
         while len(votes.rounds) < config.num_answers:
             number = len(votes.rounds)
             known = self._run.get(ROUND, f"{entrant.id}/{number}")
-            needed = votes.num_tokens + votes.dearest_tokens
+            before = votes.num_tokens
+            needed = before + votes.dearest_tokens
             num_done = number + 1 if known is not None else 0
             if not await budget.has_room(number, tokens=needed, num_done=num_done):
                 break
@@ -237,6 +240,8 @@ class Measurement:
             )
             [event] = await self._run.append_many([new])
             votes.add(groups, seconds=float(event.payload["seconds"]))
+            self._bar.advance(len(self.tasks), tokens=votes.num_tokens - before)
+        self._bar.skip((config.num_answers - len(votes.rounds)) * len(self.tasks))
         votes.stop_reason = budget.stop_reason
         return votes.count(self.tasks, read=self._evaluator.read_answer, base=self._engine.base)
 
