@@ -349,10 +349,13 @@ def test_what_is_gone_is_told_and_seen_again_when_it_is_back(browser: Any, tmp_p
     table, visit = Visit(browser, page.url), Visit(browser, page.url, "#/run/scores?tab=events")
     table.see(".runs a.name", text="scores")
     visit.see(".events .lt-space .lt-row")
+    ended: list[str] = []
+    visit.page.on("requestfinished", lambda one: ended.append(one.url))
     root.rename(away)
     table.see(".empty", text="There are no runs")
     visit.see(".trouble", text="This is the last that was seen.")
-    visit.page.wait_for_event("requestfinished", lambda one: one.url.endswith("stream"))
+    while not any(url.endswith("stream") for url in ended):
+        visit.page.wait_for_timeout(20)
     away.rename(root)
     table.see(".runs a.name", text="scores")
     visit.page.locator(".trouble").wait_for(state="hidden", timeout=20_000)
@@ -424,9 +427,9 @@ def test_what_answers_late_is_not_drawn_over_what_is_looked_at(
             visit.page.wait_for_timeout(500)
             assert visit.page.locator("h1").all_inner_texts() == ["Runs"]
             assert visit.page.locator("h2").count() == 0 and "Runs" in visit.page.title()
-        for place, first in (("?tab=events", 2), ("", 1)):
+        for place, table, first in (("?tab=events", ".events", 2), ("", ".tasks", 1)):
             visit.page.goto(f"{visit.origin}#/run/b{place}")
-            rows = visit.page.locator(".lt-space button")
+            rows = visit.page.locator(f"{table} .lt-space button")
             for row in (first, first + 1):
                 rows.nth(row).click()
                 while not held:
