@@ -265,6 +265,7 @@ async def open_server(options: argparse.Namespace) -> AsyncIterator[Fleet]:
         lora_targets=TARGETS,
         gpu_memory_utilization=options.gpu_share,
         enforce_eager=is_on_cpu,
+        compile=options.compile,
         cpu_cache_gib=1,
         args=tuple(options.args.split()),
         env={"HF_HUB_OFFLINE": "1"},
@@ -290,6 +291,7 @@ async def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--stock-members", type=int, default=64)
     parser.add_argument("--gpu-share", type=float, default=0.8)
+    parser.add_argument("--no-compile", dest="compile", action="store_false", default=None)
     parser.add_argument("--args", default="", help="further flags of vLLM, in one string")
     options = parser.parse_args()
     async with open_server(options) as fleet:

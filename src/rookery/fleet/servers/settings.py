@@ -65,7 +65,7 @@ _CLOSED_FLAGS = {
 """Flags that `args` may not hold, and what to write instead: they decide who can reach a server
 and its open routes, or what Rookery checks before it starts one."""
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Sequences that a graph is captured for where a short start counts; others are padded to these."""
+"""Sequences that a graph is captured for; other batches are padded to these."""
 _CLOSED_ENV = {
     _KEY: "write launch.api_key, or export it where Rookery runs",
     "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
@@ -222,10 +222,16 @@ class LaunchConfig(Config):
         """What differs from vLLM's own choice."""
         if self.is_on_cpu or self.enforce_eager:
             return {}
-        chosen: dict[str, object] = {"cudagraph_mode": "FULL"} if self.has_whole_graphs else {}
+        # vLLM captures up to 512; larger batches would start each kernel of a step by itself.
+        most, most_by_default = self.max_num_seqs or 0, _GRAPH_SIZES[-1]
+        larger = [*range(most_by_default + 128, most, 128), most] if most > most_by_default else []
+        chosen: dict[str, object] = {}
         if self.compile is False:
-            sizes = {"cudagraph_capture_sizes": list(_GRAPH_SIZES)}
-            chosen = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **sizes} | chosen
+            chosen |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if self.compile is False or larger:
+            chosen["cudagraph_capture_sizes"] = [*_GRAPH_SIZES, *larger]
+        if self.has_whole_graphs:
+            chosen["cudagraph_mode"] = "FULL"
         return chosen
 
     @property

@@ -388,3 +388,11 @@ class _Logits:
     def __call__(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         is_adapted = (self._table.sampler_indices >= 0).unsqueeze(-1)
         return self._stock(y, x.where(is_adapted, 0), *args, **kwargs)
+
+
+try:
+    from . import kernels
+except ImportError:  # no triton, so no GPU
+    pass
+else:
+    kernels.install()

@@ -1,0 +1,245 @@
+"""Adapters of many slots on a GPU: each token multiplies with the factors of its own slot.
+
+vLLM's kernels sort tokens by slot and multiply block by block, for every slot that there is. With
+64 slots of a few tokens each, most of their blocks are empty, and a step takes longer to find that
+out than to compute. Here a program takes one token. This reads a slot's factors once for each of
+its tokens, so it is used where that is little: `is_for` says where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["expand", "install", "is_for", "shrink"]
+
+_TOKENS_PER_SLOT = 16
+"""With more, vLLM's kernels find their blocks full."""
+_SMALL_RANK = 4
+"""Up to it the factors are smaller than what they are multiplied with."""
+
+
+def is_for(num_tokens: int, *, rank: int, num_slots: int) -> bool:
+    """Whether the kernels of this file take less time than vLLM's."""
+    return rank <= _SMALL_RANK or num_tokens <= _TOKENS_PER_SLOT * num_slots
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    inputs,
+    factors,
+    out,
+    slots,
+    num_slots,
+    num_in,
+    scaling,
+    input_stride,
+    slot_stride,
+    out_part_stride,
+    out_token_stride,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """out[part, token] = scaling * A[slot of the token] @ inputs[token]"""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    if PARTS > 1:
+        factors = tl.load(factors + part).to(tl.pointer_type(inputs.dtype.element_ty))
+    ranks, places = tl.arange(0, RANKS), tl.arange(0, BLOCK)
+    rows = factors + slot * slot_stride + ranks[:, None] * num_in
+    total = tl.zeros([RANKS, BLOCK], dtype=tl.float32)
+    for begin in range(0, num_in, BLOCK):
+        at = begin + places
+        x = tl.load(inputs + token * input_stride + at, mask=at < num_in, other=0.0)
+        is_in = (ranks[:, None] < RANK) & (at[None, :] < num_in)
+        a = tl.load(rows + at[None, :], mask=is_in, other=0.0)
+        total += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    to = out + part * out_part_stride + token * out_token_stride + ranks
+    tl.store(to, tl.sum(total, axis=1) * scaling, mask=ranks < RANK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    inputs,
+    factors,
+    out,
+    slots,
+    begins,
+    sizes,
+    num_slots,
+    input_part_stride,
+    input_token_stride,
+    out_stride,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ARE_EQUAL: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+):
+    """out[token, begin of the part:] (+)= B[slot of the token] @ inputs[part, token]"""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    num_out = sizes if ARE_EQUAL else tl.load(sizes + part)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots) | (tl.program_id(1) * BLOCK >= num_out):
+        return
+    begin = begins
+    if PARTS > 1:
+        begin = tl.load(begins + part).to(tl.int64)
+        factors = tl.load(factors + part).to(tl.pointer_type(out.dtype.element_ty))
+    ranks = tl.arange(0, RANKS)
+    x = tl.load(
+        inputs + part * input_part_stride + token * input_token_stride + ranks,
+        mask=ranks < RANK,
+        other=0.0,
+    )
+    is_in = (at[:, None] < num_out) & (ranks[None, :] < RANK)
+    rows = factors + slot * num_out * RANK + at[:, None] * RANK
+    b = tl.load(rows + ranks[None, :], mask=is_in, other=0.0)
+    moved = tl.sum(b.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    to = out + token * out_stride + begin + at
+    if IS_ADDED:  # rounded first, as vLLM's kernel does
+        rounded = moved.to(out.dtype.element_ty).to(tl.float32)
+        moved = rounded + tl.load(to, mask=at < num_out, other=0.0).to(tl.float32)
+    tl.store(to, moved.to(out.dtype.element_ty), mask=at < num_out)
+
+
+def shrink(inputs: Any, factors: Any, out: Any, slots: Any, *, parts: int, scaling: float) -> None:
+    """`factors`: A of all slots, [slots, rank, in], or where there are several parts the first of
+    them and a tensor of all their addresses."""
+    first, addresses = factors
+    num_slots, rank, num_in = first.shape[0], first.shape[-2], first.shape[-1]
+    ranks = triton.next_power_of_2(rank)
+    _shrink_kernel[(inputs.shape[0], parts)](
+        inputs,
+        addresses,
+        out,
+        slots,
+        num_slots,
+        num_in,
+        scaling,
+        inputs.stride(0),
+        rank * num_in,
+        out.stride(0),
+        out.stride(1),
+        RANK=rank,
+        RANKS=ranks,
+        BLOCK=max(128, 1024 // ranks),
+        PARTS=parts,
+        num_warps=4,
+    )
+
+
+def expand(
+    inputs: Any,
+    factors: Any,
+    out: Any,
+    slots: Any,
+    *,
+    begins: Any,
+    sizes: Any,
+    largest: int,
+    are_equal: bool,
+    is_added: bool,
+) -> None:
+    """`begins` and `sizes` are where the parts are in `out`: numbers of one part, else tensors."""
+    first, addresses = factors
+    num_slots, rank = first.shape[0], first.shape[-1]
+    parts, num_tokens = inputs.shape[0], inputs.shape[1]
+    ranks = triton.next_power_of_2(rank)
+    block = max(128, 1024 // ranks)
+    _expand_kernel[(num_tokens, triton.cdiv(largest, block), parts)](
+        inputs,
+        addresses,
+        out,
+        slots,
+        begins,
+        sizes,
+        num_slots,
+        inputs.stride(0),
+        inputs.stride(1),
+        out.stride(0),
+        RANK=rank,
+        RANKS=ranks,
+        BLOCK=block,
+        PARTS=parts,
+        ARE_EQUAL=are_equal,
+        IS_ADDED=is_added,
+        num_warps=4,
+    )
+
+
+_SHRINK = (
+    "inputs, lora_a_weights, output_tensor, token_lora_mapping, token_indices_sorted_by_lora_ids, "
+    "num_tokens_per_lora, lora_token_start_loc, lora_ids, no_lora_flag_cpu, num_active_loras, "
+    "scaling"
+)
+_EXPAND = _SHRINK.replace("lora_a_weights", "lora_b_weights").replace(
+    "scaling", "offset_start, add_inputs"
+)
+"""What vLLM's operations take, in the versions whose operations are known."""
+
+
+def install() -> bool:
+    """Whether vLLM's operations in this process now come here first. Their names, and so what
+    vLLM compiles and captures, stay the same."""
+    import torch
+
+    try:
+        from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
+    except ImportError:  # another version
+        return False
+    stock_shrink, stock_expand = lora_shrink_op._lora_shrink, lora_expand_op._lora_expand
+    for name, wanted in (("lora_shrink", _SHRINK), ("lora_expand", _EXPAND)):
+        operation = getattr(torch.ops.vllm, name, None)
+        if operation is None:
+            return False
+        names = ", ".join(a.name for a in operation.default._schema.arguments)
+        if names != wanted:
+            return False
+
+    def lora_shrink(*args: Any) -> None:
+        inputs, weights, out, slots, *_, has_none, _, scaling = args
+        rank, num_slots = weights[0].shape[-2], weights[0].shape[0]
+        if not is_for(inputs.shape[0], rank=rank, num_slots=num_slots):
+            stock_shrink(*args)
+        elif not has_none.item():
+            addresses = utils._get_lora_a_ptr(weights, inputs.device)[0]
+            shrink(inputs, (weights[0], addresses), out, slots, parts=len(weights), scaling=scaling)
+
+    def lora_expand(*args: Any) -> None:
+        inputs, weights, out, slots, *_, has_none, _, begin, is_added = (*args, 0, False)[:12]
+        rank, num_slots = weights[0].shape[-1], weights[0].shape[0]
+        if not is_for(inputs.shape[1], rank=rank, num_slots=num_slots):
+            stock_expand(*args)
+        elif not has_none.item():
+            begins, addresses, *_, sizes, are_equal, largest = utils._get_lora_b_ptr(
+                weights, begin, inputs.device
+            )
+            expand(
+                inputs,
+                (weights[0], addresses),
+                out,
+                slots,
+                begins=begins,
+                sizes=sizes,
+                largest=largest,
+                are_equal=are_equal,
+                is_added=is_added,
+            )
+
+    library = torch.library.Library("vllm", "IMPL")  # type: ignore[no-untyped-call]
+    for name, operation in (("lora_shrink", lora_shrink), ("lora_expand", lora_expand)):
+        library.impl(name, operation, "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
+    _kept.append(library)  # what it holds goes with it
+    return True
+
+
+_kept: list[Any] = []
