@@ -376,6 +376,16 @@ def test_a_view_in_parts_is_the_view(tmp_path: Path, make: Callable[[Path], Path
     assert num_parts > 3 and part["facts"] == whole["facts"]
     assert {name: list(rows.values()) for name, rows in known.items()} == whole["lists"]
 
+    known = {name: {} for name in whole["lists"]}
+    part = {"seq": 0, "is_more": True}
+    while part["is_more"]:
+        part = opened.view(after=part["seq"], most=3)
+        assert 0 < sum(map(len, part["lists"].values())) < 12  # an event changes several
+        for name, rows in part["lists"].items():
+            known[name] |= {row["id"]: row for row in rows}
+    by_id = {name: {row["id"]: row for row in rows} for name, rows in whole["lists"].items()}
+    assert known == by_id and part["facts"] == whole["facts"]
+
 
 @pytest.mark.parametrize(("kind", "shown"), [("eval", "first"), ("pipeline", "second")])
 def test_the_list_shows_the_best_model_or_the_last_step(

@@ -70,14 +70,20 @@ class Digest:
     def rows(self, name: str) -> dict[str, Row]:
         return self._lists.setdefault(name, {})
 
-    def document(self, *, after: int = 0) -> dict[str, Any]:
-        """The facts, and the rows that changed after an event."""
+    def document(self, *, after: int = 0, most: int | None = None) -> dict[str, Any]:
+        """The facts, and the rows that changed after an event; of more than `most` those that
+        changed first."""
+        last, is_more = self._seq, False
+        if most is not None:
+            seqs = sorted(s for rows in self._changed.values() for s in rows.values() if s > after)
+            if is_more := len(seqs) > most and seqs[most - 1] < seqs[-1]:
+                last = seqs[most - 1]
         lists = {
-            name: [row for id, row in rows.items() if self._changed[name][id] > after]
+            name: [row for id, row in rows.items() if after < self._changed[name][id] <= last]
             for name, rows in self._lists.items()
             if rows
         }
-        return {"seq": self._seq, "facts": self.facts, "lists": lists}
+        return {"seq": last, "facts": self.facts, "lists": lists, "is_more": is_more}
 
 
 class GenomeDigest(Digest):

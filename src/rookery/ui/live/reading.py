@@ -229,12 +229,18 @@ class OpenRun:
             raise RunError(f"The run {self.name!r} has no event {seq}.")
         return {"seq": seq, "kind": event.kind, "key": event.key, "payload": event.payload}
 
-    def view(self, *, after: int = 0, seconds: float = math.inf) -> dict[str, Any]:
+    def view(
+        self, *, after: int = 0, seconds: float = math.inf, most: int | None = None
+    ) -> dict[str, Any]:
         """What its loop shows, from its events: what changed after one of them, as far as can be
-        read in so long."""
+        read in so long, and at most so many rows."""
         with self._mutex:
+            told = self._digest.document(after=after, most=most)
+            if told["is_more"]:  # enough for one answer, before anything is read
+                return told
             is_more = self._digest.update(seconds=seconds)
-            return self._digest.document(after=after) | {"is_more": is_more}
+            told = self._digest.document(after=after, most=most)
+            return told | {"is_more": is_more or told["is_more"]}
 
     def duel(self, candidate: str) -> dict[str, Any]:
         """A candidate of a genome run against the best founder, task by task."""

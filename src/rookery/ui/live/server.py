@@ -57,8 +57,10 @@ LOOK_S = 0.4
 """How often a run that is being looked at is looked at."""
 FIRST_S = 0.15
 """How long the first answer may read runs; the others follow."""
-VIEW_S = 0.4
+VIEW_S = 0.25
 """How long one answer may read events; the page asks for more."""
+VIEW_ROWS = 20_000
+"""How many rows one answer has; the page asks for more."""
 START_S = 20.0
 KEY_CHARACTERS = 16
 YEAR_S = 31_536_000
@@ -296,7 +298,7 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
 
     @app.get("/api/runs/{name}/view")
     def view(name: str, after: int = 0) -> Response:
-        return Json(runs.get(name).view(after=after, seconds=VIEW_S))
+        return Json(runs.get(name).view(after=after, seconds=VIEW_S, most=VIEW_ROWS))
 
     @app.get("/api/runs/{name}/curves")
     def curves(
