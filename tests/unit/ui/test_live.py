@@ -16,6 +16,7 @@ from hashlib import sha256
 from html import escape
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -224,6 +225,31 @@ def test_half_a_surrogate_pair_is_shown_and_exported(tmp_path: Path) -> None:
     folder.refresh()
     assert saved["id"] in {row["id"] for row in folder.changes()["runs"]}
     assert folder.path(saved["id"]) == path
+
+
+def test_an_answer_does_not_wait_for_what_another_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        with Run.create(tmp_path, kind="eval", name=name, config={}):
+            pass
+    folder, is_reading, may_end = RunsFolder(tmp_path), Event(), Event()
+
+    def describe(path: Path) -> dict[str, Any]:
+        if folder.changes()["runs"]:  # the second of them
+            is_reading.set()
+            assert may_end.wait(20)
+        return describe_run(path)
+
+    monkeypatch.setattr("rookery.ui.live.folder.describe_run", describe)
+    reader = Thread(target=folder.refresh)
+    reader.start()
+    assert is_reading.wait(20)
+    folder.refresh(seconds=0.01)
+    assert len(folder.changes()["runs"]) == 1 and reader.is_alive()
+    may_end.set()
+    reader.join()
+    assert len(folder.changes()["runs"]) == 2
 
 
 def test_a_folder_with_a_name_of_any_kind_is_exported_as_the_page_asks_for_it(

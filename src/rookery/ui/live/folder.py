@@ -207,7 +207,10 @@ class RunsFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
+        self._reading = threading.Lock()
+        """Held for as long as a request reads."""
         self._mutex = threading.Lock()
+        """Held for a moment: an answer does not wait for what others read."""
         self._paths: dict[str, Path] = {}
         self._seen: dict[str, object] = {}
         """What the files of a run looked like when its row was read."""
@@ -221,23 +224,31 @@ class RunsFolder:
 
     def refresh(self, *, seconds: float = math.inf) -> None:
         """Read the rows of runs that changed, the newest first, and stop when the time is over:
-        the next call goes on there. Files are looked at once everything is read."""
-        with self._mutex:
+        the next call goes on there. Files are looked at once everything is read. Where another
+        thread reads, this one waits instead."""
+        until = time.monotonic() + seconds
+        if not self._reading.acquire(timeout=-1 if seconds == math.inf else seconds):
+            return
+        try:
             if not self._stale and (seconds == math.inf or time.monotonic() > self._look_again_s):
                 self._look()
-            until = time.monotonic() + seconds
             while self._stale:
                 name, path, state = self._stale.pop()
-                self._version += 1
-                row = {**describe_run(path), "id": name, "version": self._version}
-                self._rows[name], self._seen[name] = row, state
+                row = describe_run(path)
+                with self._mutex:
+                    self._version += 1
+                    self._rows[name] = {**row, "id": name, "version": self._version}
+                    self._seen[name] = state
                 if time.monotonic() > until:
                     break
+        finally:
+            self._reading.release()
 
     def _look(self) -> None:
         """Find the runs whose files are not as they were."""
         begun_s = time.thread_time()
-        self._find()
+        with self._mutex:
+            self._find()
         for name, path in self._paths.items():
             state = _state(path)
             if self._seen.get(name) != state or self._has_died(name, path):

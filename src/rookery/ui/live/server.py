@@ -56,8 +56,10 @@ PORT = 7700
 LOOK_S = 0.4
 """How often a run that is being looked at is looked at."""
 FIRST_S = 0.15
-"""How long the first answer may read runs; the others follow."""
-VIEW_S = 0.25
+"""How long the first answer may read runs."""
+NEXT_S = 0.5
+"""How long those after it may."""
+VIEW_S = 0.4
 """How long one answer may read events; the page asks for more."""
 VIEW_ROWS = 20_000
 """How many rows one answer has; the page asks for more."""
@@ -275,7 +277,7 @@ def _versioned(name: str) -> str:
 def _add_runs(app: FastAPI, folder: RunsFolder) -> None:
     @app.get("/api/runs")
     def runs(since: int = 0) -> Response:
-        folder.refresh(seconds=FIRST_S)
+        folder.refresh(seconds=NEXT_S if since else FIRST_S)
         return Json(folder.changes(since=since))
 
     @app.get("/api/stream")

@@ -132,3 +132,9 @@ export const longText = (kind, text) => h("div", null, h("pre", { class: kind },
 // A sentence where something would be, and an error with what to do about it.
 export const emptyNote = (sentence) => h("p", { class: "empty" }, prose(sentence));
 export const errorNote = (error) => h("p", { class: "trouble", role: "alert" }, prose(error?.message ?? String(error)));
+
+// When what was changed is on the screen: asking for more at once would take the processor from that.
+export const drawn = () => new Promise((done) => {
+  requestAnimationFrame(() => setTimeout(done));
+  setTimeout(done, 200); // a hidden page draws nothing
+});

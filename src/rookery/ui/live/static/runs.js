@@ -1,7 +1,7 @@
 // All runs, live: filter, sort, search, select; the address holds the state.
 
 import { sparkPoints } from "./charts.js";
-import { address, brandLine, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
+import { address, brandLine, drawn, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
 import { LongTable } from "./table.js";
 import { ago, clock, count, duration, interval, isNumber, number, progressWords } from "./words.js";
 
@@ -75,6 +75,7 @@ class RunsView {
 
   async start() {
     await this.load();
+    await drawn();
     const isBehind = ({ version, pending }) => version !== this.version || pending || this.trouble.hasChildNodes();
     this.stop = this.source.follow("stream", (told) => isBehind(told) && this.load(), () => this.load());
     this.clock = setInterval(() => this.table?.refresh(), 30000);
@@ -100,7 +101,7 @@ class RunsView {
     } finally {
       this.loading = false;
     }
-    if (this.pending && !this.isClosed) setTimeout(() => this.load(), 0);
+    if (this.pending) drawn().then(() => this.isClosed || this.load());
   }
 
   set(values) {

@@ -79,7 +79,7 @@ export class LongTable {
       const node = known && !isStale ? known : this.make(index, known);
       if (!known) this.spacer.insertBefore(node, next);
       else if (node !== known) known.replaceWith(node);
-      node.style.transform = `translateY(${index * height}px)`;
+      if (node !== known || isStale) node.style.transform = `translateY(${index * height}px)`;
       this.shown.set(index, node);
       next = node.nextSibling;
     }
