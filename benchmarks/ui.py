@@ -215,8 +215,9 @@ class Bench:
 
     def __init__(self, browser: Any, url: str, pid: int) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 900})
-        self.context.request.get(url)  # takes the cookie, and opens no page
         self.origin = url.partition("?")[0]
+        self.context.request.get(url)  # takes the cookie, and asks for no run
+        self.context.new_page().goto(f"{self.origin}static/page.css")  # a tab that rests
         self.pid = pid
 
     def visit(self, place: str, wanted: str, move: str) -> Seen:
