@@ -65,8 +65,9 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
         assert isinstance(report, LeagueReport)
         return report
     engine = {"type": "embedded", "model": options.model}
-    if options.fleet:
-        engine = {"type": "fleet", "urls": [options.fleet], "model": options.model}
+    engine: dict[str, Any] = {"type": "embedded", "model": options.model}
+    if options.fleet:  # which says what it serves
+        engine = {"type": "fleet", "urls": [options.fleet]}
     folder.mkdir(parents=True, exist_ok=True)
     tasks = folder / f"{taskset}.yaml"
     tasks.write_text(json.dumps(TASKSETS[taskset] | SPLITS | {"size": options.size}))
