@@ -64,7 +64,6 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
         report = rookery.resume(folder / taskset).report
         assert isinstance(report, LeagueReport)
         return report
-    engine = {"type": "embedded", "model": options.model}
     engine: dict[str, Any] = {"type": "embedded", "model": options.model}
     if options.fleet:  # which says what it serves
         engine = {"type": "fleet", "urls": [options.fleet]}
