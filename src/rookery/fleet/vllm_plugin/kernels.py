@@ -8,6 +8,7 @@ its tokens, so it is used where that is little: `is_for` says where.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import triton
@@ -15,15 +16,18 @@ import triton.language as tl
 
 __all__ = ["expand", "install", "is_for", "shrink"]
 
-_TOKENS_PER_SLOT = 16
-"""With more, vLLM's kernels find their blocks full."""
 _SMALL_RANK = 4
-"""Up to it the factors are smaller than what they are multiplied with."""
+"""Up to it, factors are less to read than what they are multiplied with."""
+_LARGEST_RANK = 16
+"""Beyond it a program would hold more than a GPU has registers for."""
+_TOKENS_PER_SLOT = 16
+"""With more of them of a rank in between, vLLM's kernels find their blocks full."""
 
 
 def is_for(num_tokens: int, *, rank: int, num_slots: int) -> bool:
     """Whether the kernels of this file take less time than vLLM's."""
-    return rank <= _SMALL_RANK or num_tokens <= _TOKENS_PER_SLOT * num_slots
+    is_spread = rank <= _LARGEST_RANK and num_tokens <= _TOKENS_PER_SLOT * num_slots
+    return rank <= _SMALL_RANK or is_spread
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -236,8 +240,10 @@ def install() -> bool:
             )
 
     library = torch.library.Library("vllm", "IMPL")  # type: ignore[no-untyped-call]
-    for name, operation in (("lora_shrink", lora_shrink), ("lora_expand", lora_expand)):
-        library.impl(name, operation, "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():  # torch tells of the very thing that is meant
+        warnings.simplefilter("ignore")
+        for name, operation in (("lora_shrink", lora_shrink), ("lora_expand", lora_expand)):
+            library.impl(name, operation, "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
     _kept.append(library)  # what it holds goes with it
     return True
 
