@@ -65,7 +65,7 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
         assert isinstance(report, LeagueReport)
         return report
     engine: dict[str, Any] = {"type": "embedded", "model": options.model}
-    if options.fleet:  # which says what it serves
+    if options.fleet:
         engine = {"type": "fleet", "urls": [options.fleet]}
     folder.mkdir(parents=True, exist_ok=True)
     tasks = folder / f"{taskset}.yaml"
@@ -73,6 +73,7 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
     return rookery.run_league(
         {
             "engine": engine,
+            "tokenizer": options.model if options.fleet else "",
             "taskset": str(tasks),
             "budget": {"max_answer_tokens": options.tokens},
             "num_seeds": options.seeds,

@@ -326,11 +326,13 @@ def test_buffers_that_do_not_fit_are_refused(
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 2])
 def test_slots_filled_from_seeds_hold_what_the_members_as_adapters_would(
-    tmp_path: Path, tp_size: int, dtype: torch.dtype
+    tmp_path: Path, tp_size: int, dtype: torch.dtype, rank: int
 ) -> None:
+    """Of rank 1 a member is made in one piece, of rank 2 layer by layer."""
     manager, stock = attached(tp_size=tp_size), Manager()
-    centre = make_small("centre", seed=5, rank=2, scale=1.5)
+    centre = make_small("centre", seed=5, rank=rank, scale=1.3)
     like = {
         layer: LoraFactors(a=lora.a.to(dtype), b=lora.b.to(dtype), scale=lora.scale)
         for layer, lora in centre.factors.items()

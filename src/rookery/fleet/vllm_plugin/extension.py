@@ -282,13 +282,14 @@ class _Loader:
 
         rank, layers = self._layout(request, centre.layout, skip=1)
         if self._writer.fits(layers):
-            member = PopulationMember(centre, tuple(name for name, *_ in layers), seed, amount)
+            named = zip(layers, centre.begins, strict=True)
+            places = tuple((*layer[:4], *begins) for layer, begins in named)
+            member = PopulationMember(centre, places, seed, amount)
             whole = LoRALayerWeights(_WHOLE, rank, rank, member, member, scaling=1.0)
             return LoRAModel(request.lora_int_id, rank, {_WHOLE: whole})
         weights = {}
-        [(_, factors)] = centre.members([seed], [amount])
-        for (name, layer_rank, *_), (a, b) in zip(layers, factors, strict=True):
-            a, b = (f[0].to(self._manager.lora_config.lora_dtype) for f in (a, b))
+        [(_, [line])] = centre.members([seed], [amount], self._manager.lora_config.lora_dtype)
+        for (name, layer_rank, *_), (a, b) in zip(layers, centre.factors(line), strict=True):
             weights[name] = LoRALayerWeights(name, layer_rank, layer_rank, a, b, scaling=1.0)
         return LoRAModel(request.lora_int_id, rank, weights)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import accumulate
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -78,6 +79,16 @@ class LayerNoise:
         """A hash gives two numbers."""
         self._keys = [_layer_key(name) for name, *_ in self.layers]
         self._places: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def is_one_each(self) -> bool:
+        """Whether what a seed draws is a number for every place of every factor, in their order."""
+        return all(
+            sum(sizes) == rank * (num_in + num_out) == 2 * half
+            for sizes, half, (_, rank, num_in, num_out) in zip(
+                self._sizes, self._halves, self.layers, strict=True
+            )
+        )
 
     @property
     def num_numbers(self) -> int:
@@ -252,29 +263,54 @@ class Centre:
         self.layout = json.dumps(self.layers)
         named = [(name, *sizes) for _, name, *sizes, _, _, _ in self.layers]
         self.noise = LayerNoise(named, rank=manifest["rank"])
-        sizes = [n for _, rank, n_in, n_out in named for n in (rank * n_in, n_out * rank)]
-        numbers = torch.from_file(str(folder / NUMBERS), size=sum(sizes), dtype=torch.float32)
-        pieces = iter(torch.split(numbers.to(device, copy=True), sizes))
-        self.factors = [
-            (next(pieces).view(rank, n_in), next(pieces).view(n_out, rank))
-            for _, rank, n_in, n_out in named
-        ]
+        self._sizes = [n for _, rank, n_in, n_out in named for n in (rank * n_in, n_out * rank)]
+        ends = list(accumulate(self._sizes, initial=0))
+        self.begins = list(zip(ends[::2], ends[1::2], strict=False))
+        """Of every layer, where A and B begin in a line of numbers."""
+        numbers = torch.from_file(str(folder / NUMBERS), size=ends[-1], dtype=torch.float32)
+        self._numbers = numbers.to(device, copy=True)
+        kinds = {
+            getattr(torch, kind) for *_, kind_a, kind_b in self.layers for kind in (kind_a, kind_b)
+        }
+        self._kind = kinds.pop() if len(kinds) == 1 and self.noise.is_one_each else None
+        """Of all factors, where members can be made in one piece."""
+        scales = [s for *_, scale, _, _ in self.layers for s in (1.0, scale)]
+        self._scales = torch.repeat_interleave(torch.tensor(scales), torch.tensor(self._sizes)).to(
+            device
+        )
         self._device = device
 
     def members(
-        self, seeds: Sequence[int], amounts: Sequence[float]
-    ) -> Iterator[tuple[slice, Iterator[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Which members, and A and B of every layer of them, as servers have them."""
+        self, seeds: Sequence[int], amounts: Sequence[float], dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Which members, and a line of numbers for each: A and B of every layer, one after the
+        other, as servers have them."""
         for part, drawn, moved in draws(self.noise, seeds, amounts, self._device):
-            yield part, self._rounded(perturbed(self.factors, self.noise, drawn, moved))
+            if self._kind is None:
+                lines = self._layer_by_layer(drawn, moved)
+            else:  # rounded where `perturbed` does, in a few kernels for all layers
+                lines = (drawn * moved[:, None]).add_(self._numbers).to(self._kind)
+                lines = (lines * self._scales).to(self._kind)
+            yield part, lines.to(dtype)
 
-    def _rounded(
-        self, factors: Iterator[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def factors(self, line: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A and B of every layer, as parts of a line."""
         import torch
 
-        for (a, b), (*_, scale, kind_a, kind_b) in zip(factors, self.layers, strict=True):
-            yield a.to(getattr(torch, kind_a)), b.to(getattr(torch, kind_b)) * scale
+        pieces = iter(torch.split(line, self._sizes))
+        return [
+            (next(pieces).view(rank, n_in), next(pieces).view(n_out, rank))
+            for _, rank, n_in, n_out in self.noise.layers
+        ]
+
+    def _layer_by_layer(self, drawn: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        made, pieces = perturbed(self.factors(self._numbers), self.noise, drawn, moved), []
+        for (a, b), (*_, scale, kind_a, kind_b) in zip(made, self.layers, strict=True):
+            rounded = a.to(getattr(torch, kind_a)), b.to(getattr(torch, kind_b)) * scale
+            pieces += [factor.flatten(1) for factor in rounded]
+        return torch.cat(pieces, dim=1)
 
 
 @dataclass(frozen=True)
@@ -283,7 +319,7 @@ class PopulationMember:
 
     centre: Centre
     layers: tuple[Any, ...]
-    """vLLM's names of the centre's layers."""
+    """Of every layer vLLM's name, rank, in, out, and where A and B begin in a line."""
     seed: int
     amount: float
 

@@ -44,8 +44,6 @@ class SlotWriter:
         each would take longer to make than all of them to fill."""
         self._flat: list[tuple[torch.Tensor, ...]] = []
         self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._stacks: list[torch.Tensor] = []
-        """Of every place: the factor's memory of all slots."""
         self._waiting: dict[int, PopulationMember] = {}
         """Slots of members that are not made yet."""
         plain: set[int] = set()
@@ -54,7 +52,6 @@ class SlotWriter:
                 plain.add(id(module))
                 self._places[name] = len(self._slots), len(self._slots) + 1
                 for stacked in (module.lora_a_stacked[i], module.lora_b_stacked[i]):
-                    self._stacks.append(stacked[:, 0])
                     self._slots.append(stacked[:, 0].unbind(0))
                     self._flat.append(stacked.view(len(stacked), -1).unbind(0))
         self._others = [m for m in inner.modules.values() if id(m) not in plain]
@@ -69,7 +66,8 @@ class SlotWriter:
             self._waiting[index] = source
         else:
             self._waiting.pop(index, None)
-            self._write(index, source)
+            memory = source.on(self._device)
+            self._write(index, source.layers, memory, itemsize=source.itemsize)
 
     def fill(self) -> None:
         """Make the members that wait, and write their slots: before the next step, and before
@@ -83,33 +81,22 @@ class SlotWriter:
     def _fill(
         self, indices: list[int], members: list[PopulationMember], first: PopulationMember
     ) -> None:
-        import torch
-
-        places = [place for layer in first.layers for place in self._places[layer]]
-        shapes = [f.shape for factors in first.centre.factors for f in factors]
-        slots = torch.tensor(indices, device=self._device)
-        filled = {p for p, s in zip(places, shapes, strict=True) if self._stacks[p].shape[1:] == s}
-        for place in range(len(self._stacks)):
-            if place not in filled:
-                self._stacks[place].index_fill_(0, slots, 0)
-        for module in self._others:
-            for index in indices:
-                module.reset_lora(index)
         seeds, amounts = [m.seed for m in members], [m.amount for m in members]
-        for part, factors in first.centre.members(seeds, amounts):
-            made = (factor for pair in factors for factor in pair)
-            for place, factor in zip(places, made, strict=True):
-                stack, (_, rows, columns) = self._stacks[place], factor.shape
-                stack[slots[part], :rows, :columns] = factor.to(stack.dtype)
+        dtype = self._flat[0][0].dtype
+        for part, lines in first.centre.members(seeds, amounts, dtype):
+            for index, line in zip(indices[part], lines, strict=True):
+                self._write(index, first.layers, line, itemsize=1)
 
-    def _write(self, index: int, buffer: AdapterBuffer) -> None:
+    def _write(
+        self, index: int, layers: tuple[Any, ...], memory: torch.Tensor, *, itemsize: int
+    ) -> None:
+        """Fill a slot with factors that begin in `memory` where the layers say."""
         import torch
 
-        plan = self._plans.get(buffer.layers)
+        plan = self._plans.get(layers)
         if plan is None:
-            plan = self._plans[buffer.layers] = self._plan(buffer.layers, buffer.itemsize)
+            plan = self._plans[layers] = self._plan(layers, itemsize)
         targets, sources = [], []
-        memory = buffer.on(self._device)
         pieces = torch.split(memory[: sum(plan.sizes)], plan.sizes)
         for piece, place, shape in plan.places:
             if shape is None:
