@@ -28,9 +28,10 @@ def test_each_token_gets_its_slots_product(
     from rookery.fleet.vllm_plugin.kernels import expand, shrink
 
     torch.manual_seed(0)
-    num_slots, num_in, num_tokens = 5, 1100, 7
-    # Of 5 slots: none, the last, and one that no adapter ever had (padding of a graph).
-    slots = torch.tensor([0, 4, -1, 2, 2, 7, 4], dtype=torch.int32, device=DEVICE)
+    num_slots, num_in, num_tokens, num_mapped = 5, 1100, 9, 7
+    # Of 5 slots: none, the last, one that there is not, and behind them those of another batch.
+    slots = torch.tensor([0, 4, -1, 2, 2, 7, 4, 0, 4], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1, 2, 4, num_mapped, 0, 0], dtype=torch.int32, device=DEVICE)
     kind = torch.bfloat16
     x = torch.randn(num_tokens, num_in, device=DEVICE).to(kind)
     a = [torch.randn(num_slots, 1, rank, num_in, device=DEVICE).to(kind) / 33 for _ in sizes]
@@ -39,14 +40,16 @@ def test_each_token_gets_its_slots_product(
     before = out.clone()
     hidden = torch.full((len(sizes), num_tokens, rank), torch.nan, device=DEVICE)
 
-    shrink(x, (a[0], addresses(a)), hidden, slots, parts=len(sizes), scaling=0.5)
+    shrink(x, (a[0], addresses(a)), hidden, slots, starts, parts=len(sizes), scaling=0.5)
     ends = torch.tensor(sizes).cumsum(0)
     is_one = len(sizes) == 1
+    gathered = hidden.movedim(0, 2).contiguous().movedim(2, 0)  # as layers cut over GPUs have it
     expand(
-        hidden,
+        gathered,
         (b[0], addresses(b)),
         out,
         slots,
+        starts,
         begins=0 if is_one else (ends - torch.tensor(sizes)).to(DEVICE),
         sizes=sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes).to(DEVICE),
         largest=max(sizes),
@@ -55,7 +58,7 @@ def test_each_token_gets_its_slots_product(
     )
 
     for token, slot in enumerate(slots.tolist()):
-        if not 0 <= slot < num_slots:
+        if not 0 <= slot < num_slots or token >= num_mapped:
             assert torch.equal(out[token], before[token])
             continue
         parts = [
@@ -65,3 +68,15 @@ def test_each_token_gets_its_slots_product(
         moved = torch.cat(parts)
         wanted = moved + before[token].float() if is_added else moved
         torch.testing.assert_close(out[token].float(), wanted, atol=0.06, rtol=0.02)
+
+
+def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.fleet.vllm_plugin import kernels
+
+    kernels.agree.cache_clear()
+    assert kernels.agree(torch.device(DEVICE))
+    for wrong in (lambda *_, **__: None, lambda *_, **__: 1 / 0):
+        kernels.agree.cache_clear()
+        monkeypatch.setattr(kernels, "expand", wrong)
+        assert not kernels.agree(torch.device(DEVICE))
+    kernels.agree.cache_clear()

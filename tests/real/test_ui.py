@@ -154,6 +154,18 @@ def test_programs_open_with_their_line_and_answers_are_text(
     visit.close()
 
 
+def test_a_link_to_a_program_of_a_later_part_of_the_view_opens_it(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_evolve(tmp_path, size=9)
+    monkeypatch.setattr("rookery.ui.live.server.VIEW_ROWS", 2)
+    monkeypatch.setattr("rookery.ui.live.server.NEXT_ROWS", 3)
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/programs?program=p8")
+        visit.see(".detail .diff .added", text="x = 8")
+        visit.close()
+
+
 def test_clicks_follow_a_candidate_a_cell_and_an_item(
     browser: Any, served: tuple[LivePage, Path], tmp_path: Path
 ) -> None:

@@ -330,6 +330,8 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     wide = command_line(LaunchConfig(model="m", max_num_seqs=1000), port=1)
     [chosen] = [json.loads(word) for word in wide if word.startswith("{")]
     assert chosen["cudagraph_capture_sizes"][-5:] == [512, 640, 768, 896, 1000]
+    said = LaunchConfig(model="m", max_num_seqs=1000, args=("--max_cudagraph_capture_size=256",))
+    assert "--compilation-config" not in command_line(said, port=1)
     assert "rookery_vllm_plugin.whole_graphs.WorkerExtension" in full
     cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})

@@ -76,6 +76,21 @@ def test_a_seed_has_the_same_bits_alone_and_among_others() -> None:
         assert torch.equal(noise.draw([seed], torch.device("cpu"))[0], together[seed])
 
 
+@pytest.mark.parametrize(
+    ("layer", "rank", "is_one_each"),
+    [
+        (("l", 1, 10, 6), 1, True),
+        (("l", 1, 10, 7), 1, False),  # a number too many is drawn
+        (("l", 2, 10, 6), 1, False),
+        (("l", 2, 2, 2), 1, False),  # as many numbers, of which each is in several places
+    ],
+)
+def test_a_number_for_each_place_is_not_told_by_how_many_there_are(
+    layer: tuple[str, int, int, int], rank: int, is_one_each: bool
+) -> None:
+    assert LayerNoise([layer], rank=rank).is_one_each == is_one_each
+
+
 def test_noise_is_standard_normal_and_its_own_for_each_seed_and_layer() -> None:
     noise = LayerNoise([("a", 100, 100, 100), ("b", 100, 100, 100)], rank=100)
     rows = noise.draw([1, 2], torch.device("cpu")).view(-1, 10_000)

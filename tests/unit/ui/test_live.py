@@ -234,6 +234,7 @@ def test_an_answer_does_not_wait_for_what_another_reads(
         with Run.create(tmp_path, kind="eval", name=name, config={}):
             pass
     folder, is_reading, may_end = RunsFolder(tmp_path), Event(), Event()
+    assert folder.changes()["pending"], "nobody has looked yet"
 
     def describe(path: Path) -> dict[str, Any]:
         if folder.changes()["runs"]:  # the second of them
@@ -246,7 +247,8 @@ def test_an_answer_does_not_wait_for_what_another_reads(
     reader.start()
     assert is_reading.wait(20)
     folder.refresh(seconds=0.01)
-    assert len(folder.changes()["runs"]) == 1 and reader.is_alive()
+    known = folder.changes()
+    assert (len(known["runs"]), known["pending"]) == (1, 1) and reader.is_alive()
     may_end.set()
     reader.join()
     assert len(folder.changes()["runs"]) == 2

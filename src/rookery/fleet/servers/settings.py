@@ -65,7 +65,11 @@ _CLOSED_FLAGS = {
 """Flags that `args` may not hold, and what to write instead: they decide who can reach a server
 and its open routes, or what Rookery checks before it starts one."""
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Sequences that a graph is captured for; other batches are padded to these."""
+"""Sequences that a graph is captured for where a short start counts; others are padded to these."""
+_VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""And those that vLLM captures by itself."""
+_SIZE_FLAGS = ("--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
+"""Flags of vLLM that say it too."""
 _CLOSED_ENV = {
     _KEY: "write launch.api_key, or export it where Rookery runs",
     "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
@@ -223,13 +227,15 @@ class LaunchConfig(Config):
         if self.is_on_cpu or self.enforce_eager:
             return {}
         # vLLM captures up to 512; larger batches would start each kernel of a step by itself.
-        most, most_by_default = self.max_num_seqs or 0, _GRAPH_SIZES[-1]
-        larger = [*range(most_by_default + 128, most, 128), most] if most > most_by_default else []
+        most, largest = self.max_num_seqs or 0, _VLLM_SIZES[-1]
+        larger = [*range(largest + 128, most, 128), most] if most > largest else []
         chosen: dict[str, object] = {}
         if self.compile is False:
             chosen |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if self.compile is False or larger:
-            chosen["cudagraph_capture_sizes"] = [*_GRAPH_SIZES, *larger]
+        is_said = any(w.replace("_", "-").startswith(_SIZE_FLAGS) for w in self.args)
+        if not is_said and (self.compile is False or larger):
+            sizes = _GRAPH_SIZES if self.compile is False else _VLLM_SIZES
+            chosen["cudagraph_capture_sizes"] = [*sizes, *larger]
         if self.has_whole_graphs:
             chosen["cudagraph_mode"] = "FULL"
         return chosen

@@ -8,13 +8,19 @@ its tokens, so it is used where that is little: `is_for` says where.
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import warnings
+from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 
-__all__ = ["expand", "install", "is_for", "shrink"]
+__all__ = ["agree", "expand", "install", "is_for", "shrink"]
+
+logger = logging.getLogger(__name__)
 
 _SMALL_RANK = 4
 """Up to it, factors are less to read than what they are multiplied with."""
@@ -31,11 +37,20 @@ def is_for(num_tokens: int, *, rank: int, num_slots: int) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _num_mapped(starts, num_starts, STARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tokens have a slot: behind them are those of an earlier batch."""
+    places = tl.arange(0, STARTS)
+    return tl.max(tl.load(starts + places, mask=places < num_starts, other=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     inputs,
     factors,
     out,
     slots,
+    starts,
+    num_starts,
     num_slots,
     num_in,
     scaling,
@@ -47,11 +62,12 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """out[part, token] = scaling * A[slot of the token] @ inputs[token]"""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):
+    if (slot < 0) | (slot >= num_slots) | (token >= _num_mapped(starts, num_starts, STARTS)):
         return
     if PARTS > 1:
         factors = tl.load(factors + part).to(tl.pointer_type(inputs.dtype.element_ty))
@@ -74,6 +90,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     factors,
     out,
     slots,
+    starts,
+    num_starts,
     begins,
     sizes,
     num_slots,
@@ -86,13 +104,15 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     ARE_EQUAL: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """out[token, begin of the part:] (+)= B[slot of the token] @ inputs[part, token]"""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     num_out = sizes if ARE_EQUAL else tl.load(sizes + part)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots) | (tl.program_id(1) * BLOCK >= num_out):
+    is_out = (tl.program_id(1) * BLOCK >= num_out) | (slot < 0) | (slot >= num_slots)
+    if is_out | (token >= _num_mapped(starts, num_starts, STARTS)):
         return
     begin = begins
     if PARTS > 1:
@@ -115,9 +135,12 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, moved.to(out.dtype.element_ty), mask=at < num_out)
 
 
-def shrink(inputs: Any, factors: Any, out: Any, slots: Any, *, parts: int, scaling: float) -> None:
+def shrink(
+    inputs: Any, factors: Any, out: Any, slots: Any, starts: Any, *, parts: int, scaling: float
+) -> None:
     """`factors`: A of all slots, [slots, rank, in], or where there are several parts the first of
-    them and a tensor of all their addresses."""
+    them and a tensor of all their addresses. `starts`: where the tokens of each slot begin in
+    their order, and where the last of them end."""
     first, addresses = factors
     num_slots, rank, num_in = first.shape[0], first.shape[-2], first.shape[-1]
     ranks = triton.next_power_of_2(rank)
@@ -126,6 +149,8 @@ def shrink(inputs: Any, factors: Any, out: Any, slots: Any, *, parts: int, scali
         addresses,
         out,
         slots,
+        starts,
+        len(starts),
         num_slots,
         num_in,
         scaling,
@@ -137,6 +162,7 @@ def shrink(inputs: Any, factors: Any, out: Any, slots: Any, *, parts: int, scali
         RANKS=ranks,
         BLOCK=max(128, 1024 // ranks),
         PARTS=parts,
+        STARTS=triton.next_power_of_2(len(starts)),
         num_warps=4,
     )
 
@@ -146,6 +172,7 @@ def expand(
     factors: Any,
     out: Any,
     slots: Any,
+    starts: Any,
     *,
     begins: Any,
     sizes: Any,
@@ -154,6 +181,7 @@ def expand(
     is_added: bool,
 ) -> None:
     """`begins` and `sizes` are where the parts are in `out`: numbers of one part, else tensors."""
+    inputs = inputs.contiguous()  # what layers that are cut over GPUs gather is not always
     first, addresses = factors
     num_slots, rank = first.shape[0], first.shape[-1]
     parts, num_tokens = inputs.shape[0], inputs.shape[1]
@@ -164,6 +192,8 @@ def expand(
         addresses,
         out,
         slots,
+        starts,
+        len(starts),
         begins,
         sizes,
         num_slots,
@@ -176,8 +206,49 @@ def expand(
         PARTS=parts,
         ARE_EQUAL=are_equal,
         IS_ADDED=is_added,
+        STARTS=triton.next_power_of_2(len(starts)),
         num_warps=4,
     )
+
+
+@cache
+def agree(device: Any) -> bool:
+    """Whether they compute on this device what the products written out are: another Triton or
+    another GPU is not trusted. Asked in the first pass, before anything is captured."""
+    import torch
+
+    def numbers(*shape: int) -> Any:
+        count = torch.arange(math.prod(shape), dtype=torch.float32)
+        return torch.sin(count + len(shape)).view(shape).to(device, torch.bfloat16)
+
+    def addresses(stacks: list[Any]) -> Any:
+        return torch.tensor([s.data_ptr() for s in stacks], dtype=torch.uint64).to(device)
+
+    rank, sizes = 8, (48, 200)
+    x, a, b = numbers(3, 72), [numbers(2, rank, 72)] * 2, [numbers(2, n, rank) for n in sizes]
+    slots = torch.tensor([1, 0, 1], dtype=torch.int32).to(device)
+    starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32).to(device)  # of two tokens
+    hidden = torch.zeros(2, 3, rank).to(device)
+    out = torch.zeros(3, sum(sizes), dtype=torch.bfloat16).to(device)
+    begins, ends = (torch.tensor(n).to(device) for n in ([0, 48], sizes))
+    try:
+        shrink(x, (a[0], addresses(a)), hidden, slots, starts, parts=2, scaling=0.5)
+        expand(
+            hidden, (b[0], addresses(b)), out, slots, starts,
+            begins=begins, sizes=ends, largest=max(sizes), are_equal=False, is_added=True,
+        )  # fmt: skip
+    except Exception:  # whatever a compiler says: vLLM's own kernels stay
+        logger.warning("adapters are computed by vLLM's own kernels", exc_info=True)
+        return False
+    wanted = torch.zeros_like(out, dtype=torch.float32)
+    for token, slot in ((0, 1), (1, 0)):
+        inner = [0.5 * one[slot].float() @ x[token].float() for one in a]
+        moved = [one[slot].float() @ h for one, h in zip(b, inner, strict=True)]
+        wanted[token] = torch.cat(moved)
+    is_right = torch.allclose(out.float(), wanted, atol=0.05, rtol=0.02)
+    if not is_right:
+        logger.warning("own kernels compute something else here: adapters are computed by vLLM's")
+    return is_right
 
 
 _SHRINK = (
@@ -196,48 +267,47 @@ def install() -> bool:
     vLLM compiles and captures, stay the same."""
     import torch
 
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        return False  # which kernels are used depends on the batch
     try:
         from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
-    except ImportError:  # another version
+
+        stock_shrink, stock_expand = lora_shrink_op._lora_shrink, lora_expand_op._lora_expand
+        addresses_a, addresses_b = utils._get_lora_a_ptr, utils._get_lora_b_ptr
+    except (ImportError, AttributeError):  # another version
         return False
-    stock_shrink, stock_expand = lora_shrink_op._lora_shrink, lora_expand_op._lora_expand
-    for name, wanted in (("lora_shrink", _SHRINK), ("lora_expand", _EXPAND)):
+    for name, known in (("lora_shrink", _SHRINK), ("lora_expand", _EXPAND)):
         operation = getattr(torch.ops.vllm, name, None)
-        if operation is None:
-            return False
-        names = ", ".join(a.name for a in operation.default._schema.arguments)
-        if names != wanted:
+        taken = operation.default._schema.arguments if operation else ()
+        if ", ".join(argument.name for argument in taken) != known:
             return False
 
     def lora_shrink(*args: Any) -> None:
-        inputs, weights, out, slots, *_, has_none, _, scaling = args
+        inputs, weights, out, slots, _, _, starts, _, has_none, _, scaling = args
         rank, num_slots = weights[0].shape[-2], weights[0].shape[0]
-        if not is_for(inputs.shape[0], rank=rank, num_slots=num_slots):
+        is_own = is_for(inputs.shape[0], rank=rank, num_slots=num_slots)
+        if not (agree(inputs.device) and is_own):
             stock_shrink(*args)
         elif not has_none.item():
-            addresses = utils._get_lora_a_ptr(weights, inputs.device)[0]
-            shrink(inputs, (weights[0], addresses), out, slots, parts=len(weights), scaling=scaling)
+            factors = weights[0], addresses_a(weights, inputs.device)[0]
+            shrink(inputs, factors, out, slots, starts, parts=len(weights), scaling=scaling)
 
     def lora_expand(*args: Any) -> None:
-        inputs, weights, out, slots, *_, has_none, _, begin, is_added = (*args, 0, False)[:12]
+        inputs, weights, out, slots, _, _, starts, _, has_none, _, begin, is_added = (
+            *args, 0, False
+        )[:12]  # fmt: skip
         rank, num_slots = weights[0].shape[-1], weights[0].shape[0]
-        if not is_for(inputs.shape[1], rank=rank, num_slots=num_slots):
+        is_own = is_for(inputs.shape[1], rank=rank, num_slots=num_slots)
+        if not (agree(inputs.device) and is_own):
             stock_expand(*args)
         elif not has_none.item():
-            begins, addresses, *_, sizes, are_equal, largest = utils._get_lora_b_ptr(
+            begins, factors, *_, sizes, are_equal, largest = addresses_b(
                 weights, begin, inputs.device
             )
             expand(
-                inputs,
-                (weights[0], addresses),
-                out,
-                slots,
-                begins=begins,
-                sizes=sizes,
-                largest=largest,
-                are_equal=are_equal,
-                is_added=is_added,
-            )
+                inputs, (weights[0], factors), out, slots, starts,
+                begins=begins, sizes=sizes, largest=largest, are_equal=are_equal, is_added=is_added,
+            )  # fmt: skip
 
     library = torch.library.Library("vllm", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # torch tells of the very thing that is meant

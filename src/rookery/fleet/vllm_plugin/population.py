@@ -84,10 +84,10 @@ class LayerNoise:
     def is_one_each(self) -> bool:
         """Whether what a seed draws is a number for every place of every factor, in their order."""
         return all(
-            sum(sizes) == rank * (num_in + num_out) == 2 * half
-            for sizes, half, (_, rank, num_in, num_out) in zip(
-                self._sizes, self._halves, self.layers, strict=True
-            )
+            self._is_full(rank, num_in)
+            and self._is_full(num_out, rank)
+            and rank * (num_in + num_out) % 2 == 0  # a hash gives two
+            for _, rank, num_in, num_out in self.layers
         )
 
     @property

@@ -11,6 +11,7 @@ import heapq
 import math
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -31,21 +32,21 @@ class Digest:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._seq = 0
+        self.seq = 0
         self._lists: dict[str, dict[str, Row]] = {}
         self._changed: dict[str, dict[str, int]] = {}
-        """By list and id: the seq of the event that changed the row last."""
+        """By list and id: the seq of the event that changed the row last, the newest last."""
         self.facts: Row = {}
 
     def update(self, *, seconds: float = math.inf) -> bool:
         """Take in what was appended since the last call, in its order, for about so long; whether
         there is more."""
         newest = self._run.last()
-        if newest is None or newest.seq == self._seq:
+        if newest is None or newest.seq == self.seq:
             return False
         until_s = time.monotonic() + seconds
-        self._seq = self.read(after=self._seq, last=newest.seq, until_s=until_s)
-        return self._seq < newest.seq
+        self.seq = self.read(after=self.seq, last=newest.seq, until_s=until_s)
+        return self.seq < newest.seq
 
     def read(self, *, after: int, last: int, until_s: float) -> int:
         """The events between two of them, until it is late; up to which one."""
@@ -54,7 +55,7 @@ class Digest:
             if event.seq > last:
                 break  # of the next time, with what lies between
             self.take(event)
-            self._seq = event.seq  # should the next be damaged, this one is not taken again
+            self.seq = event.seq  # should the next be damaged, this one is not taken again
             if time.monotonic() > until_s:
                 return event.seq
         return last
@@ -65,7 +66,13 @@ class Digest:
     def put(self, name: str, id: str, seq: int, values: Mapping[str, Any]) -> None:
         """Make or change a row of a list."""
         self.rows(name).setdefault(id, {"id": id}).update({**values, "id": id})
-        self._changed.setdefault(name, {})[id] = seq
+        changed = self._changed.setdefault(name, {})
+        changed.pop(id, None)
+        changed[id] = seq
+
+    def _changed_after(self, name: str, after: int) -> dict[str, int]:
+        newest_first = reversed(self._changed.get(name, {}).items())
+        return dict(takewhile(lambda one: one[1] > after, newest_first))
 
     def rows(self, name: str) -> dict[str, Row]:
         return self._lists.setdefault(name, {})
@@ -73,13 +80,16 @@ class Digest:
     def document(self, *, after: int = 0, most: int | None = None) -> dict[str, Any]:
         """The facts, and the rows that changed after an event; of more than `most` those that
         changed first."""
-        last, is_more = self._seq, False
-        if most is not None:
-            seqs = sorted(s for rows in self._changed.values() for s in rows.values() if s > after)
-            if is_more := len(seqs) > most and seqs[most - 1] < seqs[-1]:
+        new = {name: self._changed_after(name, after) for name in self._lists}
+        last, is_more = self.seq, False
+        if most is not None and sum(map(len, new.values())) > most:
+            seqs = sorted(seq for changed in new.values() for seq in changed.values())
+            if is_more := seqs[most - 1] < seqs[-1]:
                 last = seqs[most - 1]
         lists = {
-            name: [row for id, row in rows.items() if after < self._changed[name][id] <= last]
+            name: [row for id, row in rows.items() if new[name].get(id, math.inf) <= last]
+            if new[name]
+            else []
             for name, rows in self._lists.items()
             if rows
         }
@@ -272,7 +282,7 @@ class AnswersDigest(Digest):
             self.put("tasks", str(task), seq, {})
             answers = self.rows("tasks")[str(task)].setdefault("answers", {})
             answers.setdefault(place, []).append([reward, bool(error), seq])
-            self._seq = seq
+            self.seq = seq
             if time.monotonic() > until_s:
                 last = seq
         self.facts = {"models": list(self._places)}

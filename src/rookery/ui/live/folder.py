@@ -233,12 +233,13 @@ class RunsFolder:
             if not self._stale and (seconds == math.inf or time.monotonic() > self._look_again_s):
                 self._look()
             while self._stale:
-                name, path, state = self._stale.pop()
+                name, path, state = self._stale[-1]
                 row = describe_run(path)
                 with self._mutex:
                     self._version += 1
                     self._rows[name] = {**row, "id": name, "version": self._version}
                     self._seen[name] = state
+                    self._stale.pop()
                 if time.monotonic() > until:
                     break
         finally:
@@ -280,7 +281,7 @@ class RunsFolder:
             return {
                 "folder": str(self.root),
                 "version": self._version,
-                "pending": len(self._stale),
+                "pending": len(self._stale) if self._look_again_s else 1,  # not looked yet
                 "is_whole": since < self._first,
                 "runs": [row for row in self._rows.values() if row["version"] > since],
                 "removed": [

@@ -239,7 +239,8 @@ class OpenRun:
             if told["is_more"]:  # enough for one answer, before anything is read
                 return told
             is_more = self._digest.update(seconds=seconds)
-            told = self._digest.document(after=after, most=most)
+            if self._digest.seq > told["seq"]:
+                told = self._digest.document(after=after, most=most)
             return told | {"is_more": is_more or told["is_more"]}
 
     def duel(self, candidate: str) -> dict[str, Any]:

@@ -62,7 +62,8 @@ NEXT_S = 0.5
 VIEW_S = 0.4
 """How long one answer may read events; the page asks for more."""
 VIEW_ROWS = 20_000
-"""How many rows one answer has; the page asks for more."""
+"""How many rows the first answer has; the page asks for more."""
+NEXT_ROWS = 200_000
 START_S = 20.0
 KEY_CHARACTERS = 16
 YEAR_S = 31_536_000
@@ -300,7 +301,8 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
 
     @app.get("/api/runs/{name}/view")
     def view(name: str, after: int = 0) -> Response:
-        return Json(runs.get(name).view(after=after, seconds=VIEW_S, most=VIEW_ROWS))
+        most = NEXT_ROWS if after else VIEW_ROWS
+        return Json(runs.get(name).view(after=after, seconds=VIEW_S, most=most))
 
     @app.get("/api/runs/{name}/curves")
     def curves(

@@ -24,7 +24,9 @@ export class EvalView {
   }
 
   update(view, report) {
-    this.tasks = listed(view, "tasks"); // each with its answers, by the place of a model
+    const begun = ({ answers }) => Math.min(...Object.values(answers).map(([[, , seq]]) => seq));
+    const inOrder = listed(view, "tasks").map((task) => [begun(task), task]).sort(([a], [b]) => a - b);
+    this.tasks = inOrder.map(([, task]) => task); // each with its answers, by the place of a model
     this.names = view.facts.models ?? [];
     this.asked = new Map(report.tasks.map((t) => [t.task, t]));
     this.report = report;

@@ -74,6 +74,7 @@ export class EvolveView {
     this.arrange();
     this.score.redraw();
     this.tree.redraw();
+    if (this.isMissing && this.programs.has(this.picked)) this.pick(this.picked);
   }
 
   // What the report has: simpler searches, the winning line, the grid, the front, costs.
@@ -161,7 +162,7 @@ export class EvolveView {
     for (const p of kept) if (p.state === "committed" && !(p.score <= rise.at(-1)?.[1])) rise.push([x(p), p.score]);
     if (rise.length) rise.push([x(this.scored.at(-1)), rise.at(-1)[1]]);
     const isLarge = this.scored.length > MOST_STYLED;
-    const points = (name, itemStyle) => ({ type: "scatter", name, progressive: 0, large: isLarge, largeThreshold: 0, data: this.shownScores[name].map((p) => [x(p), p.score]), symbolSize: isLarge ? 3 : 7, itemStyle });
+    const points = (name, itemStyle) => ({ type: "scatter", name, progressive: 0, large: isLarge && this.shownScores[name].length > 0, largeThreshold: 0, data: this.shownScores[name].map((p) => [x(p), p.score]), symbolSize: isLarge ? 3 : 7, itemStyle });
     return {
       ...base,
       grid: { left: 52, right: 20, top: 16, bottom: 44 },
@@ -251,6 +252,7 @@ export class EvolveView {
     this.table.refresh();
     this.tree.redraw();
     const p = this.programs.get(id);
+    this.isMissing = !p; // its part may come yet
     if (!p) {
       this.detail.replaceChildren(errorNote(new Error(`There is no program ${id}.`)));
       return;

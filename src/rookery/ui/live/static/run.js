@@ -192,7 +192,7 @@ class RunPage {
       this.tellLost(error.message);
     }
     this.refreshing = false;
-    if (this.again) {
+    if (this.again && !this.isClosed) {
       this.again = false;
       await this.refresh();
     }
@@ -220,6 +220,7 @@ class RunPage {
   }
 
   close() {
+    this.isClosed = true;
     clearInterval(this.clock);
     this.stop?.();
     this.part?.close?.();

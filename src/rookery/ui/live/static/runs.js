@@ -47,7 +47,7 @@ class RunsView {
   constructor(source, main) {
     this.source = source;
     this.rows = new Map();
-    this.version = 0;
+    this.version = this.told = 0;
     this.chosen = [];
     const { query } = place();
     this.state = { q: query.get("q") ?? "", loop: query.get("loop") ?? "", status: query.get("status") ?? "", sort: query.get("sort") ?? "-started", sel: query.getAll("sel") };
@@ -76,7 +76,7 @@ class RunsView {
   async start() {
     await this.load();
     await drawn();
-    const isBehind = ({ version, pending }) => version !== this.version || pending || this.trouble.hasChildNodes();
+    const isBehind = ({ version, pending }) => (this.told = version) !== this.version || pending || this.trouble.hasChildNodes();
     this.stop = this.source.follow("stream", (told) => isBehind(told) && this.load(), () => this.load());
     this.clock = setInterval(() => this.table?.refresh(), 30000);
   }
@@ -96,12 +96,12 @@ class RunsView {
       if (fresh.is_whole || fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
       this.describe();
     } catch (error) {
-      this.pending = 0; // the stream asks again
+      this.pending = this.told = 0; // the stream asks again
       this.trouble.replaceChildren(errorNote(error));
     } finally {
       this.loading = false;
     }
-    if (this.pending) drawn().then(() => this.isClosed || this.load());
+    if (this.pending || this.told > this.version) drawn().then(() => this.isClosed || this.load());
   }
 
   set(values) {
