@@ -1,10 +1,11 @@
-"""Which engines there are, as a config names them, and how one is opened.
+"""The engines by their configs, and how to open one.
 
     async with open_engine("smollm2") as engine: ...
     async with open_engine(FleetConfig(urls=("http://gpu1:8000",))) as engine: ...
     async with open_engine(ServiceClientConfig(url="http://gpu1:8000")) as engine: ...
 
-An external API is no engine, as it takes no adapters: `open_sampler` opens any of the four.
+An external API takes no adapters, so it is a sampler and no engine: `open_sampler` opens any of
+the four.
 """
 
 import os
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 OnLaunch = Callable[[LaunchProgress], None]
-"""Told how far each server is that is being started."""
+"""Called with the progress of each server that is being started."""
 AnyEngineConfig = EngineConfig | FleetConfig | ServiceClientConfig
 AnySamplerConfig = AnyEngineConfig | ExternalConfig
 SamplerConfig = TypeVar("SamplerConfig", bound=AnySamplerConfig)
@@ -75,7 +76,7 @@ SamplerChoice = Annotated[
 async def open_engine(
     config: AnyEngineConfig | str, *, on_launch: OnLaunch | None = None
 ) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine]:
-    """The engine, open for the block. A text is the model of an engine in this process."""
+    """Open the engine for the block. A text names the model of an embedded engine."""
     if isinstance(config, str):
         config = EngineConfig(model=config)
     if isinstance(config, EngineConfig):
@@ -93,7 +94,7 @@ async def open_engine(
 def open_servers(
     config: FleetConfig, *, on_launch: OnLaunch | None = None
 ) -> AbstractAsyncContextManager[Fleet]:
-    """The servers of a fleet, open for the block."""
+    """Open the servers of a fleet for the block."""
     return open_fleet(_with_folder(config), progress=on_launch)
 
 
@@ -101,7 +102,7 @@ def open_servers(
 async def open_sampler(
     config: AnySamplerConfig, *, codec: TextCodec, on_launch: OnLaunch | None = None
 ) -> AsyncIterator[EmbeddedEngine | Fleet | ServiceEngine | ExternalSampler]:
-    """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
+    """Open the engine or the external API for the block; `codec` is the API's tokenizer."""
     if isinstance(config, ExternalConfig):
         async with open_external(config, codec=codec) as external:
             yield external
@@ -111,8 +112,8 @@ async def open_sampler(
 
 
 def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
-    """ConfigError when the engine cannot take adapters of these ranks, by what they are called.
-    Before it is opened: servers that run already tell when they are asked."""
+    """Raise ConfigError if the engine cannot take adapters of these ranks; keys name them in the
+    error. Servers that run already are checked once they are asked."""
     launch = launch_of(config)
     if isinstance(config, EngineConfig):
         key, limit = "engine.max_rank", config.max_rank
@@ -134,30 +135,30 @@ def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
 
 
 def launch_of(config: AnySamplerConfig) -> LaunchConfig | None:
-    """How servers are started here; None: none are."""
+    """Settings of the servers to start; None if none are started."""
     return config.launch if isinstance(config, FleetConfig) else None
 
 
 def opened_model(config: AnySamplerConfig) -> str:
-    """The model that is loaded on this machine, as the config names it; "": none is."""
+    """Name of the model loaded on this machine, as in the config; "" if none is."""
     opened = config if isinstance(config, EngineConfig) else launch_of(config)
     return opened.model if opened is not None else ""
 
 
 def with_rank(config: AnyEngineConfig, rank: int) -> AnyEngineConfig:
-    """An engine in this process takes adapters of this rank too; servers stay as they are."""
+    """The config with `max_rank` of an embedded engine raised to `rank`."""
     if not isinstance(config, EngineConfig):
         return config
     return config.model_copy(update={"max_rank": max(config.max_rank, rank)})
 
 
 def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
-    """Where the tokenizer and the chat template of the engine's model are."""
+    """Folder with the tokenizer and the chat template of the engine's model."""
     return find_model(config, tokenizer=tokenizer).path
 
 
 def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
-    """The engine's model as a folder here, with the names that its adapters know it by."""
+    """The engine's model as a local folder, with the names that adapters may give it."""
     model = tokenizer or opened_model(config)
     if not model:
         keeper = {
@@ -183,16 +184,15 @@ def local_model(name: str, folder: Path) -> str:
 
 
 def base_name(model: str) -> str:
-    """The base model as an adapter names it: a folder as an absolute path, by which other programs
-    find it from anywhere."""
+    """The base model's name in adapters: a folder becomes an absolute path."""
     path = expanded(model)
     is_folder = loadable_model(model) == model and path.is_dir()
     return str(path.absolute()) if is_folder else model
 
 
 def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
-    """The device and the type of the trainer's model: those of an engine in this process, or a GPU
-    that servers leave to it. Each process of torchrun has a GPU of its own."""
+    """Device and dtype of the trainer's model: those of the embedded engine, or a GPU that the
+    servers leave free. Each process of torchrun has its own GPU."""
     device, dtype = "auto", "auto"
     if engine.type == "embedded":
         device, dtype = engine.device, engine.dtype
@@ -206,7 +206,7 @@ def trainer_place(engine: AnyEngineConfig) -> tuple[str, str]:
 
 
 def engine_from_folder(config: SamplerConfig, folder: Path) -> SamplerConfig:
-    """The config with the folder of its model taken from the folder of the config's file."""
+    """The config with its model's relative path resolved from the config file's folder."""
     if isinstance(config, EngineConfig):
         return config.model_copy(update={"model": local_model(config.model, folder)})
     if isinstance(config, FleetConfig) and config.launch is not None:
@@ -218,12 +218,12 @@ def engine_from_folder(config: SamplerConfig, folder: Path) -> SamplerConfig:
 
 
 def resolve_smollm2(model: str) -> str:
-    """`smollm2` as a folder that vLLM can load; other names as they are."""
+    """Resolve `smollm2` to a folder that vLLM can load; return other names unchanged."""
     return str(resolve_model(model).path) if model.lower() == "smollm2" else model
 
 
 def _with_folder(config: FleetConfig) -> FleetConfig:
-    """The model under the name that the config gives it, loaded from where it is."""
+    """Resolve the model to a folder, and serve it under the config's name for it."""
     launch = config.launch
     if launch is None:
         return config

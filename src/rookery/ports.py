@@ -1,4 +1,4 @@
-"""The ports: what a part may ask of another, whoever provides it.
+"""The ports: the interfaces between parts, as Protocols.
 
 `Sampler` and `Trainer` carry the data; the others serve them. Everything above this file runs
 unchanged on any implementation: the embedded engine, the vLLM fleet, an external API, a fake.
@@ -58,31 +58,31 @@ class Sampler(Protocol):
     """Tokens in, tokens out. Calls may overlap: an implementation batches what is in flight."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        """The completions of each request, in request order, `params.n` of each. Cancelling the
-        call ends what it draws."""
+        """Return `params.n` completions for each request, in request order. Cancelling the call
+        ends its draws."""
         ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """The log-probabilities of each request, in request order."""
+        """Return the log-probabilities of each request, in request order."""
         ...
 
 
 @runtime_checkable
 class Adapters(Protocol):
-    """Where adapters become models that requests can name."""
+    """Loads adapters, so that requests can name them."""
 
     async def load(self, adapter: Adapter) -> ModelRef:
-        """Make the adapter servable. Loading the same content twice returns the same ref."""
+        """Load the adapter. Loading equal content twice returns the same ref."""
         ...
 
     async def unload(self, ref: ModelRef) -> None:
-        """Forget it after its last request in flight. Unknown refs are an error."""
+        """Unload the adapter after its last request in flight. An unknown ref is an error."""
         ...
 
 
 @runtime_checkable
 class Engine(Sampler, Adapters, Protocol):
-    """A sampler that adapters can be loaded into, and what a loop must know of it."""
+    """A sampler that takes adapters, with the properties that loops need."""
 
     @property
     def base(self) -> ModelRef:
@@ -91,32 +91,32 @@ class Engine(Sampler, Adapters, Protocol):
 
     @property
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
-        """The layers an adapter may adapt: name -> (in, out)."""
+        """Layers that an adapter may adapt: name -> (in, out)."""
         ...
 
     @property
     def max_rank(self) -> int:
-        """The highest rank an adapter may have."""
+        """Highest rank of an adapter."""
         ...
 
     @property
     def context_tokens(self) -> int | None:
-        """The longest prompt with its answer; None when the servers do not tell."""
+        """Most tokens of a prompt with its answer; None if the servers do not report it."""
         ...
 
     @property
     def is_remote(self) -> bool:
-        """Whether it computes on other hardware: then candidates are made while it answers."""
+        """Whether it computes on other hardware, so that candidates can be made meanwhile."""
         ...
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a request has the same bits in any batch, and not only to rounding."""
+        """Whether a request has the same bits in any batch."""
         ...
 
     @property
     def token_counts(self) -> Mapping[str, int]:
-        """Tokens computed so far, by kind; empty when it does not tell."""
+        """Tokens computed so far, by kind; empty if unknown."""
         ...
 
 
@@ -126,18 +126,18 @@ class TextModel(Protocol):
     template. Calls may overlap; a call that is cancelled leaves nothing running."""
 
     async def reply(self, request: TextRequest) -> TextReply:
-        """One reply. A request that cannot be answered (refused, filtered, no server in time)
-        raises an EngineError or a FleetError, and touches no other request."""
+        """Return one reply. A request that cannot be answered (refused, filtered, no server in
+        time) raises an EngineError or a FleetError and affects no other request."""
         ...
 
 
 @runtime_checkable
 class Embedder(Protocol):
-    """Text in, a vector out: texts of like meaning have vectors of like direction."""
+    """Text in, a vector out: similar texts have vectors of similar direction."""
 
     async def embed(self, text: str) -> tuple[float, ...]:
-        """Finite numbers, as many for every text. A text that cannot be embedded raises an
-        EngineError or a FleetError."""
+        """Return finite numbers, equally many for every text. A text that cannot be embedded raises
+        an EngineError or a FleetError."""
         ...
 
 
@@ -146,31 +146,31 @@ class Trainer(Protocol):
     """Gradients and steps of named trainees, many requests at once, answered in their order.
 
     A request that cannot be done (unknown trainee, a bad datum, a loss that is NaN) fails alone:
-    its output says why, and the others are what they would be without it. Calls are done in the
-    order they were made.
+    its output has the error, and the other outputs are as they would be without it. Calls are done
+    in the order in which they are made.
     """
 
     async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
-        """Add the gradients of each request to those its trainee has.
+        """Add the gradients of each request to those of its trainee.
 
-        Data without any weight are valid: they add zeros and give log-probabilities.
+        Data whose weights are all 0 are valid: they add zeros and give log-probabilities.
         """
         ...
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
-        """The same outputs, and no gradients."""
+        """Return the same outputs without adding gradients."""
         ...
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
         """Apply the gradients since each trainee's last step, and clear them.
 
-        A step without gradients is valid: it is one with gradients of zero, so that moments decay,
-        momentum still moves the weights and the step counts.
+        A step without gradients is one with zero gradients: moments decay, momentum still moves the
+        weights, and the step counts.
         """
         ...
 
     async def save(self, trainee: str, path: Path) -> None:
-        """Write its weights, optimizer state and gradients not yet applied, atomically."""
+        """Write weights, optimizer state and unapplied gradients, atomically."""
         ...
 
     async def load(self, trainee: str, path: Path) -> None:
@@ -178,42 +178,42 @@ class Trainer(Protocol):
         ...
 
     async def publish(self, trainee: str) -> ModelRef:
-        """Hand its current weights to the samplers and return the version that names them."""
+        """Hand the current weights to the samplers and return their ref."""
         ...
 
 
 @runtime_checkable
 class Trainees(Protocol):
-    """Where the trainees of a Trainer are made, for callers that hold no tensors."""
+    """Makes the trainees of a Trainer, for callers that hold no tensors."""
 
     async def create(self, trainee: str, start: LoraShape | Path) -> None:
-        """Train a new adapter, or the one in a PEFT folder, with a new optimizer. A trainee of
-        that name is replaced."""
+        """Begin to train a new adapter, or the one in a PEFT folder, with a new optimizer. A
+        trainee of the same name is replaced."""
         ...
 
     async def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Idempotent."""
+        """Remove the trainee and its weights. Idempotent."""
         ...
 
     async def export(self, trainee: str, folder: Path) -> None:
-        """Write its current weights as a PEFT folder."""
+        """Write the current weights as a PEFT folder."""
         ...
 
     async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
-        """Raise TrainError with a sentence when the trainer has no such loss, whatever the data."""
+        """Raise TrainError if the trainer has no such loss or option."""
         ...
 
 
 @runtime_checkable
 class AdapterFolders(Protocol):
-    """Adapters for callers that hold no tensors: PEFT folders instead."""
+    """Loads adapters from PEFT folders, for callers that hold no tensors."""
 
     async def load(self, folder: Path, *, name: str) -> ModelRef:
-        """Make the adapter in the folder servable, as `Adapters.load`."""
+        """Load the adapter in the folder; see `Adapters.load`."""
         ...
 
     async def unload(self, ref: ModelRef) -> None:
-        """As `Adapters.unload`."""
+        """See `Adapters.unload`."""
         ...
 
 
@@ -226,8 +226,8 @@ class Codec(Protocol):
     def encode_chat(
         self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
     ) -> TokenIds:
-        """With the opening of the assistant's turn. TaskError when there are tools and the model's
-        chat template has no place for them."""
+        """Encode a chat up to the opening of the assistant's turn. Raises TaskError if there are
+        tools and the model's chat template has no place for them."""
         ...
 
     def decode(self, tokens: TokenIds) -> str: ...
@@ -238,8 +238,8 @@ class Publisher(Protocol):
     """Hands a trainee's new weights, an adapter or all of them, to the samplers."""
 
     async def publish(self, weights: Weights) -> ModelRef:
-        """The version that names them; the one published under the same name before is retired
-        after its last request in flight. Weights of a kind it cannot serve are an error."""
+        """Publish the weights and return their ref. The previous version of the same name is
+        retired after its last request in flight. Weights that cannot be served are an error."""
         ...
 
 
@@ -249,12 +249,12 @@ class Scorer(Protocol):
 
     @property
     def answer(self) -> Literal["sample", "choose"]:
-        """How the task is put to the model: sample a text, or choose among `task.choices`."""
+        """Whether the model samples a text or chooses among `task.choices`."""
         ...
 
     def read(self, completion: Completion) -> str | None:
-        """What it takes as the answer; None when it finds none. Two texts that it reads alike
-        are one answer: a vote counts them together."""
+        """Return the answer in a completion; None if there is none. A majority vote counts
+        completions of equal answers together."""
         ...
 
     async def reward(self, task: Task, completion: Completion) -> float: ...
@@ -262,10 +262,10 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class GroupDrawer(Protocol):
-    """Where the groups of a training come from: answers, or whole games."""
+    """Draws the groups of a training: answers, or whole games."""
 
     async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
-        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        """Return a group per draw, in order. A failed rollout is in its group with its error."""
         ...
 
 
@@ -274,43 +274,43 @@ class Evaluator(Protocol):
     """Measures models on tasks."""
 
     async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
-        """One evaluation per model, in their order."""
+        """Return one evaluation per model, in order."""
         ...
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Where jobs run: local processes, Ray, Modal. All its workers hold the same task.
+    """Runs jobs in local processes, on Ray or on Modal. All its workers hold the same task.
 
-    A job is named by (attempt, epoch). The caller decides what a lost worker means: it submits the
-    attempt again with the next epoch, or gives it up. Only what is in flight is remembered.
+    A job is named by (attempt, epoch). After a lost worker the caller submits the attempt again
+    with the next epoch, or gives it up. The Executor remembers only jobs in flight.
     """
 
     @property
     def capacity(self) -> int:
-        """How many jobs can run at the same time now; changes as workers end and are replaced."""
+        """Jobs that can run at the same time now; changes as workers end and are replaced."""
         ...
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """The workers that get jobs, and those that do not with the reason."""
+        """All workers; those that get no jobs have a `refusal`."""
         ...
 
     @property
     def num_late(self) -> int:
-        """Results and submissions of old epochs that were dropped."""
+        """Number of dropped results and submissions of old epochs."""
         ...
 
     async def submit(self, job: Job) -> JobOutcome:
-        """Run the job when a worker is free. Cancelling the caller cancels the job.
+        """Run the job as soon as a worker is free. Cancelling the call cancels the job.
 
-        The same (attempt, epoch) while in flight is one job. A newer epoch cancels the older one,
-        an older one is not run. Raises ExecutorError when no worker can run anything, or closed.
+        Equal (attempt, epoch) in flight are one job. A newer epoch cancels the older one; an older
+        epoch is not run. Raises ExecutorError if no worker can run jobs, or after `close`.
         """
         ...
 
     def cancel(self, attempt: int) -> None:
-        """End the job of this attempt, killing what runs; it resolves to JobCancelled. Idempotent.
+        """Kill the job of this attempt; it resolves to JobCancelled. Idempotent.
 
         An attempt that is not in flight is ignored.
         """
@@ -325,28 +325,27 @@ Step = TypeVar("Step", contravariant=True)
 
 
 class Observer(Protocol[Step]):
-    """Who is told how a loop goes on. What a subclass does not take is not said to anyone."""
+    """Is told of a loop's progress. A subclass overrides the calls that it needs."""
 
     def on_phase(self, name: str) -> None:
-        """What begins now: "founders", "ga 3", "select 20", "report"."""
+        """A phase begins: "founders", "ga 3", "select 20", "report"."""
         del name
 
     def on_step(self, step: Step) -> None:
-        """What was done: a generation, a training step, a decision of a chain."""
+        """A generation, a training step or a decision of a chain is done."""
         del step
 
     def on_progress(self, done: float, expected: float) -> None:
-        """How much is done, and how much there is in all as far as is known, in units of work that
-        each take about as long."""
+        """Work done and expected in all, in units that take about equally long."""
         del done, expected
 
     def on_budget(self, share: float) -> None:
-        """The part of a budget that is spent."""
+        """Share of the budget that is spent, from 0 to 1."""
         del share
 
 
 class Unobserved(Observer[object]):
-    """Nobody."""
+    """Ignores everything."""
 
 
 UNOBSERVED = Unobserved()

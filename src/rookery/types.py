@@ -30,7 +30,8 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRef:
-    """What a request names: one version of one set of weights. New weights are a new version.
+    """The name and version of one set of weights, as a request gives them. New weights get a new
+    version.
 
     `ModelRef(name="base", version="smollm2")`, `ModelRef(name="poet", version="3fa94c01")`.
     """
@@ -40,7 +41,7 @@ class ModelRef:
 
     @property
     def served_name(self) -> str:
-        """The one string a server knows these weights by; never reused for other weights."""
+        """Name of these weights on a server; never reused for other weights."""
         return f"{self.name}@{self.version}"
 
 
@@ -66,7 +67,7 @@ class Adapter:
 
     name: str
     base: str
-    """`base_model_name_or_path` of the PEFT config; "" when it is not known."""
+    """`base_model_name_or_path` of the PEFT config; "" if unknown."""
     factors: Mapping[str, LoraFactors]
     version: str
     """Content hash of the factors: equal weights, equal version."""
@@ -84,11 +85,11 @@ class ModelWeights:
     name: str
     tensors: Mapping[str, torch.Tensor]
     version: str
-    """Content hash or step: other weights, another version."""
+    """Content hash or training step; different weights have different versions."""
 
 
 Weights = Adapter | ModelWeights
-"""What a trainer makes and a publisher hands on."""
+"""Weights that a trainer makes and a publisher hands to the samplers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,12 @@ class Message:
     role: str
     content: str
     fields: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """What else the chat template reads: `tool_calls`, `tool_call_id`, `name`."""
+    """Further fields that the chat template reads: `tool_calls`, `tool_call_id`, `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem. `choices` is filled when the answer is one of a few given texts.
+    """One problem. If the answer is one of a few given texts, `choices` lists them.
 
     `Task(id="gsm8k/17", prompt="2+2=", reference="4", source="gsm8k")`
     """
@@ -115,15 +116,15 @@ class Task:
     source: str = ""
     """Name of the taskset it came from: results are averaged per source first."""
     group: str = ""
-    """Tasks of equal group are one question: in one split, and not independent in an interval.
-    Empty: tasks of equal prompt are."""
+    """Tasks of equal group are one question: they share a split and are one cluster in every
+    interval. If empty, tasks of equal prompt form a group."""
     weight: float = field(default=1.0, repr=False)
-    """How much it counts in what is trained and searched; a report counts every task alike."""
+    """Weight in training and search; reports count every task alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens(Sequence[TokenIds]):
-    """Which tokens each token of an answer was drawn from; an empty row is the whole vocabulary.
+    """For each drawn token, the token ids it was drawn from. An empty row means all of them.
 
     Rows (5, 9), () and (7,): `data` holds 5, 9, 7 as uint32 and `ends` is (2, 2, 3). A nucleus may
     have thousands of tokens, and Python's integers would take nine times as much memory.
@@ -144,7 +145,7 @@ class KeptTokens(Sequence[TokenIds]):
 
     @property
     def rows(self) -> list[memoryview]:
-        """The rows as views of uint32: nothing is copied."""
+        """The rows as views of uint32, without a copy."""
         flat = memoryview(self.data).cast("I")
         return [flat[start:end] for start, end in pairwise((0, *self.ends))]
 
@@ -172,19 +173,19 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """What makes tokens that were there before less likely, or more; as vLLM defines them."""
+    """Penalties on tokens that occurred before, as vLLM defines them."""
 
     repetition: float = 1.0
-    """Logits of tokens in the prompt or the answer are divided by this, negative multiplied."""
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer."""
     presence: float = 0.0
-    """Taken from the logits of tokens that the answer has."""
+    """Subtracted once from the logits of tokens in the answer."""
     frequency: float = 0.0
-    """The same for each time that the answer has them."""
+    """Subtracted from a token's logits once per occurrence in the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens. The defaults are the model's own distribution."""
+    """How to draw tokens. The defaults draw from the model's own distribution."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -207,7 +208,7 @@ class SamplingParams:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens are never drawn, which log-probabilities are then not over."""
+        """Whether some tokens can never be drawn; log-probabilities are then over the others."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -219,15 +220,15 @@ class SampleRequest:
     prompt: TokenIds
     params: SamplingParams = field(default_factory=SamplingParams)
     affinity: Hashable = field(default=None, compare=False)
-    """Requests of one affinity are better off on one server: they share prefixes. No answer depends
-    on it; None: no preference."""
+    """Requests of equal affinity share prefixes, so a fleet sends them to one server. Answers do
+    not depend on it. None means no preference."""
     json_schema: str = ""
-    """A JSON schema, as text, that the answers must match. Engines that cannot do this refuse."""
+    """JSON schema, as text, that the answers must match. Engines without support refuse it."""
     on_delta: Callable[[CompletionDelta], None] | None = field(
         default=None, compare=False, repr=False
     )
-    """Called in the caller's event loop with what the completions gain, while they are drawn. It
-    must return at once and not raise. Engines that do not stream never call it."""
+    """Called in the caller's event loop with each piece of a completion as it is drawn. It must
+    return at once and not raise. Engines that do not stream never call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +246,7 @@ class ScoreRequest:
     labels: TokenIds = ()
     top_logprobs: int = 0
     affinity: Hashable = field(default=None, compare=False)
-    """As that of a `SampleRequest`."""
+    """See `SampleRequest.affinity`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,23 +273,23 @@ class Completion:
     finish_reason: FinishReason
     top_logprobs: tuple[TopLogprobs, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
-    """Which version drew which tokens, when weights changed on the way; `model` is the last of
-    them. Empty: `model.version` drew all."""
+    """The version that drew each range of tokens, if weights changed during the draw; `model` names
+    the last one. If empty, `model.version` drew all."""
     kept: Sequence[TokenIds] = ()
-    """What each token was drawn from, where `return_kept` asked for it and the parameters cut
-    something off: KeptTokens. Empty: the whole vocabulary."""
+    """KeptTokens if `return_kept` is set and the parameters cut tokens off; empty if every token
+    was drawn from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """What one completion of a request gained.
+    """One piece of a completion that is being drawn.
 
-    All deltas of a completion together are that completion. Text that is not certain yet comes
-    with a later delta: an incomplete character, or what may begin a stop string.
+    The deltas of a completion add up to it. An incomplete character, or text that may begin a stop
+    string, comes with a later delta.
     """
 
     sample: int
-    """Which of the request's `params.n` completions."""
+    """Index among the request's `params.n` completions."""
     tokens: TokenIds
     logprobs: tuple[float, ...]
     text: str
@@ -311,8 +312,8 @@ class Score:
 class TextRequest:
     """Ask a TextModel for one reply to a chat.
 
-    None leaves a value to the model: an API's own default, and for engines temperature and top_p
-    of 1 and seed 0. Some APIs refuse a request that sets them.
+    None leaves a value to the model: an API uses its own default, an engine temperature 1, top_p 1
+    and seed 0. Some APIs refuse requests that set them.
     """
 
     messages: tuple[Message, ...]
@@ -321,12 +322,12 @@ class TextRequest:
     """0 is greedy."""
     top_p: float | None = None
     seed: int | None = None
-    """Repeats a reply where the model promises it: engines do, most APIs do not."""
+    """Equal seeds repeat a reply on engines; most APIs do not promise it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """What a reply cost, in tokens of the model that wrote it."""
+    """Cost of a reply, in tokens of the model that wrote it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -334,19 +335,19 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReply:
-    """The text of one reply, who wrote it and what it cost."""
+    """The text of one reply, the model that wrote it, and its cost."""
 
     text: str
     finish_reason: FinishReason
     model: str
-    """The name of the model that wrote it: of an ensemble, the member."""
+    """Name of the model that wrote the reply; for an ensemble, of its member."""
     usage: TokenUsage | None
-    """None when an API does not report it."""
+    """None if the API does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One task to be answered several times, with the random numbers of its own seed."""
+    """One task to be answered several times, with a seed of its own."""
 
     task: Task
     seed: int
@@ -354,7 +355,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """Tokens that a model read from the first to the last, and which of them it drew itself.
+    """All tokens that a model read, in order, and the places of those that it drew itself.
 
     A prompt 5 6, a drawn answer 7 8, a further question 9, a drawn answer 4:
 
@@ -365,18 +366,18 @@ class TokenSequence:
 
     tokens: TokenIds
     drawn: tuple[int, ...]
-    """Places in `tokens`, rising."""
+    """Increasing indices into `tokens`."""
     logprobs: tuple[float, ...]
-    """Of the drawn tokens, under the distribution they were drawn from."""
+    """Log-probabilities of the drawn tokens under the distribution they were drawn from."""
     kept: Sequence[TokenIds] = ()
-    """What each of them was drawn from, as `Completion.kept`."""
+    """For each drawn token, the tokens it was drawn from; see `Completion.kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer to one task, and what it earned. A failed one says why and has no reward.
+    """One answer to one task with its reward. A failed one has an error and no reward.
 
-    The completion of several turns has all tokens that were drawn, and the whole exchange as text.
+    After several turns, the completion has all drawn tokens, and the whole exchange as its text.
     """
 
     task: Task
@@ -384,11 +385,11 @@ class Rollout:
     reward: float | None
     error: str = ""
     sequences: tuple[TokenSequence, ...] = ()
-    """What to train on: filled where rollouts are drawn for training. Several when a chat template
-    rewrote what had been said."""
+    """Sequences to train on, filled if rollouts are drawn for training. There are several if the
+    chat template rewrote earlier turns."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else was measured of it: `certainty`, the probability of the right choice among the
-    choices, of a task that has choices."""
+    """Further measurements. Tasks with choices have `certainty`: the probability of the right
+    choice among the choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,7 +403,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What was measured of one model on one list of tasks: a reward per task id, in task order.
+    """Rewards of one model on a list of tasks, by task id and in task order.
 
     A task whose rollout failed is in `errors` and not in `rewards`.
     """
@@ -411,13 +412,12 @@ class Evaluation:
     rewards: Mapping[str, float]
     errors: Mapping[str, str]
     num_tokens: int
-    """Of prompts and answers."""
+    """Tokens of prompts and answers."""
     seconds: float
     num_answer_tokens: int = 0
-    """Of the answers alone."""
+    """Tokens of the answers alone."""
     certainties: Mapping[str, float] = field(default_factory=dict)
-    """By task id, the probability of the right choice among the choices, of tasks that have
-    choices."""
+    """Probability of the right choice among the choices, by task id, for tasks with choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,12 +428,13 @@ class Datum:
 
         tokens    (5, 6, 7)      what the model reads
         positions (1, 2)         after 5 6, and after 5 6 7
-        targets   (7, 8)         what it is to say there
+        targets   (7, 8)         the tokens to predict there
         weights   (1.0, 1.0)     sampled_logprobs (-0.3, -1.2)     advantages (2.0, 2.0)
 
-    All columns are as long as `targets`. Positions never fall; one that comes K times has K
-    targets, each with its own weight (soft targets), and one that does not come predicts nothing
-    and costs no head. A target of weight 0 changes no gradient and still gets its log-probability.
+    All columns have the length of `targets`. Positions never decrease. A position that occurs K
+    times has K targets with a weight each (soft targets). A position that does not occur predicts
+    nothing, and the output layer skips it. A target of weight 0 adds no gradient and still gets a
+    log-probability.
     """
 
     tokens: TokenIds
@@ -441,21 +442,21 @@ class Datum:
     targets: TokenIds
     weights: tuple[float, ...]
     sampled_logprobs: tuple[float, ...] = ()
-    """Of the targets when they were drawn, under `temperature` and over `kept`."""
+    """Log-probabilities of the targets when drawn, under `temperature` and over `kept`."""
     old_logprobs: tuple[float, ...] = ()
-    """Of the targets by the trainer, before the first step on this datum: what `forward` gives."""
+    """Log-probabilities that the trainer's `forward` gave before the first step on this datum."""
     reference_logprobs: tuple[float, ...] = ()
-    """Of the targets under the model that a KL term holds the trained one to."""
+    """Log-probabilities of the targets under the reference model of a KL term."""
     advantages: tuple[float, ...] = ()
     temperature: float = 1.0
-    """The one the targets were drawn with: logits are divided by it."""
+    """Temperature that the targets were drawn with; logits are divided by it."""
     kept: Sequence[TokenIds] = ()
-    """The tokens that top_p, top_k and min_p left to draw each target from, each once:
-    log-probabilities are normalised over them. An empty entry, or none at all: the whole
-    vocabulary. KeptTokens takes the least memory."""
+    """For each target, the distinct tokens that top_p, top_k and min_p left: log-probabilities are
+    normalised over them. An empty entry, or an empty column, means the whole vocabulary. KeptTokens
+    takes the least memory."""
     inputs: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """What else a loss of the caller's own reads, by name: numbers, lists of them, or lists of
-    lists; they need not be as long as `targets`."""
+    """Further inputs of a custom loss, by name: numbers, lists, or lists of lists. Their lengths
+    may differ from that of `targets`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -464,11 +465,11 @@ class LoraShape:
 
     rank: int
     seed: int
-    """Of the first factors; the second ones are zero."""
+    """Seed of the factors `a`; the factors `b` begin at zero."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
-    """The output layer."""
+    """Whether to adapt the output layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,16 +480,16 @@ class TrainRequest:
     data: tuple[Datum, ...]
     loss: str = "cross_entropy"
     loss_options: Mapping[str, Json] = field(default_factory=dict)
-    """What the loss lets one choose, such as {"clip_low": 0.2}."""
+    """Options of the loss, for example {"clip_low": 0.2}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOutput:
-    """What came of one TrainRequest. A failed one says why, has no results and added nothing."""
+    """Result of one TrainRequest. A failed one has an error, no results, and added no gradients."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     logprobs: tuple[tuple[float, ...], ...] = ()
-    """Of every target of every datum, in their order, before the step."""
+    """Log-probability of every target of every datum, in order, before the step."""
     error: str = ""
 
 
@@ -502,14 +503,14 @@ class OptimStep:
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.0
-    """The weights shrink by learning_rate * this."""
+    """Weights shrink by learning_rate * weight_decay."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+    """Gradients of a larger norm are scaled down to this one; 0 disables it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What came of one OptimStep. A failed one says why and changed no weight."""
+    """Result of one OptimStep. A failed one has an error and changed no weight."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
@@ -519,16 +520,16 @@ class StepOutput:
 class Job:
     """One piece of work for an Executor, named by (attempt, epoch).
 
-    Attempt 7 whose worker was lost is submitted again as (attempt=7, epoch=1): whatever still comes
-    of epoch 0 is dropped.
+    If the worker of attempt 7 is lost, the caller submits (attempt=7, epoch=1); late results of
+    epoch 0 are dropped.
     """
 
     attempt: int
     epoch: int
     payload: bytes
-    """What the worker's task reads; the Executor does not look into it."""
+    """Input of the worker's task; opaque to the Executor."""
     limit_s: float
-    """How long a worker may take, not counting the time in the queue; then it is killed."""
+    """Seconds after which the worker is killed, not counting time in the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,13 +538,13 @@ class JobDone:
 
     output: bytes
     seconds: float
-    """Time in the task, measured by the worker."""
+    """Seconds in the task, measured by the worker."""
     worker: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailed:
-    """The task raised. Its worker lives."""
+    """The task raised; its worker is alive."""
 
     error: str
     seconds: float
@@ -552,9 +553,9 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """The worker ended or was killed before it answered: a signal, a dead node, `Job.limit_s`.
+    """The worker ended before it answered: by a signal, a dead node, or `Job.limit_s`.
 
-    Nothing is known of the job: it may be the cause, and it may have been done.
+    The job may have been done, and it may have been the cause.
     """
 
     reason: str
@@ -563,7 +564,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCancelled:
-    """It was cancelled, replaced by a newer epoch, or the Executor was closed."""
+    """The job was cancelled or replaced by a newer epoch, or the Executor was closed."""
 
     reason: str
 
@@ -573,13 +574,13 @@ JobOutcome = JobDone | JobFailed | WorkerLost | JobCancelled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker said of itself when it was started, and why it gets no work if so."""
+    """A worker's description of itself at its start, and the reason if it gets no jobs."""
 
     name: str
     version: str | None = None
-    """Of Rookery; None when the worker did not get as far as to say it."""
+    """Rookery's version on the worker; None if the worker failed before it reported one."""
     cores: int | None = None
     about: str = ""
-    """What its task says of itself, for example which sandbox it uses."""
+    """Description by its task, for example the sandbox in use."""
     refusal: str = ""
-    """Why it gets no work; "" when it does."""
+    """Why it gets no jobs; "" if it gets some."""
