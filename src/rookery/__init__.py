@@ -86,7 +86,7 @@ _LAZY = {
     "run_sft": "rookery.compose.sft",
     "ui": "rookery.ui",
 }
-"""What is loaded when it is first used, and from where: most of it needs torch."""
+"""Functions that are imported on first use, with their modules: most of these need torch."""
 
 
 # transformers imports torchao where it is installed, and torchao warns of its own code.

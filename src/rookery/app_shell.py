@@ -1,7 +1,6 @@
-"""The shell of every web application: who may call it, how large a body may be, how errors are
-answered.
+"""The shell of every web application: keys, limits on bodies, and answers to errors.
 
-    app = make_app("Rookery", answers=ErrorAnswers(status=status_of), limit_bytes=2**20)
+app = make_app("Rookery", answers=ErrorAnswers(status=status_of), limit_bytes=2**20)
 """
 
 import base64
@@ -37,7 +36,7 @@ CLIENT_CLOSED = 499
 
 
 class Refusal(ServiceError):
-    """A request that is refused, with the HTTP status that clients understand."""
+    """Refuses a request with an HTTP status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -45,7 +44,7 @@ class Refusal(ServiceError):
 
 
 def too_large(limit_bytes: int) -> Refusal:
-    """What is answered to a body over the limit."""
+    """The refusal of a body over the limit."""
     return Refusal(
         413,
         f"The body is larger than {limit_bytes / 2**20:g} MiB: send fewer data in one request, or "
@@ -54,8 +53,8 @@ def too_large(limit_bytes: int) -> Refusal:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """The key that a request shows: X-API-Key, a bearer token, or the password of an address; ""
-    when there is none."""
+    """The key of a request: X-API-Key, a bearer token, or the password of an address; "" if there
+    is none."""
     if key := headers.get("x-api-key", ""):
         return key
     kind, _, credentials = headers.get("authorization", "").partition(" ")
@@ -68,7 +67,7 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def key_check(key: str, sentence: str) -> Callable[[Headers], None]:
-    """Refuses who does not show the one key that there is; "" lets everybody in."""
+    """Return a check that refuses requests without this key; "" accepts all."""
 
     def check(headers: Headers) -> None:
         if key and not secrets.compare_digest(key_of(headers).encode(), key.encode()):
@@ -86,18 +85,19 @@ class ErrorAnswers:
     """How an application answers errors."""
 
     status: Callable[[Exception], int]
-    """Of an error of ours that is no Refusal."""
+    """HTTP status of a RookeryError that is no Refusal."""
     sentence: Callable[[Exception], str] = str
     document: Callable[[Exception, str], Mapping[str, str]] = lambda _, sentence: {
         "error": sentence,
         "detail": sentence,
     }
     before: Callable[[Request, int, str], Awaitable[None]] = _nothing
-    """Told what is answered to a request that a route has read."""
+    """Called with the status and the sentence before a request is answered that a route has
+    read."""
 
     async def answer(self, request: Request, error: Exception) -> JSONResponse:
         headers: Mapping[str, str] | None = None
-        if isinstance(error, HTTPException):  # no route has read it: there is none, or too large
+        if isinstance(error, HTTPException):  # no route has read it: unknown path, or too large
             status, sentence, headers = error.status_code, error.detail, error.headers
         elif isinstance(error, RequestValidationError):
             status, sentence = 422, _invalid(error)
@@ -114,7 +114,7 @@ def _invalid(error: RequestValidationError) -> str:
     lines = []
     for detail in error.errors():
         parts = [str(part) for part in detail["loc"] if part != "body"]
-        # Which of several types it was validated as is no part of the place.
+        # pydantic adds the tried member of a union to the place.
         place = ".".join(part for part in parts if not part.endswith("]")) or "the body"
         if detail["type"] == "json_invalid":
             place = f"The body is not JSON at character {place}"
@@ -131,12 +131,12 @@ def make_app(
     note: Callable[[str, int, float], None] = lambda *_: None,
     **options: Any,
 ) -> FastAPI:
-    """An application without routes. `check` refuses requests by their headers, before anything is
-    read; `note` is told the route, the status and the seconds of each."""
+    """Make an application without routes. `check` refuses requests by their headers, before their
+    bodies are read. `note` is called with route, status and seconds of each request."""
     app = FastAPI(
         title=title,
         version=version("rookery"),
-        docs_url=None,  # its pages load their scripts from elsewhere
+        docs_url=None,  # its pages load scripts from a CDN
         redoc_url=None,
         **options,
     )
@@ -149,8 +149,8 @@ def make_app(
 
 
 class AuthMiddleware:
-    """Every request: its key is checked, bodies over the limit are refused as they arrive, and its
-    end is noted."""
+    """Checks the key of every request, refuses bodies over the limit as they arrive, and notes its
+    end."""
 
     def __init__(
         self,
@@ -195,9 +195,9 @@ class AuthMiddleware:
 
         try:
             await self._app(scope, counted_receive, noted_send)
-        except ClientDisconnect:  # in the middle of its body: nobody is there to be answered
+        except ClientDisconnect:  # during its body: there is no client to answer
             status = CLIENT_CLOSED
         finally:
-            # The route's pattern: ids in paths would make a number of its own each.
+            # The route's pattern: with ids, every path would have a metric of its own.
             path = getattr(scope.get("route"), "path", "other")
             self._note(path, status, time.monotonic() - started)

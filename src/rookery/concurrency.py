@@ -1,4 +1,4 @@
-"""Work beside the caller: coroutines together, and a thread with an event loop of its own."""
+"""Concurrent work: task groups, threads, an event loop in a thread, questions asked once."""
 
 import asyncio
 import contextvars
@@ -38,12 +38,12 @@ Arguments = ParamSpec("Arguments")
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup. The first error ends the others, and is raised when they ended."""
+    """Open a TaskGroup. The first error cancels the others and is raised after they have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
     except ExceptionGroup as errors:
-        # An error of ours is a sentence, and tells more than what followed from it.
+        # A RookeryError says more than the errors that follow from it.
         first = min(errors.exceptions, key=lambda error: not isinstance(error, RookeryError))
     else:
         return
@@ -51,7 +51,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results, in order."""
+    """Run coroutines concurrently and return their results, in order."""
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
@@ -60,16 +60,16 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
 async def run_in_thread(
     function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """As `asyncio.to_thread`, but who is cancelled, however often, waits for the thread to end: a
-    thread that writes must not go on writing into what the caller then closes."""
+    """Like `asyncio.to_thread`, but a cancelled caller waits for the thread to end: the thread must
+    not write into a file that the caller then closes."""
     context = contextvars.copy_context()
     call = functools.partial(context.run, function, *args, **kwargs)
     return await _ended(asyncio.get_running_loop().run_in_executor(None, call))
 
 
 async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """What cleans up: who is cancelled, however often, waits for its end all the same. It has a
-    limit of its own."""
+    """Await a clean-up to its end, even if the caller is cancelled meanwhile. `work` must have a
+    time limit of its own."""
     return await _ended(asyncio.ensure_future(work))
 
 
@@ -83,7 +83,7 @@ async def _ended(work: "asyncio.Future[Result]") -> Result:
     if cancelled is None:
         return work.result()
     if not work.cancelled():
-        work.exception()  # seen: the cancellation is what counts
+        work.exception()  # marks it as retrieved; the cancellation is raised
     raise cancelled
 
 
@@ -94,13 +94,13 @@ async def _ended(work: "asyncio.Future[Result]") -> Result:
 #     [[completion]] = thread.run(lambda: fleet.sample(requests))      # from any thread
 #     thread.close()
 #
-# `close` ends every waiting call with an error and takes `CLOSE_S` at most; a loop that ends by
-# itself does the same.
+# `close` ends every waiting call with an error within `CLOSE_S`; so does a loop that ends by
+# itself.
 
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 15.0
-"""How long `close` waits: a server that hangs must not keep a program from ending."""
+"""Longest wait of `close`: a hanging server must not keep the program from ending."""
 
 Resource = TypeVar("Resource")
 
@@ -109,8 +109,8 @@ class LoopThread(Generic[Resource]):
     """Opens `context` in a new thread and keeps it open until `close`."""
 
     def __init__(self, context: AbstractAsyncContextManager[Resource], *, name: str) -> None:
-        # Not epoll: a forked process shares its list in the kernel, and what the copy of this loop
-        # unregisters when it is destroyed there, nobody here would hear of any more.
+        # Not epoll: a forked process shares its interest list, so destroying the child's copy of
+        # this loop would unregister this loop's descriptors.
         self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         self._loop.set_default_executor(_Executor())
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class LoopThread(Generic[Resource]):
         return self._is_closed
 
     def wait_open(self) -> Resource:
-        """The resource; raises what opening it raised, FleetDownError when `close` came first."""
+        """Return the resource, or raise the error of its opening; FleetDownError after `close`."""
         try:
             return self._opened.result()
         except CancelledError:
@@ -136,7 +136,7 @@ class LoopThread(Generic[Resource]):
             raise
 
     def run(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Await `work` on the loop; FleetDownError when the loop is closed before it is done."""
+        """Await `work` on the loop. Raises FleetDownError if the loop is closed meanwhile."""
 
         async def wait() -> Result:
             return await work()
@@ -154,7 +154,7 @@ class LoopThread(Generic[Resource]):
                 "again and repeat the call."
             ) from None
         finally:
-            future.cancel()  # after Ctrl-C nobody wants the answer
+            future.cancel()  # after Ctrl-C nobody waits for it
             with self._lock:
                 self._waiting.discard(future)
 
@@ -162,7 +162,7 @@ class LoopThread(Generic[Resource]):
         """Wake all callers, close the resource and end the thread. Idempotent."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
-        # Before the resource closes: callers are told that the client was shut down here.
+        # Before the resource closes, so that callers get the sentence about the shutdown.
         self._wake()
         if is_first:
             self._loop.call_soon_threadsafe(self._life.cancel)
@@ -181,7 +181,7 @@ class LoopThread(Generic[Resource]):
             self._loop.run_until_complete(self._life)
         except asyncio.CancelledError:
             pass  # closed
-        except BaseException as error:  # noqa: BLE001 - belongs to whoever opens, or to the log
+        except BaseException as error:  # noqa: BLE001 - raised by wait_open, or logged
             if self._opened.done():
                 logger.error("%s ended: %r", self._thread.name, error)
             else:
@@ -200,8 +200,8 @@ class LoopThread(Generic[Resource]):
 
 
 async def _end_tasks() -> None:
-    """Cancel what still runs on the loop."""
-    await asyncio.sleep(0)  # what was handed over last becomes a task
+    """Cancel all other tasks of the loop."""
+    await asyncio.sleep(0)  # coroutines handed over last become tasks
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -209,7 +209,7 @@ async def _end_tasks() -> None:
 
 
 class _Executor(ThreadPoolExecutor):
-    """Threads, or the caller's own while the interpreter exits, when no thread can be started."""
+    """Runs in the calling thread if the interpreter exits and can start no thread."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         try:
@@ -218,21 +218,21 @@ class _Executor(ThreadPoolExecutor):
             future: Future[Result] = Future()
             try:
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - whoever awaits it gets it
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 future.set_exception(error)
             return future
 
 
-# Questions by key, each asked once: who asks for one that is under way waits for its answer.
+# Questions by key, each asked once: a second asker waits for the first one's answer.
 #
 #     once = AskOnce[Context, Read]()
 #     reads = await once.know(contexts_by_key, ask_block, size=32, places=asyncio.Semaphore(16))
 #
-# | stage  | consumes              | produces                | waits for                          |
-# |--------|-----------------------|-------------------------|------------------------------------|
-# | blocks | questions not in hand | blocks of `size`        | a place among the blocks in flight |
-# | answer | a block               | its answers, stored     | the engine, the disk               |
-# | others | questions in hand     | what their asker found  | that asker; asked here if it ended |
+# | stage  | consumes             | produces            | waits for                              |
+# |--------|----------------------|---------------------|----------------------------------------|
+# | blocks | new questions        | blocks of `size`    | a place among the blocks in flight     |
+# | answer | a block              | its answers, stored | the engine, the disk                   |
+# | others | questions in flight  | their answers       | the first asker; asks itself if it ends |
 
 
 Question = TypeVar("Question")
@@ -240,10 +240,10 @@ Answer = TypeVar("Answer")
 
 
 class AskOnce(Generic[Question, Answer]):
-    """What is being asked right now. What was answered before is for the caller to remember."""
+    """Shares the questions in flight. The caller remembers earlier answers."""
 
     def __init__(self) -> None:
-        # Filled and drained by `know`; one that ends early leaves None to those who wait.
+        # Filled and drained by `know`; an asker that ends early leaves None to those who wait.
         self._in_hand: dict[str, asyncio.Future[tuple[Answer] | None]] = {}
 
     async def know(
@@ -254,7 +254,7 @@ class AskOnce(Generic[Question, Answer]):
         size: int,
         places: asyncio.Semaphore,
     ) -> dict[str, Answer]:
-        """The answer to each. `answer` finds or asks those of one block of `size`, in order."""
+        """Return the answer to each question. `answer` gets blocks of at most `size`, in order."""
         known: dict[str, Answer] = {}
         while left := [key for key in questions if key not in known]:
             waited = {key: self._in_hand[key] for key in left if key in self._in_hand}

@@ -6,7 +6,7 @@
 
     load_config(GenomeConfig, Path("genome.yaml"), overrides=["--population", "8"])
 
-Wrong input is answered with what was given, what is allowed and the nearest right name.
+An error names the given value, the allowed ones and the nearest right name.
 """
 
 import json
@@ -41,8 +41,8 @@ Model = TypeVar("Model", bound="Config")
 
 
 class Config(BaseModel):
-    """The parent of every config: frozen, no unknown keys, finite numbers, field docs from the
-    docstrings."""
+    """The base of every config: frozen, no unknown keys, finite numbers; docstrings describe the
+    fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -53,16 +53,16 @@ class Config(BaseModel):
     )
 
     resolved_later: ClassVar[frozenset[str]] = frozenset()
-    """Keys whose `run:NAME/PART` are runs that are still to be made."""
+    """Keys whose `run:NAME/PART` may name runs that do not exist yet."""
 
     def from_folder(self, folder: Path) -> Self:  # noqa: ARG002
-        """The same with its relative paths taken from `folder`, where its file is."""
+        """The config with relative paths resolved from `folder`, the folder of its file."""
         return self
 
 
 def without_removed(document: object, removed: Mapping[str, tuple[object, str]]) -> object:
-    """A document without keys of earlier versions; ValueError where one is set to anything but the
-    value it has in the configs of old runs. By key: that value, and what to write instead."""
+    """Drop keys of earlier versions. `removed` maps each to the value that configs of old runs
+    have, and to a remedy; any other value raises ValueError with the remedy."""
     if not isinstance(document, Mapping):
         return document
     for key, (neutral, instead) in removed.items():
@@ -78,7 +78,7 @@ def load_config(
     overrides: Sequence[str] = (),
     resolve: Callable[[dict[str, Any]], dict[str, Any]] = lambda document: document,
 ) -> Model:
-    """Read `path` (or nothing), lay the overrides over it, resolve what they refer to, validate."""
+    """Read `path` if given, apply the overrides, resolve references, validate."""
     document = read_document(path) if path is not None else {}
     flags = override(model, document, parse_overrides(overrides))
     document = resolve(document)
@@ -90,8 +90,7 @@ def load_config(
 def override(
     model: type[Config], document: dict[str, Any], pairs: Iterable[tuple[str, str]]
 ) -> list[str]:
-    """Lay (dotted key, text) pairs over a document of the model; returns the keys as written in
-    it."""
+    """Apply (dotted key, text) pairs to a document; return the keys as the document has them."""
     names = []
     for dotted, text in pairs:
         keys, kinds = _resolve(model, dotted)
@@ -105,8 +104,8 @@ def parse_config(
 ) -> Model:
     """Validate a document; every mistake in it becomes one line of the ConfigError.
 
-    `flags` are the keys that were given on the command line: if all mistakes are in them, the
-    message names no file.
+    `flags` are the keys given on the command line: if all mistakes are in them, the message names
+    no file.
     """
     try:
         return model.model_validate(document)
@@ -122,7 +121,7 @@ def parse_config(
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A YAML, TOML or JSON file as a dict, or a ConfigError that names the file and the line."""
+    """Read a YAML, TOML or JSON file as a dict; a ConfigError names the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -133,7 +132,7 @@ def read_document(path: Path) -> dict[str, Any]:
         document = _parse(text, path)
     except RecursionError:
         raise ConfigError(f"{path} does not parse: it is nested too deeply.") from None
-    except (yaml.YAMLError, ValueError) as error:  # of tomllib and json too, and of huge numbers
+    except (yaml.YAMLError, ValueError) as error:  # also of tomllib, json, huge numbers
         raise ConfigError(f"{path} does not parse: {' '.join(str(error).split())}") from error
     if document is None:
         return {}
@@ -146,7 +145,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_size(document: dict[str, Any], path: Path) -> None:
-    """YAML's aliases repeat what they name, and may name what they are in."""
+    """Refuse huge documents: YAML's aliases repeat their targets, and may be recursive."""
     count, waiting = 0, [document]
     while waiting:
         node: Any = waiting.pop()
@@ -163,7 +162,8 @@ def _check_size(document: dict[str, Any], path: Path) -> None:
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
-    """`--a.b 3`, `--a.b=3`, `a.b=3` and a bare `--flag` (true) as (dotted key, text) pairs."""
+    """Parse `--a.b 3`, `--a.b=3`, `a.b=3` and a bare `--flag` (true) to (dotted key, text)
+    pairs."""
     pairs: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
@@ -179,7 +179,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach the address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -187,9 +187,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str, *, named: str) -> SplitResult:
-    """The parts of a server's address; ValueError unless it has a scheme and a host.
+    """Split a server's address; ValueError unless it has a scheme and a host.
 
-    `named` begins the sentence: `llm.api_base is`.
+    `named` begins the error: `llm.api_base is`.
     """
     is_spaced = len(url.split()) != 1
     if not url.startswith(("http://", "https://")):
@@ -201,7 +201,7 @@ def check_url(url: str, *, named: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
-    except ValueError as error:  # a bracket that is left open, a port that is none
+    except ValueError as error:  # an open bracket, a port that is no number
         raise ValueError(f"{named} {url!r}: {error}. Write http://host:8000.") from None
     if is_spaced or not host:
         raise ValueError(f"{named} {url!r}, which names no host: write http://host:8000.")
@@ -209,7 +209,7 @@ def check_url(url: str, *, named: str) -> SplitResult:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: a date is text, and a repeated key is a mistake."""
+    """YAML with dates as text, and repeated keys as errors."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (a class attribute of PyYAML)
         first: [(tag, regex) for tag, regex in resolvers if not tag.endswith(":timestamp")]
@@ -228,7 +228,7 @@ class _Loader(yaml.SafeLoader):
 
 
 MOST_VALUES = 100_000
-"""Of one config."""
+"""Limit of one config."""
 
 
 def _parse(text: str, path: Path) -> Any:
@@ -253,7 +253,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _value(text: str, kinds: Sequence[Any]) -> Any:
-    """The text read as YAML, except where only text may stand: a folder may be called `123`."""
+    """Parse the text as YAML, unless the key takes only text: a folder may be called `123`."""
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -264,7 +264,7 @@ def _value(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
-    """Put a value into a document; sections on the way are made."""
+    """Set a value in a document; missing sections are made."""
     node: Any = document
     for depth, key in enumerate(keys):
         place, dotted = ".".join(keys[:depth]), ".".join(keys)
@@ -348,7 +348,7 @@ def _show(value: object) -> str:
 
 
 def _place(document: object, loc: Sequence[int | str]) -> list[str]:
-    """A place as the user wrote it: pydantic's own also names the members of unions."""
+    """The place of an error in the user's words: pydantic's also names members of unions."""
     node: Any = document
     place = []
     for depth, part in enumerate(loc):
@@ -362,9 +362,9 @@ def _place(document: object, loc: Sequence[int | str]) -> list[str]:
 
 
 def _resolve(model: type[BaseModel], dotted: str) -> tuple[list[str], list[Any]]:
-    """The keys of a dotted name, `-` read as `_` in the names of fields, and what may stand there.
+    """Split a dotted name into keys, and return the types allowed there.
 
-    Names that are the user's own, such as the keys of `floors`, stay as they are.
+    `-` becomes `_` in field names. Keys that the user chooses, such as those of `floors`, stay.
     """
     keys: list[str] = []
     kinds: list[Any] = [model]
@@ -383,7 +383,7 @@ def _kinds_at(model: type[BaseModel], loc: Sequence[int | str]) -> list[Any]:
 
 
 def _inside(kinds: Sequence[Any], part: str) -> list[Any]:
-    """What may stand under a key, at an index, or in the member of a union that has a tag."""
+    """Types allowed under a key, at an index, or in the union member of a tag."""
     if len(kinds) > 1 and (tagged := [kind for kind in kinds if part in _tags(kind)]):
         return tagged
     inner: list[Any] = []
@@ -398,7 +398,7 @@ def _inside(kinds: Sequence[Any], part: str) -> list[Any]:
 
 
 def _flatten(annotation: Any) -> list[Any]:
-    """The members of a union, or the one type it is."""
+    """The members of a union, or the type itself."""
     if get_origin(annotation) is Annotated:
         return _flatten(get_args(annotation)[0])
     if get_origin(annotation) in {Union, UnionType}:

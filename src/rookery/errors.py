@@ -1,24 +1,24 @@
 """The error tree. A class names the boundary that was crossed, the message is a sentence.
 
     RookeryError
-    ├── ConfigError    a config file, a flag or a value of them
+    ├── ConfigError    a config file, a flag or a value in them
     ├── ModelError     a base model: its folder, its tokenizer, its architecture
     ├── AdapterError   LoRA weights: a PEFT folder, its config, its shapes, its base
-    ├── TaskError      a taskset, a row of it, a scorer
+    ├── TaskError      a taskset, one of its rows, a scorer
     ├── RunError       a run directory: its lock, its event log, its blobs
-    ├── EngineError    the embedded engine: a request it cannot serve, memory, a failed step
-    │   └── EngineDownError   it serves no requests any more: it is closed, or its driver died
+    ├── EngineError    the embedded engine: a refused request, memory, a failed step
+    │   └── EngineDownError   the engine is closed, or its driver died
     ├── FleetError     an inference server, local or remote
     │   ├── FleetDownError    no server is available: all are down, or the fleet is closed
-    │   └── FleetSettingsError   also those: a server refuses everybody with this key or model
+    │   └── FleetSettingsError   a server refuses every request with this key or model
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
-    ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
+    ├── ExecutorError  an executor: no worker can be started, or it is closed
     ├── ServiceError   a client of the HTTP service
-    │   └── ServiceDownError   the service is away, or refuses everything: an EngineDownError too
+    │   └── ServiceDownError   the service is away, or refuses every request; an EngineDownError too
     └── SandboxError   an untrusted program
 
 Every message says what was given, what is allowed and what to write instead. The command line
-prints it as it is and exits with 2.
+prints it unchanged and exits with 2.
 """
 
 import difflib
@@ -54,11 +54,11 @@ __all__ = [
     "signal_name",
 ]
 
-# The name of a signal for messages; any number has one.
+# Names of signals in messages.
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; for a real-time signal, which has no name in Python, its number."""
+    """Return `SIGKILL`, for example, or `signal N` for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -88,11 +88,11 @@ EXTRAS = {
     "wandb": "track",
     "zstandard": "serve",
 }
-"""Packages that come with an extra of Rookery, by the name they are imported by."""
+"""Import names of packages -> the extra of Rookery that installs them."""
 
 
 class RookeryError(Exception):
-    """The root: catch this to catch everything that Rookery raises on purpose."""
+    """The root of all errors that Rookery raises on purpose."""
 
 
 class ConfigError(RookeryError):
@@ -120,7 +120,8 @@ class EngineError(RookeryError):
 
 
 class EngineDownError(EngineError):
-    """The embedded engine is closed or dead. A loop ends, to be resumed; it records no failure."""
+    """The embedded engine is closed or dead. The loop ends, can be resumed, and records no
+    failure."""
 
 
 class FleetError(RookeryError):
@@ -128,12 +129,12 @@ class FleetError(RookeryError):
 
 
 class FleetDownError(FleetError):
-    """No server is available. A loop ends, to be resumed; it records no failure."""
+    """No server is available. The loop ends, can be resumed, and records no failure."""
 
 
 class FleetSettingsError(FleetDownError, ConfigError):
-    """A server refuses every request for its key, its model or its address: waiting does not help,
-    a loop ends at once."""
+    """A server refuses every request because of the key, the model or the address. Waiting does not
+    help: the loop ends at once."""
 
 
 class TrainError(RookeryError):
@@ -141,7 +142,7 @@ class TrainError(RookeryError):
 
 
 class ExecutorError(RookeryError):
-    """No worker can run a job. A loop ends, to be resumed; it records no failure."""
+    """No worker can run a job. The loop ends, can be resumed, and records no failure."""
 
 
 class SandboxError(RookeryError):
@@ -153,26 +154,26 @@ class ServiceError(RookeryError):
 
 
 class ServiceDownError(EngineDownError, ServiceError):
-    """The service is away, or refuses every request of this key or session."""
+    """The service is away, or refuses every request with this key or session."""
 
 
 def did_you_mean(
     name: str, options: Iterable[str], *, cutoff: float = 0.6, shown: Callable[[str], str] = str
 ) -> str:
-    """ " Did you mean X?" with the nearest of the options; "" when none is near."""
+    """Return " Did you mean X?" with the nearest option, or "" if none is near."""
     near = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
     return f" Did you mean {shown(near[0])}?" if near else ""
 
 
 def near_path(path: Path) -> str:
-    """The same of a file that is not there, and those beside it."""
+    """`did_you_mean` for a missing file, among the files of its folder."""
     folder = path.parent
     names = [other.name for other in folder.iterdir()] if folder.is_dir() else []
     return did_you_mean(path.name, names, shown=lambda name: str(folder / name))
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
-    """What to install, for a package of an extra; None for any other module."""
+    """The error that says which extra to install; None if no extra has the module."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
@@ -183,12 +184,11 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
 
 
 NO_SPACE = os.strerror(errno.ENOSPC)
-"""What the system says of a full disk; libraries with errors of their own repeat it."""
+"""Message of the system for a full disk; libraries repeat it in their own errors."""
 
 
 def is_of_disk(error: RookeryError) -> bool:
-    """Whether the system refused a file: the disk is full, or away. Libraries with errors of their
-    own say so in words."""
+    """Whether the disk is full or away. Some libraries say it only in their message."""
     return isinstance(error.__cause__, OSError) or NO_SPACE in str(error)
 
 
@@ -200,7 +200,7 @@ def boundary(
     foreign: tuple[type[Exception], ...] = (Exception,),
     remedy: Mapping[type[Exception], str] | None = None,
 ) -> Iterator[None]:
-    """Turn foreign exceptions of one call into `error`; Rookery's own pass through untouched.
+    """Turn foreign exceptions of the block into `error`; Rookery's own pass through.
 
     >>> with boundary(ModelError, "reading the model folder", foreign=(OSError, ValueError)):
     ...     AutoConfig.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""Names of base models: one model has several, and adapters, folders and servers each use another.
+"""Names of base models: adapters, folders and servers name one model differently.
 
 canonical_model("smollm2")                               # "smollm2-135m-instruct"
 canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")   # the same
@@ -20,7 +20,7 @@ __all__ = [
     "model_names",
 ]
 
-# Where Rookery keeps what outlives a run: models, the registry of its servers.
+# The cache folder: models, and the registry of servers that Rookery started.
 
 
 def cache_folder() -> Path:
@@ -31,19 +31,19 @@ def cache_folder() -> Path:
 
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
-"""What `smollm2`, Rookery's short name for it, is called everywhere else."""
+"""The published name of the model that Rookery calls `smollm2`."""
 
 _HUB_IDS = {"smollm2": f"HuggingFaceTB/{SMOLLM2}"}
-"""Rookery's own names, and what transformers, peft and vLLM load as the same model."""
+"""Rookery's short names -> Hugging Face ids."""
 
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?P<model>[^/]+)/snapshots/[^/]+$")
-"""Where the Hugging Face cache keeps a model: .../models--Qwen--Qwen3-8B/snapshots/9c925d64."""
+"""A model in the Hugging Face cache: .../models--Qwen--Qwen3-8B/snapshots/9c925d64."""
 
 
 def canonical_model(name: str) -> str:
-    """The same text for all names of one model: Rookery's own, a Hugging Face id, a folder.
+    """Return one text for all names of a model: a short name, a Hugging Face id, a folder.
 
-    It is the model's name without owner and folders, in lower case; "" stays "", not known.
+    It is the name without owner and folders, in lower case. "" (unknown) stays "".
     """
     path = name.rstrip("/")
     cached = _HUB_CACHE.search(path)
@@ -52,12 +52,12 @@ def canonical_model(name: str) -> str:
 
 
 def loadable_model(name: str) -> str:
-    """A name that other programs can load; names that are not Rookery's own stay as they are."""
+    """Return the Hugging Face id of a short name, and any other name unchanged."""
     return _HUB_IDS.get(name.lower(), name)
 
 
 def model_names(*names: str) -> frozenset[str]:
-    """The folders and ids that one model goes by, each in its canonical form."""
+    """The canonical forms of a model's folders and ids."""
     return frozenset(canonical_model(name) for name in names if name)
 
 

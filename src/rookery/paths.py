@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` and names relative to the file that holds them.
+"""Paths as users write them: with `~`, or relative to the file that names them.
 
 expanded("~/tasks.jsonl"), expanded("data/tasks.jsonl", config_path.parent)
 """
@@ -13,8 +13,8 @@ __all__ = ["expanded"]
 
 
 def expanded(name: str | Path, folder: Path = Path()) -> Path:
-    """A path from `folder`, with `~` resolved; ConfigError where no file can be called so, or where
-    nobody may look whether there is one."""
+    """Resolve `~`, and a relative path from `folder`. Raises ConfigError if the text is no path, or
+    if the file system denies to look at it."""
     try:
         path = folder / Path(name).expanduser()
         path.stat()

@@ -21,7 +21,7 @@ __all__ = ["Key", "bulk_stream", "shuffled", "stream", "stream_seed"]
 Item = TypeVar("Item")
 
 Key = tuple[int | str, ...]
-"""Names one draw, for example (seed, generation, child)."""
+"""Key of one draw, for example (seed, generation, child)."""
 
 
 def stream(seed: int, *keys: int | str) -> np.random.Generator:
@@ -34,8 +34,8 @@ def stream(seed: int, *keys: int | str) -> np.random.Generator:
 
 
 def bulk_stream(*key: int | str) -> np.random.Generator:
-    """The SFC64 generator of a key: faster than `stream` where millions of numbers are drawn, as
-    for weights. Its numbers are not those of `stream` with the same key."""
+    """The SFC64 generator of a key: faster than `stream` for millions of numbers, such as weights.
+    Its numbers differ from those of `stream` with the same key."""
     text = repr([part if isinstance(part, str) else int(part) for part in key])
     digest = blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
@@ -52,7 +52,7 @@ def shuffled(items: Sequence[Item], *, rng: np.random.Generator) -> tuple[Item, 
 
 
 def _digest(seed: int, keys: tuple[int | str, ...]) -> bytes:
-    """16 bytes: one Philox key. Every part is tagged and ended, so ("ab",) is not ("a", "b")."""
+    """Hash to 16 bytes, one Philox key. Tags and lengths keep ("ab",) apart from ("a", "b")."""
     state = blake2b(digest_size=16, person=b"rookery-stream")
     for part in (seed, *keys):
         text = part.encode() if isinstance(part, str) else str(int(part)).encode()

@@ -68,11 +68,11 @@ __all__ = [
 
 BASE = ModelRef(name="base", version="fake")
 VOCABULARY = range(5, 95)
-"""The tokens that replies are made of, and that `top_logprobs` chooses from."""
+"""Vocabulary of the fakes' replies and `top_logprobs`."""
 
 
 def _hashed(*parts: object) -> float:
-    """A number in (0, 1) that depends on the parts alone."""
+    """A number in (0, 1), a pure function of the parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 1) / (2**64 + 1)
 
@@ -88,7 +88,7 @@ def _hashed_logprob(model: ModelRef, prefix: TokenIds, token: int) -> float:
 
 
 class FakeObserver(Observer[Any]):
-    """Notes the phases and steps of a loop; `on_step` is told of each step too, and may raise."""
+    """Records the phases and steps of a loop. `on_step` is called with each step and may raise."""
 
     def __init__(self, on_step: Callable[[Any], None] = lambda _: None) -> None:
         self._tell = on_step
@@ -104,7 +104,7 @@ class FakeObserver(Observer[Any]):
 
 
 class FakeSampler:
-    """Answers by a function; without one, by a hash of the request. Counts what it was asked."""
+    """Answers by a function, or else by a hash of the request. Counts its requests."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class FakeSampler:
         self.num_samples = 0
         self.num_scores = 0
         self.failing: set[ModelRef] = set()
-        """Requests that name one of these raise EngineError."""
+        """Requests that name one of these refs raise EngineError."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         await self._pass([request.model for request in requests])
@@ -139,7 +139,7 @@ class FakeSampler:
         return [self._score(request) for request in requests]
 
     def _tell(self, request: SampleRequest, sample: int, completion: Completion) -> None:
-        """A delta for every token, where the request asks for them."""
+        """Send a delta per token, if the request asks for deltas."""
         tokens = completion.tokens
         for at in range(len(tokens) if request.on_delta else 0):
             is_last = at + 1 == len(tokens)
@@ -205,7 +205,7 @@ class FakeSampler:
 
 
 class FakeTextModel:
-    """Replies by a function of the request; None from it is a failure. Keeps what it was asked."""
+    """Replies by a function of the request; a None is a failure. Keeps its requests."""
 
     def __init__(
         self, reply: Callable[[TextRequest], str | None], *, name: str = "fake-text"
@@ -233,7 +233,7 @@ class FakeTextModel:
 
 
 class FakeEmbedder:
-    """Vectors by a function of the text; None from it is a failure. Keeps what it was asked."""
+    """Embeds by a function of the text; a None is a failure. Keeps its texts."""
 
     def __init__(self, embed: Callable[[str], Sequence[float] | None]) -> None:
         self._embed = embed
@@ -249,7 +249,7 @@ class FakeEmbedder:
 
 
 class FakeAdapters:
-    """Remembers what is loaded. What was loaded twice is unloaded twice, as in an engine."""
+    """Records loaded adapters. An adapter loaded twice is unloaded twice, as in an engine."""
 
     def __init__(self) -> None:
         self.loaded: dict[ModelRef, Adapter] = {}
@@ -272,7 +272,7 @@ class FakeAdapters:
 
 
 class FakePublisher:
-    """Gives everything published the next version of one name."""
+    """Publishes everything under one name, with the next version."""
 
     def __init__(self, name: str = "policy") -> None:
         self._name = name
@@ -285,7 +285,7 @@ class FakePublisher:
 
 @dataclass
 class FakeTrainee:
-    """One number as a model."""
+    """A model of one number."""
 
     value: float = 0.0
     gradient: float = 0.0
@@ -293,11 +293,11 @@ class FakeTrainee:
 
 
 class FakeTrainer:
-    """forward_backward sums the weighted advantages, a step adds them to the trainee's number.
-    It is a `Trainees` too, whose folders hold that number.
+    """`forward_backward` sums the weighted advantages; a step adds them to the trainee's number.
+    It is a `Trainees` too; its folders hold that number.
 
-    Log-probabilities are hashes of the tokens read. Requests of unknown trainees, and those in
-    `failing`, fail alone.
+    Log-probabilities are hashes of the tokens read. A request fails alone if its trainee is unknown
+    or in `failing`.
     """
 
     def __init__(self, *trainees: str) -> None:
@@ -410,12 +410,12 @@ class FakeScorer:
 
 
 class FakeExecutor:
-    """Runs `task` on payloads in this process, in order. Jobs named in `lost` lose their worker."""
+    """Runs `task` on payloads in this process, in order. Jobs in `lost` lose their worker."""
 
     def __init__(self, task: Callable[[bytes], bytes] = bytes) -> None:
         self._task = task
         self.lost: set[tuple[int, int]] = set()
-        """(attempt, epoch)"""
+        """As (attempt, epoch)."""
         self.jobs: list[Job] = []
         self.capacity = 1
         self.num_late = 0
@@ -438,7 +438,7 @@ class FakeExecutor:
         return JobDone(output=output, seconds=0.0, worker="fake")
 
     def cancel(self, attempt: int) -> None:
-        """Nothing is ever in flight."""
+        """Does nothing: no job is ever in flight."""
 
     async def close(self) -> None:
         self._is_closed = True
@@ -450,7 +450,7 @@ class FakeExecutor:
 
 
 class FakeTask:
-    """Knows the folder that it was opened with; every answer is JSON."""
+    """Keeps the folder that it was opened with; answers in JSON."""
 
     def __init__(self, *, about: str, folder: Path | None) -> None:
         self.about = about
@@ -485,7 +485,7 @@ class FakeTask:
         return (self._folder / name).read_text(encoding="utf-8")
 
     async def _print(self, text: str) -> str:
-        """To standard output, which must not disturb the worker's messages."""
+        """Print to standard output, which must not disturb the worker's messages."""
         sys.stdout.write(text)
         sys.stdout.flush()
         return text

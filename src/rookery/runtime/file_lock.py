@@ -1,10 +1,10 @@
-"""A lock on a file. The kernel frees it when the process that holds it ends, however that was.
+"""A lock on a file. The kernel releases it when its process ends for any reason.
 
     with FileLock(path) as lock:          # opens or makes the file
         lock.wait()                       # or: if lock.take(): ...
 
-A file that names a lock is removed only under it, or never: two processes could else each hold
-"the" lock on a different file.
+Remove a lock's file only while holding the lock, or never. Otherwise two processes could each hold
+a lock on different files of one path.
 """
 
 import fcntl
@@ -19,8 +19,8 @@ _POLL_S = 0.005
 
 
 class FileLock:
-    """An open file, and the lock on it once it was taken. Both end with `close`. A forked child has
-    neither: its copy would keep the lock after its parent has died."""
+    """An open file and, once taken, the lock on it; `close` ends both. A forked child has neither,
+    because its copy would keep the lock after the parent's death."""
 
     def __init__(
         self, path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, mode: int = 0o600
@@ -37,12 +37,12 @@ class FileLock:
         self.close()
 
     def wait(self, *, is_shared: bool = False) -> None:
-        """Take the lock when all are gone who hold it against this."""
+        """Wait until the lock is free, and take it."""
         fcntl.flock(self.descriptor, _kind(is_shared))
 
     def take(self, *, is_shared: bool = False, limit_s: float = 0.0) -> bool:
-        """Take the lock, for a look of another process may have it for a moment (`limit_s`); False
-        when it is held. OSError where the file system has no locks."""
+        """Take the lock; False if another process holds it for `limit_s`. A short limit outlasts
+        processes that only look. Raises OSError if the file system has no locks."""
         end_s = time.monotonic() + limit_s
         while True:
             try:
@@ -55,14 +55,14 @@ class FileLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the path still names this file; False when it was removed or replaced."""
+        """Whether the path still names this file; False after it was removed or replaced."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file, which releases the lock. Idempotent."""
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)

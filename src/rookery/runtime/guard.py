@@ -1,10 +1,11 @@
-"""Runs first in a process that is to be a server: leaves a watcher beside it, then becomes it.
+"""Starts a server with a watcher that ends it when its owner dies.
 
     python guard.py OWNER_PID -m vllm.entrypoints.openai.api_server ...
 
-The kernel asks the server to stop when its owner dies. The watcher, a process outside the server's
-group, ends what that leaves: a server that does not listen while it loads, and engine processes
-whose server died, which would keep their memory. Needs Linux, and nothing but Python.
+The process starts a watcher, then replaces itself by the server. When the owner dies, the kernel
+sends SIGTERM to the server. The watcher, outside the server's process group, kills the processes
+that stay: a server that ignores signals while it loads, and engine processes whose server has died.
+Needs Linux and Python alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 __all__ = ["STOP_S", "group_members", "kill_group", "process_start", "signal_group"]
 
 STOP_S = 15.0
-"""How long a server may take to stop by itself; vLLM needs two seconds."""
+"""Time for a server to stop by itself; vLLM needs two seconds."""
 _POLL_S = 0.2
 _PARENT_DEATH_SIGNAL = 1
 _WATCH = "watch"
@@ -28,7 +29,7 @@ _TRACKER = b"multiprocessing.resource_tracker"
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in kernel ticks; "" for one that is gone or a zombie."""
+    """Start time of a process in kernel ticks; "" if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -45,14 +46,14 @@ def group_members(group: int) -> list[int]:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    """Send a signal to a process and all it started; nothing when they are gone."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def kill_group(group: int) -> None:
-    """Force every process of a group to end, but Python's resource trackers: they end by
-    themselves, after they have removed the shared memory that the others left."""
+    """Kill every process of a group except Python's resource trackers: these end by themselves
+    after they have removed the shared memory of the others."""
     if not os.path.isdir("/proc/self"):  # not Linux
         signal_group(group, signal.SIGKILL)
     for pid in group_members(group):
@@ -71,11 +72,11 @@ def _group(pid: int) -> int:
 def _become(owner: int, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)  # outlives exec
     if os.getppid() != owner:
-        sys.exit(1)  # it died before the kernel was asked
+        sys.exit(1)  # the owner died before prctl
     server = os.getpid()
     between = os.fork()
     if not between:
-        # A child of nobody here: the server ends its own children when it ends.
+        # Reparented: a server ends its own children when it ends.
         if os.fork():
             os._exit(0)
         os.setsid()
@@ -86,7 +87,7 @@ def _become(owner: int, command: list[str]) -> None:
 
 
 def _watch(owner: str, server: str) -> None:
-    """Wait for the end of either, then end the server's group."""
+    """Wait until the owner or the server ends, then end the server's group."""
     while all(process_start(int(pid)) == start for pid, start in (_ids(owner), _ids(server))):
         time.sleep(_POLL_S)
     group = int(_ids(server)[0])

@@ -1,11 +1,10 @@
-"""A program that runs beside this process: in a process group of its own, with a log, ended with
-all it started.
+"""A child process in a process group of its own, with a log.
 
     child = await ChildProcess.start([sys.executable, "-m", "server"], log=path)
     await child.wait()
-    await child.stop(limit_s=10)  # asks the group, waits, forces what is left
+    await child.stop(limit_s=10)  # SIGTERM to the group, wait, then SIGKILL
 
-When this process is killed instead, the watcher beside the child (`guard.py`) ends it.
+If this process is killed, the watcher beside the child (`guard.py`) ends the group.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _POLL_S = 0.5
 
 
 class ChildProcess:
-    """One that was started."""
+    """A child that was started."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -38,8 +37,8 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> "ChildProcess":
-        """`command` begins with a Python interpreter; what it prints is appended to the log.
-        OSError when it cannot be started."""
+        """Start `command`, which begins with a Python interpreter. Its output is appended to the
+        log. Raises OSError if it cannot be started."""
         python, *arguments = command
         watcher = [guard.__file__, str(os.getpid())] if sys.platform == "linux" else []
         with log.open("ab") as output:
@@ -60,30 +59,30 @@ class ChildProcess:
 
     @property
     def status(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it lives."""
+        """Exit code, or minus the signal that ended it; None while it is alive."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     async def stop(self, *, limit_s: float) -> None:
-        """Ask the whole group to stop, wait, force what is left; at once when this is cancelled."""
+        """Send SIGTERM to the group, wait up to `limit_s`, then kill it; at once if cancelled."""
         was_alive = self.is_alive
         if was_alive:
             guard.signal_group(self.pid, signal.SIGTERM)
         try:
             with contextlib.suppress(TimeoutError):
-                # What a dead one left, its watcher ends: that takes STOP_S at most, from its death.
+                # The watcher of a dead child ends its group within STOP_S.
                 async with asyncio.timeout(limit_s if was_alive else 2 * guard.STOP_S):
                     await self.wait()
                     while guard.group_members(self.pid):  # noqa: ASYNC110  no event tells
                         await asyncio.sleep(_POLL_S)
         finally:
-            if was_alive:  # else its number may stand for another's group by now
+            if was_alive:  # else its number may be another group's by now
                 guard.kill_group(self.pid)
         await self.wait()
 
     def kill(self) -> None:
-        """Force the whole group to end, now."""
+        """Kill the whole group at once."""
         if self.is_alive:
             guard.kill_group(self.pid)

@@ -1,12 +1,12 @@
-"""How a command is stopped: Ctrl-C and SIGTERM end its work in order, a second one kills at once,
-and so does the limit of a command that has one.
+"""Stops a command: Ctrl-C or SIGTERM cancels its work, a second one kills the process, and so does
+a time limit after the first, if the command has one.
 
     with stop_signals():                # around the whole command
         run_stoppable(work())           # around its event loop: the first signal cancels the work
     except Stopped as stop:
         sys.exit(stop.code)             # 130 for Ctrl-C, 143 for SIGTERM
 
-Cancelled work closes what it opened: servers end, and the run is left interrupted, to be resumed.
+Cancelled work closes its resources: servers end, and the run stays interrupted, to be resumed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ __all__ = ["Stopped", "run_stoppable", "run_stoppable_in_thread", "stop_signals"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 THREADS_S = 1.0
-"""How long threads that still compute are waited for when a command with a limit has ended."""
+"""Time for computing threads to end after a command with a limit has ended."""
 Result = TypeVar("Result")
 
 
@@ -33,14 +33,14 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.code = 128 + number
-        """What the process exits with, as a shell would say it."""
+        """Exit code of the process, 128 plus the signal's number."""
 
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Outside an event loop SIGTERM raises, as Ctrl-C does by itself."""
+    """Make SIGTERM raise `Stopped` outside of event loops, as Ctrl-C raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is told of signals
+        yield  # only the main thread gets signals
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     if before[signal.SIGTERM] is not signal.SIG_IGN:
@@ -53,9 +53,9 @@ def stop_signals() -> Iterator[None]:
 
 
 def run_stoppable(work: Coroutine[Any, Any, Result], *, stop_s: float | None = None) -> Result:
-    """Run the work in an event loop. The first signal cancels it; when it has ended, Stopped is
-    raised, and the handlers are as before. A process that is still there `stop_s` after the signal,
-    perhaps in a thread that computes, ends then."""
+    """Run the work in an event loop. The first signal cancels it; after its end Stopped is raised,
+    with the handlers as before. If the process still runs `stop_s` after the signal, for example in
+    a computing thread, it exits."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
     with _cancelled_by_signals(loop, task, kills=SIGNALS, stop_s=stop_s):
@@ -63,9 +63,9 @@ def run_stoppable(work: Coroutine[Any, Any, Result], *, stop_s: float | None = N
 
 
 def run_stoppable_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
-    """The same in a thread of its own, for a thread whose event loop runs already: a notebook.
+    """`run_stoppable` in a new thread, for callers whose event loop runs already: notebooks.
 
-    There a second Ctrl-C waits too, as it would kill the notebook; a second SIGTERM kills.
+    A second Ctrl-C does not kill, because it would end the notebook; a second SIGTERM kills.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
@@ -74,7 +74,7 @@ def run_stoppable_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
     def live() -> None:
         try:
             result = _run_loop(loop, task)
-        except BaseException as error:  # noqa: BLE001 - belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
             ended.set_exception(error)
         else:
             ended.set_result(result)
@@ -89,9 +89,9 @@ def run_stoppable_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _outcome(ended: "Future[Result]") -> Result:
-    """The outcome of the thread, and not before: its run is open until then."""
+    """Wait for the thread's outcome: until then its run is open."""
     while not ended.done():
-        with suppress(KeyboardInterrupt):  # of a handler that was set after ours
+        with suppress(KeyboardInterrupt):  # from a handler set after ours
             wait([ended])
     return ended.result()
 
@@ -112,9 +112,9 @@ def _cancelled_by_signals(
     kills: Collection[int],
     stop_s: float | None = None,
 ) -> Iterator[None]:
-    """The first signal in the block cancels the task; a second one, of `kills`, kills."""
+    """The first signal in the block cancels the task; a second one in `kills` kills."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is told of signals
+        yield  # only the main thread gets signals
         return
     received: list[int] = []
 
@@ -124,12 +124,12 @@ def _cancelled_by_signals(
             _kill_next_time(kills)
             if stop_s is not None:
                 _exit_after(stop_s, number)
-            with suppress(RuntimeError):  # the loop has ended meanwhile
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(task.cancel)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as Ctrl-C is for a job in the background of a shell
+        if handler is not signal.SIG_IGN:  # ignored for background jobs of a shell
             signal.signal(number, stop)
     try:
         yield
@@ -146,7 +146,7 @@ def _cancelled_by_signals(
 
 
 def _exit_after(seconds: float, number: int) -> None:
-    """End the process then, if it is still there."""
+    """Exit after so many seconds."""
     limit = threading.Timer(seconds, os._exit, [128 + number])
     limit.daemon = True
     limit.start()
