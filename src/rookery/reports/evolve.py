@@ -31,12 +31,12 @@ __all__ = [
 
 
 class CurvePoint(Record):
-    """A new best score, and when it was found. Between two points the best did not change."""
+    """A new best score. Between two points the best did not change."""
 
     iteration: int = 0
-    """0 for a first program."""
+    """Iteration that found it; 0 for a first program."""
     num_decided: int = 0
-    """Iterations decided by then: the axis of a curve in the order of commits."""
+    """Iterations decided by then: the x axis of a curve in the order of decisions."""
     best: Measured = None
     program: Text = ""
 
@@ -63,15 +63,15 @@ class ProgramRow(Record):
     metrics: dict[Text, Measured] = Field(default_factory=dict)
     model: Text = ""
     changes: Text = ""
-    """What the model said it changed, in short."""
+    """Summary of the change, by the model."""
     diff: Text = ""
-    """Unified, against its parent; empty for a first program."""
+    """Unified diff against its parent; empty for a first program."""
     code: Text = ""
-    """Only of the best program."""
+    """Source code; only the best program has it."""
 
 
 class FailureRecord(Record):
-    """Iterations that gave no program, for one reason."""
+    """Iterations that gave no program, grouped by reason."""
 
     kind: Text = ""
     count: int = 0
@@ -80,7 +80,7 @@ class FailureRecord(Record):
 
 
 class PaidTokensRecord(Record):
-    """Tokens paid for; missing when a model does not report them."""
+    """Paid tokens; missing if a model does not report them."""
 
     prompt: int | None = None
     completion: int | None = None
@@ -93,51 +93,51 @@ class ArmRecord(Record):
     weight: Measured = None
     num_plays: int = 0
     gain: Measured = None
-    """Improvements of the score over the parent, summed."""
+    """Sum of the score's improvements over the parents."""
     cost: Measured = None
-    """Tokens."""
+    """Spent tokens."""
 
 
 class LearnedRow(Record):
-    """One training of the proposer (`learn`), and how its adapter did."""
+    """One training of the proposer (`learn`), and the results of its adapter."""
 
     name: Text = ""
-    """Of the model that joined."""
+    """Name of the new model."""
     iteration: int = 0
-    """Iterations decided when it did."""
+    """Iterations decided when it joined."""
     num_answers: int = 0
-    """That there were to learn from."""
+    """Answers available for the training."""
     num_rows: int = 0
-    """Those that it was trained on."""
+    """Answers in the training data."""
     num_groups: int = 0
-    """Programs that they are children of."""
+    """Distinct parents of these answers."""
     tokens: int = 0
-    """Trained on, over all epochs."""
+    """Trained tokens, over all epochs."""
     seconds: Measured = None
     loss: Measured = None
-    """Per token, of the last step."""
+    """Loss per token in the last step."""
     error: Text = ""
-    """Why there is no adapter; empty when there is one."""
+    """Why the training gave no adapter; empty if it gave one."""
     models: tuple[ArmRecord, ...] = ()
-    """What each model was given and won from then until the next training, or the end."""
+    """Share and gains of each model until the next training, or the end."""
 
 
 class OperatorRow(Record):
-    """One way of making a child, of an adaptive search."""
+    """One operator of the adaptive search, which makes children in one way."""
 
     name: Text = ""
     num_given: int = 0
-    """Iterations."""
+    """Iterations it was given."""
     num_accepted: int = 0
-    """Those that gave a program."""
+    """Iterations that gave a program."""
     num_improved: int = 0
-    """Programs that were the best when they were told."""
+    """Programs that were a new best."""
     tokens: Measured = None
-    """Missing when a model does not report them."""
+    """Missing if a model does not report them."""
 
 
 class BaselineRecord(Record):
-    """A simpler search with as much to spend."""
+    """A simpler search under the same budget."""
 
     name: Text = ""
     best: Measured = None
@@ -149,13 +149,13 @@ class BaselineRecord(Record):
 
 
 class FinalistRow(Record):
-    """A prompt that met others on the select tasks."""
+    """A prompt that was compared on the select tasks."""
 
     id: Text = ""
     iteration: int = 0
     search: Measured = None
     select: Measured = None
-    """Missing where there are no select tasks, or an answer to one has no reward."""
+    """Missing if there are no select tasks, or an answer to one has no reward."""
     error: Text = ""
 
 
@@ -164,24 +164,24 @@ class TasksReport(Record):
 
     taskset: TasksetRecord = TasksetRecord()
     num_search: int = 0
-    """Search tasks that were used."""
+    """Search tasks in use."""
     model: Text = ""
-    """Who answered."""
+    """Name of the answering model."""
     num_rollouts: int = 0
-    """Answers that the search took."""
+    """Answers drawn by the search."""
     num_final_rollouts: int = 0
     """Answers to the select and the report tasks."""
     num_choice_tokens: int = 0
-    """Of the answers to the select tasks."""
+    """Tokens of the answers to the select tasks."""
     finalists: tuple[FinalistRow, ...] = ()
     chosen: Text = ""
-    """The id of the prompt that was chosen."""
+    """Id of the chosen prompt."""
     rows: tuple[ReportRow, ...] = ()
-    """The chosen prompt and the first one on the report tasks; empty where there are none."""
+    """The chosen and the first prompt on the report tasks; empty without report tasks."""
 
 
 class EvolveReport(Report):
-    """Everything the page and the table show."""
+    """Contents of the page and the table."""
 
     kind: Literal["evolve"] = "evolve"
     run: Text = ""
@@ -196,50 +196,50 @@ class EvolveReport(Report):
     language: Text = ""
     feature_dimensions: tuple[Text, ...] = ()
     bins: tuple[int, ...] = ()
-    """Of the feature dimensions, in their order."""
+    """Number of bins per feature dimension."""
     num_iterations: int = 0
-    """Decided: committed and failed."""
+    """Decided iterations, committed and failed."""
     num_committed: int = 0
     num_failed: int = 0
     failed_share: Measured = None
-    """Of the iterations; missing before the first."""
+    """Share of failed iterations; missing before the first."""
     num_islands: int = 0
     num_programs: int = 0
-    """Kept in the population."""
+    """Programs in the population."""
     stop_reason: Text = ""
     spent: SpentRecord = SpentRecord()
-    """Why it ended before all iterations were done; empty when they were."""
+    """Why the run ended early; empty if all iterations were done."""
     first: ProgramRow | None = None
-    """The best of the programs that the evolution started from."""
+    """The best of the first programs."""
     best: ProgramRow | None = None
     winning_line: tuple[ProgramRow, ...] = ()
-    """From the first program to the best, each the parent of the next."""
+    """The best program's ancestors in order, from a first program to itself."""
     curve: tuple[CurvePoint, ...] = ()
     cells: tuple[CellRecord, ...] = ()
     front: tuple[ProgramRow, ...] = ()
-    """Programs that no other beats in every objective; empty without objectives."""
+    """Pareto front of the objectives; empty without objectives."""
     objectives: tuple[Text, ...] = ()
     failures: tuple[FailureRecord, ...] = ()
-    """Most frequent first."""
+    """Reasons of failed iterations, most frequent first."""
     num_demoted: int = 0
-    """Programs that looked like the best and did not when they were scored again."""
+    """Programs that lost their best score when it was confirmed."""
     staleness: dict[Text, int] = Field(default_factory=dict)
-    """Iterations decided between the plan of an iteration and its decision -> how many."""
+    """Iterations decided between an iteration's plan and its decision -> number of iterations."""
     tokens: PaidTokensRecord = PaidTokensRecord()
     usd: Measured = None
-    """By the prices of the config; missing when there are none."""
+    """Cost by the prices of the config; missing without prices."""
     seconds: Measured = None
-    """Over all sessions of the run."""
+    """Wall-clock seconds over all sessions of the run."""
     evaluation_seconds: Measured = None
-    """Summed over all evaluations."""
+    """Seconds summed over all evaluations."""
     num_tuning_evaluations: int = 0
-    """Evaluations of programs with other numbers (`tune`); they cost no tokens."""
+    """Evaluations by `tune`, which cost no tokens."""
     num_workers_lost: int = 0
     baselines: tuple[BaselineRecord, ...] = ()
     tasks: TasksReport | None = None
-    """Where programs are prompts."""
+    """Set if programs are prompts."""
     is_forgeable: bool = False
-    """Whether programs ran in their evaluator's process, and so could write their own scores."""
+    """Whether programs ran in the evaluator's process, so that they could forge scores."""
 
 
 def parse_evolve_report(document: Mapping[str, Json]) -> EvolveReport:

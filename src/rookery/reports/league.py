@@ -1,7 +1,7 @@
 """The report of a league: what `report.json` of a league run holds.
 
 report = parse_league_report(json.loads(path.read_text()))
-report.rows[0].name, report.rows[0].gain.low     # the best, and whether it beats the base model
+report.rows[0].name, report.rows[0].gain.low     # the best, and its gain's lower bound
 """
 
 from collections.abc import Mapping
@@ -33,34 +33,34 @@ class LeagueRun(Record):
 
     name: Text = ""
     runs: tuple[Text, ...] = ()
-    """What it took, the last one being the result; empty: nothing was searched or trained."""
+    """Its runs, the last one with the result; empty if nothing was searched or trained."""
     mean: Measured = None
-    """None where a report task failed."""
+    """None if a report task failed."""
     spent: SpentRecord = SpentRecord()
     seconds: Measured = None
     stop_reason: Text = ""
-    """Why its budget ended it."""
+    """Why its budget ended it, if it did."""
 
 
 class LeagueRow(Estimate):
-    """One entrant, or the untouched model: what its seeds earned on average, task by task."""
+    """One entrant, or the untouched model: mean reward over its seeds, task by task."""
 
     name: Text = ""
     what: Text = ""
-    """How it was made."""
+    """Description of the entrant."""
     settings: Text = ""
-    """What is not its default."""
+    """Settings that differ from the defaults."""
     gain: Estimate | None = None
-    """Over the untouched model, paired by task; None for that model itself."""
+    """Gain over the untouched model, paired by task; None for that model."""
     lead: Estimate | None = None
-    """Over the best, paired by task; None for the best itself."""
+    """Difference to the best row, paired by task; None for the best."""
     num_failed: int = 0
-    """Report tasks that one of its seeds failed on: with any there is no mean."""
+    """Report tasks that one of its seeds failed on; above 0 there is no mean."""
     runs: tuple[LeagueRun, ...] = ()
 
     @property
     def spent(self) -> SpentRecord:
-        """Of a seed, on average."""
+        """Mean spending of a seed."""
         num = max(1, len(self.runs))
         return SpentRecord(
             drawn_tokens=round(sum(run.spent.drawn_tokens for run in self.runs) / num),
@@ -69,7 +69,7 @@ class LeagueRow(Estimate):
 
     @property
     def seconds(self) -> float | None:
-        """Of a seed, on average; None where nothing was searched or trained."""
+        """Mean seconds of a seed; None if nothing was searched or trained."""
         known = [run.seconds for run in self.runs if run.seconds is not None]
         return sum(known) / len(known) if known else None
 
@@ -80,7 +80,7 @@ class LeaguePair(Record):
     first: Text = ""
     second: Text = ""
     difference: Estimate = Estimate()
-    """How much the first earned above the second."""
+    """Reward of the first minus that of the second."""
 
 
 class LeftOut(Record):
@@ -89,7 +89,7 @@ class LeftOut(Record):
     name: Text = ""
     reason: Text = ""
     is_failure: bool = False
-    """Of one that applies, and failed."""
+    """True for a failure, False if the entrant does not apply."""
 
 
 class LeagueReport(EvaluationReport):
@@ -98,11 +98,11 @@ class LeagueReport(EvaluationReport):
     kind: Literal["league"] = "league"  # type: ignore[assignment]
     budget: Text = ""
     rows: tuple[LeagueRow, ...] = ()
-    """The best first; those without a mean last."""
+    """Best first; rows without a mean last."""
     pairs: tuple[LeaguePair, ...] = ()
-    """Every two of the rows, in their order."""
+    """All pairs of rows, in their order."""
     left_out: tuple[LeftOut, ...] = ()
-    """Those that do not apply, and those that failed."""
+    """Entrants that do not apply, or failed."""
 
 
 def parse_league_report(document: Mapping[str, Json]) -> LeagueReport:

@@ -1,9 +1,9 @@
-"""What `report.json` of a genome, a grpo, an icm run holds, and of loops without one of their own.
+"""The reports of genome, grpo and icm, and of loops without a report of their own.
 
 report = parse_genome_report(json.loads(path.read_text()))
-report.winner.mean          # None when it was not measured
+report.winner.mean          # None if it was not measured
 report = parse_grpo_report(json.loads(path.read_text()))
-report.trained.gain.low      # above 0: better than the start, and not by chance
+report.trained.gain.low      # above 0: better than the start, beyond chance
 
 """
 
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class TasksetRecord(Record):
-    """One taskset of the run and how many of its tasks each split took."""
+    """One taskset of the run, with the sizes of its splits."""
 
     name: Text = ""
     weight: Measured = None
@@ -65,9 +65,9 @@ class TasksetRecord(Record):
     num_select: int = 0
     num_report: int = 0
     num_questions: int = 0
-    """Of the report tasks: those of one question are not independent. 0: not recorded."""
+    """Independent questions among the report tasks; 0 if not recorded."""
     temperature: Measured = None
-    """At which answers were drawn to be measured; 0 is greedy."""
+    """Temperature of measured answers; 0 is greedy."""
 
 
 class ReportRow(Estimate):
@@ -76,27 +76,27 @@ class ReportRow(Estimate):
     name: Text = ""
     is_winner: bool = False
     gain: Estimate | None = None
-    """Over the baseline, paired by task; None for the baseline itself: the best founder, or what a
-    training began with."""
+    """Gain over the baseline (the best founder, or the start of a training), paired by task; None
+    for the baseline."""
     lead: Estimate | None = None
-    """Over the winner, paired by task; None for the winner itself."""
+    """Difference to the winner, paired by task; None for the winner."""
     by_source: dict[Text, Measured] = Field(default_factory=dict)
     """Mean per taskset."""
     num_failed: int = 0
     sampled: SampledRecord | None = None
-    """Where `report.samples` asks for it."""
+    """Set if `report.samples` is."""
     small: Text = ""
-    """Why the sample is too small to rely on the interval; empty when it is not."""
+    """Why the sample is too small for its interval; empty if it is large enough."""
     note: Text = ""
     num_candidates: int = 0
-    """Candidates that were tried to find it."""
+    """Candidates that its search tried."""
     num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
 
 
 class LoopReport(Report):
-    """Of a loop without a report of its own: its result beside what it is compared with."""
+    """Report of a loop without one of its own: its result beside baselines."""
 
     kind: Text = ""
     run: Text = ""
@@ -104,7 +104,7 @@ class LoopReport(Report):
     seed: int | None = None
     tasksets: tuple[TasksetRecord, ...] = ()
     sentence: Text = ""
-    """What the loop did, and what its result shows."""
+    """Summary of the loop and its result."""
     rows: tuple[ReportRow, ...] = ()
     seconds: Measured = None
 
@@ -124,25 +124,25 @@ class CandidateRecord(Record):
     id: Text = ""
     score: Measured = None
     violation: Measured = None
-    """How far it misses the floors, summed; 0 keeps them all."""
+    """Sum of the distances below the floors; 0 if all are kept."""
     by_source: dict[Text, Measured] = Field(default_factory=dict)
 
 
 class GenerationRecord(Record):
-    """What one generation scored on the search tasks, and what it cost."""
+    """Scores of one generation on the search tasks, and its cost."""
 
     generation: int = 0
-    """Counted over all stages; 0 are the founders."""
+    """Number over all stages; 0 are the founders."""
     stage: Text = ""
     best: Measured = None
-    """Of all candidates so far."""
+    """Best score so far."""
     mean: Measured = None
     worst: Measured = None
     scores: tuple[Measured, ...] = ()
-    """Of this generation's candidates that did not fail."""
+    """Scores of this generation's candidates, without failed ones."""
     num_candidates: int = 0
     num_dropped: int = 0
-    """Left the race before they saw every task."""
+    """Candidates that racing dropped before they saw every task."""
     num_failed: int = 0
     num_rollouts: int = 0
     num_tokens: int = 0
@@ -150,14 +150,14 @@ class GenerationRecord(Record):
 
 
 class LineageRecord(Record):
-    """How one candidate was made."""
+    """Origin of one candidate."""
 
     id: Text = ""
     generation: int = 0
     operator: Text = ""
     parents: tuple[Text, ...] = ()
     weights: tuple[Measured, ...] = ()
-    """One for each parent; empty when the operator has none."""
+    """One weight per parent; empty if the operator has no weights."""
     score: Measured = None
     is_winner: bool = False
     is_ancestor: bool = False
@@ -165,7 +165,7 @@ class LineageRecord(Record):
 
 
 class GenomeReport(Report):
-    """Everything the page and the table show."""
+    """Contents of the page and the table."""
 
     kind: Literal["genome"] = "genome"
     run: Text = ""
@@ -176,32 +176,32 @@ class GenomeReport(Report):
     generations: tuple[GenerationRecord, ...] = ()
     lineage: tuple[LineageRecord, ...] = ()
     winner_id: Text = ""
-    """The winning candidate, as `lineage` names it."""
+    """Id of the winning candidate in `lineage`."""
     population: tuple[CandidateRecord, ...] = ()
-    """The candidates that the search ended with."""
+    """Candidates at the end of the search."""
     merit: Text = ""
-    """What candidates were compared by; `reward` where no answer had a certainty."""
+    """Merit that candidates were compared by; `reward` if no answer had a certainty."""
     front: tuple[CandidateRecord, ...] = ()
-    """Those that no other candidate beats on every taskset."""
+    """Candidates that no other one beats on every taskset."""
     floors: dict[Text, Measured] = Field(default_factory=dict)
-    """By taskset, the mean on its search tasks that no candidate may fall below."""
+    """Least mean on the search tasks of each taskset."""
     num_candidates: int = 0
     num_rollouts: int = 0
     num_tokens: int = 0
     spent: SpentRecord = SpentRecord()
-    """Without that of random search."""
+    """Tokens of the search, without random search."""
     stop_reason: Text = ""
-    """Why a budget ended the search before its last generation."""
+    """Why a budget ended the search early; empty if none did."""
     seconds: Measured = None
 
     @property
     def winner(self) -> ReportRow | None:
-        """The first row marked as winner; None before the report tasks were read."""
+        """The winner's row; None before the report tasks were read."""
         return next((row for row in self.rows if row.is_winner), None)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Every taskset with a mean, in the order of `tasksets`, then of the rows."""
+        """Tasksets with a mean, in the order of `tasksets`, then of the rows."""
         measured = dict.fromkeys(source for row in self.rows for source in row.by_source)
         declared = dict.fromkeys(t.name for t in self.tasksets if t.name in measured)
         return tuple(declared | measured)
@@ -224,7 +224,7 @@ class ExampleRecord(Record):
     """One completion to read."""
 
     task: Text = ""
-    """Its id."""
+    """Id of the task."""
     prompt: Text = ""
     reference: Text = ""
     text: Text = ""
@@ -236,7 +236,7 @@ class TrainStepRecord(Record):
 
     step: int = 0
     model_step: int = 0
-    """The step whose weights drew its answers."""
+    """Step whose weights drew the answers."""
     metrics: dict[Text, Measured] = Field(default_factory=dict)
     examples: tuple[ExampleRecord, ...] = ()
 
@@ -245,30 +245,30 @@ class SweptAdapter(Record):
     """One adapter of a sweep."""
 
     name: Text = ""
-    """Its run is `adapters/NAME`."""
+    """Name of its run in `adapters/`."""
     setting: Text = ""
     seed: int = 0
     select: Measured = None
-    """Of its best checkpoint."""
+    """Select score of its best checkpoint."""
     chosen_step: int = 0
     is_chosen: bool = False
     row: ReportRow | None = None
     rewards: tuple[Measured, ...] = ()
-    """Of the drawn answers, by step."""
+    """Mean reward of the drawn answers, by step."""
     error: Text = ""
-    """Why it could not be trained to its end; such a one is neither chosen nor measured."""
+    """Why its training failed; a failed adapter is neither chosen nor measured."""
 
 
 class SettingRow(ReportRow):
-    """All seeds of one setting: what they earned on the report tasks on average."""
+    """All seeds of one setting: their mean reward on the report tasks."""
 
     num_seeds: int = 0
     select: Measured = None
-    """The mean of its adapters; None where one of them has none."""
+    """Mean over its adapters; None if one of them has no score."""
 
 
 class SweepRecord(Record):
-    """Many trainings in one, the best first."""
+    """The adapters of a sweep, best first."""
 
     settings: tuple[SettingRow, ...] = ()
     adapters: tuple[SweptAdapter, ...] = ()
@@ -277,7 +277,7 @@ class SweepRecord(Record):
 
 
 class GrpoReport(Report):
-    """Everything the page and the table show."""
+    """Contents of the page and the table."""
 
     kind: Literal["grpo"] = "grpo"
     run: Text = ""
@@ -287,24 +287,24 @@ class GrpoReport(Report):
     advantages: Text = ""
     staleness: int = 0
     game: Text = ""
-    """The function that was played; empty: one answer to each task."""
+    """Function of the game; empty if each task has one answer."""
     tasksets: tuple[TasksetRecord, ...] = ()
     rows: tuple[ReportRow, ...] = ()
     chosen_step: int | None = None
     checkpoints: tuple[CheckpointRecord, ...] = ()
     steps: tuple[TrainStepRecord, ...] = ()
     sweep: SweepRecord | None = None
-    """Where many adapters were trained: all of them. The rest is about the chosen one."""
+    """All adapters of a sweep; the other fields are about the chosen one."""
     num_rollouts: int = 0
     num_tokens: int = 0
     spent: SpentRecord = SpentRecord()
     stop_reason: Text = ""
-    """Why a budget ended it before its last step."""
+    """Why a budget ended it early; empty if none did."""
     seconds: Measured = None
 
     @property
     def trained(self) -> ReportRow | None:
-        """The row of the chosen checkpoint; None before the report tasks were read."""
+        """The chosen checkpoint's row; None before the report tasks were read."""
         return next((row for row in self.rows if row.is_winner), None)
 
 
@@ -314,10 +314,10 @@ def parse_grpo_report(document: Mapping[str, Json]) -> GrpoReport:
 
 
 class AgreementRecord(Record):
-    """How far labels agree with others, and how far they would by chance."""
+    """Agreement of labels with others, and its expectation by chance."""
 
     accuracy: Measured = None
-    """Share of labels that are the same; in a row, as the true ones, where these were given."""
+    """Share of equal labels; in a row, share of true ones if those were given."""
     low: Measured = None
     high: Measured = None
     chance: Measured = None
@@ -327,26 +327,26 @@ class GoldRecord(AgreementRecord):
     """The result beside the true labels."""
 
     utility: Measured = None
-    """Of the true labels themselves, where all are known."""
+    """U of the true labels, if all are known."""
 
 
 class TransferRecord(AgreementRecord):
-    """The labels of a batch beside those that the first batch's predict."""
+    """Agreement of a batch's labels with those predicted from the first batch."""
 
     batch: int = 0
 
 
 class SupportRecord(Record):
-    """How far the labels support one another, beside the best labels of random models."""
+    """Mutual support of the labels, beside the best labels of random models."""
 
     strength: Measured = None
-    """0 to 1: 1 when all that labels do to one another goes along with these."""
+    """0 to 1; 1 if every influence between items agrees with these labels."""
     gain: Measured = None
-    """How far they raise one another's log-odds, in standard deviations of what random ones do."""
+    """Rise of the labels' mutual log-odds, in standard deviations of random labels."""
     random_gain: Measured = None
-    """Of the best labels of a random model of as many questions."""
+    """Gain of the best labels of a random model with as many questions."""
     p: Measured = None
-    """Part of random models whose best labels gain as much."""
+    """Share of random models whose best labels gain as much."""
 
 
 class IcmRow(AgreementRecord):
@@ -358,14 +358,14 @@ class IcmRow(AgreementRecord):
     num_labelled: int = 0
     balance: dict[Text, int] = Field(default_factory=dict)
     num_violated: int = 0
-    """Pairs that break a constraint."""
+    """Pairs of items that break a constraint."""
     utility: Measured = None
     agreement: Measured = None
-    """Share of labels that are the same as the search's."""
+    """Share of labels equal to the search's."""
 
 
 class StepRecord(Record):
-    """Where a chain stood after one decision."""
+    """State of a chain after one decision."""
 
     iteration: int = 0
     utility: Measured = None
@@ -383,7 +383,7 @@ class ChainRecord(Record):
     chain: int = 0
     is_best: bool = False
     origin: Text = ""
-    """What it began with; without iterations, what made the labels."""
+    """Labels it began with; without iterations, how the labels were made."""
     num_iterations: int = 0
     num_accepted: int = 0
     num_labelled: int = 0
@@ -399,7 +399,7 @@ class ItemRecord(Record):
     id: Text = ""
     text: Text = ""
     label: Text | None = None
-    """None when it has none."""
+    """None if the item is not labelled."""
     margin: Measured = None
 
 
@@ -410,12 +410,12 @@ class TokensRecord(Record):
     requested: int = 0
     computed: int = 0
     baselines: int = 0
-    """Computed for the rows that need no search."""
+    """Tokens computed for the rows without a search."""
     num_requests: int = 0
 
 
 class IcmReport(Report):
-    """Everything the page and the table show."""
+    """Contents of the page and the table."""
 
     kind: Literal["icm"] = "icm"
     run: Text = ""
@@ -426,20 +426,20 @@ class IcmReport(Report):
     num_items: int = 0
     num_labelled: int = 0
     num_groups: int = 0
-    """Questions: of items of one group, or that constraints tie together."""
+    """Independent questions: items of one group, or tied by a constraint, are one."""
     verdict: Text = ""
     support: SupportRecord | None = None
     utility: Measured = None
     num_frustrated: int = 0
     num_violated: int = 0
     mass: Measured = None
-    """Mean probability that the model gives to the labels, of all that could follow."""
+    """Mean probability of all labels together, among all next tokens."""
     balance: dict[Text, int] = Field(default_factory=dict)
     gold: GoldRecord | None = None
-    """None when no true labels were given."""
+    """None if no true labels were given."""
     transfers: tuple[TransferRecord, ...] = ()
     num_unanswered: int = 0
-    """Contexts that the engine could not answer."""
+    """Contexts that the engine failed to answer."""
     rows: tuple[IcmRow, ...] = ()
     chains: tuple[ChainRecord, ...] = ()
     items: tuple[ItemRecord, ...] = ()
@@ -447,12 +447,12 @@ class IcmReport(Report):
     spent: SpentRecord = SpentRecord()
     """A read of an item's labels counts as one token."""
     stop_reason: Text = ""
-    """Why a budget ended a search before its last iteration."""
+    """Why a budget ended a search early; empty if none did."""
     seconds: Measured = None
 
     @property
     def label_by_id(self) -> dict[str, str | None]:
-        """The label of every item; None where it has none."""
+        """Label of every item; None if it has no label."""
         return {item.id: item.label for item in self.items}
 
 

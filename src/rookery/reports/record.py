@@ -1,7 +1,7 @@
-"""What every report is made of: frozen records whose missing numbers stay missing.
+"""The parts of every report: frozen records whose missing numbers stay missing.
 
-A run that was interrupted has fewer keys, so every field has an empty default. Keys that are not
-known here are left out: an older page can show a newer report.
+An interrupted run has fewer keys, so every field has an empty default. Unknown keys are ignored: an
+older page can show a newer report.
 """
 
 import json
@@ -46,17 +46,17 @@ def _finite(value: object) -> object:
 
 
 def _encodable(value: object) -> object:
-    """Half of a surrogate pair is legal in JSON and cannot be written as UTF-8."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 Measured = Annotated[float | None, BeforeValidator(_finite)]
-"""A number that may be missing. NaN and infinities are missing: no chart can place them."""
+"""A number or None. NaN and infinities become None, because no chart can place them."""
 Text = Annotated[str, BeforeValidator(_encodable)]
 
 
 class Record(BaseModel):
-    """The parent of the records: frozen; null is the same as a missing key."""
+    """Base of all records: frozen; null is the same as a missing key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -69,7 +69,7 @@ class Record(BaseModel):
 
 
 class Report(Record):
-    """The parent of the reports, which notebooks show as HTML."""
+    """Base of all reports; notebooks show them as HTML."""
 
     render: ClassVar[Callable[["Report"], str] | None] = None
     """Makes the HTML; `rookery.ui.summary` sets it."""
@@ -88,12 +88,12 @@ class Estimate(Record):
 
 
 class SpentRecord(Record):
-    """Tokens of answers that finding the result took, without those of the report."""
+    """Answer tokens that it took to find the result, without those of the report."""
 
     drawn_tokens: int = 0
-    """Drawn, or chosen."""
+    """Tokens of answers, drawn or chosen."""
     trained_tokens: int = 0
-    """As often as they were trained on."""
+    """Answer tokens trained on, counted each time."""
 
     @property
     def tokens(self) -> int:
@@ -106,19 +106,18 @@ class SampledRecord(Record):
     num: int = 0
     """Answers to each task."""
     pass_at: dict[int, Estimate] = Field(default_factory=dict)
-    """By k, the best reward of k answers on average: for right and wrong answers the unbiased
-    pass@k."""
+    """k -> mean best reward of k answers. For rewards of 0 and 1 it is the unbiased pass@k."""
     majority: Estimate = Estimate()
-    """What the answer that most gave has earned."""
+    """Reward of the most frequent answer."""
     num_failed: int = 0
-    """Tasks with an answer that failed; with any there are no means."""
+    """Tasks with a failed answer; above 0 there are no means."""
 
 
 class AnswerRecord(Record):
     """One answer to read."""
 
     name: Text = ""
-    """Of the model that gave it."""
+    """Name of the answering model."""
     text: Text = ""
     reward: Measured = None
     error: Text = ""
@@ -128,14 +127,14 @@ class TaskRecord(Record):
     """One task with answers to it."""
 
     task: Text = ""
-    """Its id."""
+    """Id of the task."""
     prompt: Text = ""
     reference: Text = ""
     answers: tuple[AnswerRecord, ...] = ()
 
 
 def describe_task(task: Task) -> dict[str, str]:
-    """The prompt and the reference of a task as texts to read."""
+    """Prompt and reference of a task as readable texts."""
     prompt = task.prompt
     if not isinstance(prompt, str):
         prompt = "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
@@ -163,11 +162,11 @@ def parse_record(report: type[AnyRecord], document: Mapping[str, Json], *, kind:
         ) from None
 
 
-# The report of an evaluation: what `report.json` of an eval run holds.
+# The report of an evaluation: `report.json` of an eval run.
 
 
 class ModelRow(Estimate):
-    """One model on the tasks: its mean with the interval, and how much it is above the base."""
+    """Mean reward of one model, and its gain over the base model."""
 
     name: Text = ""
     version: Text = ""
@@ -175,9 +174,9 @@ class ModelRow(Estimate):
     num_failed: int = 0
     first_error: Text = ""
     gain: Estimate | None = None
-    """Over the base model, paired by task; None for the base model itself."""
+    """Gain over the base model, paired by task; None for the base model."""
     sampled: SampledRecord | None = None
-    """Where `report.samples` asks for it."""
+    """Set if `report.samples` is."""
 
 
 class EvaluationReport(Report):
@@ -189,14 +188,14 @@ class EvaluationReport(Report):
     taskset: Text = ""
     num_tasks: int = 0
     num_questions: int = 0
-    """Tasks of one question are not independent. 0: not recorded."""
+    """Independent questions among the tasks; 0 if not recorded."""
     num_skipped_rows: int = 0
     models: tuple[ModelRow, ...] = ()
     tasks: tuple[TaskRecord, ...] = ()
-    """The first ones, with the answers of all models; the run's events have all."""
+    """The first tasks with the answers of all models; the run's events have all."""
     seconds: Measured = None
     tokens: dict[Text, int] = Field(default_factory=dict)
-    """What was computed, as far as the engine tells."""
+    """Computed tokens by kind, as far as the engine reports them."""
 
 
 def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
@@ -204,24 +203,24 @@ def parse_evaluation_report(document: Mapping[str, Json]) -> EvaluationReport:
     return parse_record(EvaluationReport, document, kind="an eval")
 
 
-# The report of a pipeline: its steps, and what each left on tasks that none has seen.
+# The report of a pipeline: its steps, and their results on tasks that no step has seen.
 
 
 class PipelineStep(Record):
-    """One step: a run of its own."""
+    """One step, which is a run of its own."""
 
     name: Text = ""
     loop: Text = ""
     run: Text = ""
     made_from: tuple[Text, ...] = ()
-    """Runs that its config takes something from."""
+    """Runs whose parts its config uses."""
     result: Text = ""
-    """What its own report is about, in short."""
+    """Summary of its own report."""
     seconds: Measured = None
 
 
 class PipelineReport(EvaluationReport):
-    """The base model and the adapter of every step, in their order."""
+    """The base model and the adapter of every step, in order."""
 
     kind: Literal["pipeline"] = "pipeline"  # type: ignore[assignment]
     steps: tuple[PipelineStep, ...] = ()
@@ -236,7 +235,7 @@ def parse_pipeline_report(document: Mapping[str, Json]) -> PipelineReport:
 
 
 class SftReport(Report):
-    """What was trained, on how much. How good it is, an evaluation tells."""
+    """A training's data and losses. `rookery eval` measures the adapter."""
 
     kind: Literal["sft"] = "sft"
     run: Text = ""
@@ -247,16 +246,16 @@ class SftReport(Report):
     num_rows: int = 0
     num_steps: int = 0
     num_tokens: int = 0
-    """Of answers, in all steps."""
+    """Answer tokens over all steps."""
     spent: SpentRecord = SpentRecord()
     stop_reason: Text = ""
-    """Why a budget ended it early."""
+    """Why a budget ended it early; empty if none did."""
     first_loss: Measured = None
-    """-log p per token of the answers of the first step, before it."""
+    """Mean -log p per answer token of the first batch, before the first step."""
     last_loss: Measured = None
     rank: int = 0
     version: Text = ""
-    """Of the adapter."""
+    """Content hash of the adapter."""
     seconds: Measured = None
 
 
@@ -265,7 +264,7 @@ def parse_sft_report(document: Mapping[str, Json]) -> SftReport:
     return parse_record(SftReport, document, kind="an sft")
 
 
-# The service as it is now: its queues, its tenants and how fast it is.
+# The state of a service: queues, tenants, speed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,34 +275,34 @@ class QueueStatus:
     num_waiting: int
     tokens_waiting: int
     tokens_per_s: float
-    """While there is work; 0 before the first."""
+    """Speed while busy; 0 before the first request."""
 
     @property
     def wait_s(self) -> float | None:
-        """Until the last one is done; None when the speed is not known."""
+        """Seconds until the queue is empty; None while the speed is unknown."""
         return self.tokens_waiting / self.tokens_per_s if self.tokens_per_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStatus:
-    """What one tenant has, and what was computed for it since the service started."""
+    """One tenant's requests and models, and tokens since the service started."""
 
     name: str
     num_pending: int
-    """Requests that wait or run."""
+    """Waiting and running requests."""
     num_models: int
-    """In training."""
+    """Models in training."""
     num_checkpoints: int
     tokens: dict[str, int]
-    """By kind: trained, sampled, prompt."""
+    """Tokens by kind: trained, sampled, prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """All of it."""
+    """The state of the whole service."""
 
     models: tuple[str, ...]
     queues: tuple[QueueStatus, ...]
     tenants: tuple[TenantStatus, ...]
     journal_bytes: int
-    """Since the last snapshot."""
+    """Journal bytes since the last snapshot."""

@@ -1,4 +1,4 @@
-"""How the tasks of one taskset are put to a model: as prompts to continue, or choices to score."""
+"""Asks a model the tasks of one taskset: prompts to continue, or choices to score."""
 
 import asyncio
 import hashlib
@@ -43,7 +43,7 @@ __all__ = ["Answer", "Asking", "EngineTextModel", "GroupSampler"]
 
 
 MAX_ENCODED = 65_536
-"""Prompts with choices that are kept as tokens."""
+"""Encoded prompts with choices to keep."""
 
 # reply = await EngineTextModel(engine, model=engine.base, template=template).reply(request)
 
@@ -84,11 +84,11 @@ class EngineTextModel:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said to one task."""
+    """A model's answer to one task."""
 
     completion: Completion
     certainty: float | None = None
-    """The probability of the right choice among the choices; None where there are none."""
+    """Probability of the right choice among the choices; None without choices."""
 
 
 class Asking:
@@ -104,7 +104,7 @@ class Asking:
         scored = config.model_dump(mode="json")
         self._fingerprint = f"{_digest(json.dumps(asked))}|{_digest(json.dumps(scored))}"
         self._encoded: dict[tuple[object, ...], list[tuple[TokenIds, int]]] = {}
-        """Prompts with their choices: a search puts them to many models."""
+        """Encoded prompts with choices, kept because a search asks many models."""
 
     @property
     def is_choice(self) -> bool:
@@ -112,23 +112,25 @@ class Asking:
 
     @property
     def num_answers(self) -> int:
-        """Answers of one model to one task."""
+        """Number of answers of one model to one task."""
         return 1 if self.is_choice else self._params.n
 
     def key(self, model: ModelRef, task: Task) -> str:
-        """Names the question put to these weights. It holds what the task says: a row that was
-        corrected under its id is another question. The scorer comes last: it changes no answer."""
+        """Key of the question to these weights. It covers the task's content, so a corrected row
+        with the same id is a new question. The scorer comes last, because answers do not depend on
+        it."""
         said = _digest(repr((task.prompt, task.reference, task.choices)))
         return f"{model.version}|{task.id}|{said}|{self._fingerprint}"
 
     def num_needed_tokens(self, task: Task) -> int:
-        """The least context in which the task can be answered."""
+        """Context length that the task needs."""
         if self.is_choice:
             return max(len(tokens) for tokens, _ in self._encode_choices(task))
         return len(self._template.encode(task)) + 1
 
     def sample_request(self, model: ModelRef, task: Task) -> SampleRequest:
-        """The seed is the task's, not the model's: all models draw the same random numbers."""
+        """Make the request. The seed depends on the task alone: all models use the same random
+        numbers."""
         digest = hashlib.blake2b(f"{self._params.seed}|{task.id}".encode(), digest_size=7).digest()
         return SampleRequest(
             model=model,
@@ -137,7 +139,7 @@ class Asking:
         )
 
     def choice_requests(self, model: ModelRef, task: Task) -> list[ScoreRequest]:
-        """One request when every choice is one token, else one per choice."""
+        """Make one request if every choice is one token, else one per choice."""
         encoded = self._encode_choices(task)
         start = encoded[0][1]
         if all(len(tokens) == start + 1 for tokens, _ in encoded):
@@ -147,9 +149,9 @@ class Asking:
         return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
 
     def pick(self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> Answer:
-        """The likeliest choice, as a completion, and how likely the right one is among all.
+        """Return the likeliest choice as a completion, with the right choice's probability.
 
-        EngineError where every choice is impossible, or one is NaN: then none was chosen.
+        Raises EngineError if every choice has probability 0, or one is NaN.
         """
         logprobs = [score.logprobs for score in scores]
         tokens = [request.tokens[request.start :] for request in requests]
@@ -186,7 +188,7 @@ class Asking:
     async def judge(
         self, task: Task, completion: Completion, *, certainty: float | None = None
     ) -> Rollout:
-        """The completion with its reward, or with the reason why it has none."""
+        """Score a completion; a failure is recorded as the rollout's error."""
         try:
             reward = await self.scorer.reward(task, completion)
         except (EngineDownError, FleetDownError):
@@ -197,7 +199,7 @@ class Asking:
         return Rollout(task=task, completion=completion, reward=reward, metrics=metrics)
 
     def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:
-        key = (task.id, task.prompt)  # a search of prompts asks one task in many ways
+        key = (task.id, task.prompt)  # prompt evolution asks one task with many prompts
         encoded = self._encoded.get(key)
         if encoded is None:
             encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
@@ -220,13 +222,13 @@ def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> No
         )
 
 
-# Groups to train on: several answers to each task, drawn at random and judged.
+# Groups to train on: several scored answers to each task.
 #
 # sampler = GroupSampler(engine, template=template, tasksets=tasksets, params=SamplingParams(n=8))
 # groups = await sampler.draw(policy, [Draw(task=task, seed=7)])
 #
-# An evaluation puts the same question to many models and never asks twice; here every draw is a new
-# one, named by its seed, and the caller keeps what came of it.
+# An evaluation remembers its questions and never asks twice. Here every draw is new, named by its
+# seed, and the caller keeps the result.
 
 
 class GroupSampler:
@@ -255,7 +257,7 @@ class GroupSampler:
                 )
 
     async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
-        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        """Return a group per draw, in order. A failed rollout is in its group with its error."""
         answers = await self._answers(model, draws)
         judged = iter(await together(self._judge(draw.task, answer) for draw, answer in answers))
         rollouts = [tuple(next(judged) for _ in range(self._params.n)) for _ in draws]
@@ -267,11 +269,11 @@ class GroupSampler:
     async def _answers(
         self, model: ModelRef, draws: Sequence[Draw]
     ) -> list[tuple[Draw, Completion | str]]:
-        """`n` answers to each draw, or `n` times why there are none."""
+        """Return `n` completions per draw, or `n` times the error."""
         try:
             drawn = await self._sampler.sample([self._request(model, draw) for draw in draws])
         except (EngineDownError, FleetDownError):
-            raise  # nobody can answer anything: the run ends, and goes on when somebody can
+            raise  # the engine is down: the run ends, to be resumed
         except (EngineError, FleetError) as error:
             if len(draws) == 1:
                 return [(draws[0], str(error))] * self._params.n

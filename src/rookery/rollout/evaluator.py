@@ -1,18 +1,18 @@
-"""Task x Sampler x Scorer -> Group, for many models and tasks together; and what they add up to.
+"""Task x Sampler x Scorer -> Group, for many models and tasks together, and their means.
 
     evaluator = TasksetEvaluator(sampler, template=template, tasksets=[taskset])
     groups = await evaluator.rollout(models, tasks)       # every answer
     evaluations = await evaluator.evaluate(models, tasks)  # a reward per task and model
 
-All models get the same tasks, the same random numbers and the same batch. Answers that a
-`RolloutLog` already holds, failed ones included, are not asked for again.
+All models get the same tasks and random numbers, in the same batch. Answers in the `RolloutLog`,
+failed ones included, are not drawn again.
 
 | stage    | consumes       | produces             | waits for                          |
 |----------|----------------|----------------------|------------------------------------|
 | blocks   | tasks x models | requests             | a place among the blocks in flight |
-| log      | requests       | what is known        | the disk                           |
-| sampler  | what is not    | completions, scores  | the engine or the fleet            |
-| scorer   | completions    | rollouts             | a judge, if it is one              |
+| log      | requests       | known rollouts       | the disk                           |
+| sampler  | new requests   | completions, scores  | the engine or the fleet            |
+| scorer   | completions    | rollouts             | the judge, if there is one         |
 | log      | rollouts       | durable events       | the disk                           |
 """
 
@@ -43,10 +43,10 @@ from rookery.types import (
 
 __all__ = ["BlockProgress", "RolloutLog", "TasksetEvaluator", "mean_by_source", "set_scores_aside"]
 
-# The rollouts of a run, so that nothing is asked twice and a failed answer stays failed.
+# The rollouts of a run: nothing is asked twice, and a failed answer stays failed.
 #
-# log = RolloutLog(run)                    # what the run's events hold
-# rollout = log.find(key, task, model)     # None: not asked yet
+# log = RolloutLog(run)                    # reads the run's events
+# rollout = log.find(key, task, model)     # None if not asked yet
 # log.add(rollouts)                        # in a thread; durable before it returns
 
 
@@ -54,8 +54,8 @@ ROLLOUT = "rollout"
 
 
 def set_scores_aside(run: Run, *, further: Collection[str], only_failed: bool) -> None:
-    """Have rollouts scored again from their answers, all or the failed ones, and events of the
-    `further` kinds, which follow from rewards, made again."""
+    """Set rollouts aside (all, or the failed ones) to be scored again from their answers. Events of
+    the `further` kinds, which follow from rewards, are set aside too."""
 
     def keep(event: Event) -> bool:
         return only_failed and event.kind == ROLLOUT and event.payload["reward"] is not None
@@ -67,25 +67,25 @@ def set_scores_aside(run: Run, *, further: Collection[str], only_failed: bool) -
 
 
 def _answer_key(key: str) -> str:
-    """What another scorer finds an answer by. A key ends with the scorer and the number of the
-    answer: see `Asking.key`."""
+    """The key without its scorer, by which another scorer finds the answer. A key ends with the
+    scorer and the answer's number; see `Asking.key`."""
     rest, _, index = key.rpartition("|")
     return f"{rest.rpartition('|')[0]}|{index}"
 
 
 class RolloutLog:
-    """Rollouts found again by (weights, task, way of asking), the failed ones too.
+    """Rollouts by (weights, task, way of asking), failed ones included.
 
-    With a run they are its events and stay on disk: memory does not grow with their number.
+    With a run, they are events on disk, and memory does not grow with their number.
     """
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
         self._adding = threading.Lock()
         self._memory: dict[str, Mapping[str, Any]] = {}
-        """Holds them when there is no run."""
+        """The rollouts, if there is no run."""
         self.has_answers = run is not None and run.last(f"{FORMER}{ROLLOUT}") is not None
-        """Whether rollouts were set aside, to be scored again."""
+        """Whether rollouts were set aside to be scored again."""
 
     def __len__(self) -> int:
         return len(self._memory) if self._run is None else self._run.counts().get(ROLLOUT, 0)
@@ -104,7 +104,7 @@ class RolloutLog:
         )
 
     def find_answer(self, key: str, model: ModelRef) -> tuple[Completion, float | None] | None:
-        """The answer, and its certainty, of a rollout that is to be scored again."""
+        """Return answer and certainty of a rollout that was set aside."""
         event = None if self._run is None else self._run.get(f"{FORMER}{ROLLOUT}", _answer_key(key))
         if event is None or event.payload["completion"] is None:
             return None
@@ -112,10 +112,11 @@ class RolloutLog:
         return _read_completion(event.payload["completion"], model), certainty
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
-        """Store a block of rollouts, all or none: a resumed run decides by what this one saw.
+        """Store a block of rollouts, all or none, so that a resumed run decides by the same
+        answers.
 
-        Waits for the disk: not for an event loop, but for any number of threads. Of two answers to
-        one question the first is kept.
+        Blocks until the data are on disk: call it in a thread; threads may overlap. The first of
+        two answers to one question is kept.
         """
         with self._adding:
             news = {
@@ -171,7 +172,7 @@ Rollouts = tuple[Rollout, ...]
 Found = TypeVar("Found")
 
 BLOCK_REQUESTS = 64
-"""Requests of one call: what is lost at most when the process is killed, per block in flight."""
+"""Requests per call: a kill loses at most these, per block in flight."""
 
 NUM_BLOCKS = 16
 """Blocks in flight: enough to keep any engine's batch full while finished ones are scored."""
@@ -179,14 +180,14 @@ NUM_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgress:
-    """What one finished block adds: answers, and the tokens of those that were not known yet."""
+    """Progress by one block: its answers, and the tokens of the new ones."""
 
     num_rollouts: int
     num_tokens: int
 
 
 class TasksetEvaluator:
-    """Measures models on tasks over one sampler and the tasksets whose tasks it may be given."""
+    """Measures models on tasks of the given tasksets, over one sampler."""
 
     def __init__(
         self,
@@ -203,8 +204,8 @@ class TasksetEvaluator:
         self._log = log
         self._on_progress = on_progress
         self.num_rollouts = 0
-        """Answers used so far, each once, whether asked now or found in the log: a resumed run
-        counts as one that was never stopped."""
+        """Distinct answers used so far, drawn or from the log: a resumed run counts as an
+        uninterrupted one."""
         self.num_tokens = 0
         """Tokens of these answers and their prompts."""
         self.num_answer_tokens = 0
@@ -221,9 +222,9 @@ class TasksetEvaluator:
             self._askings[taskset.name] = Asking(taskset, sampler=sampler, template=template)
 
     def drawing(self, num: int, **params: float) -> "TasksetEvaluator":
-        """One that draws so many answers to each task, over the same log; `params` are sampling
-        parameters. Without a temperature, greedy tasksets are drawn from at 1. Tasks whose choices
-        are scored are not for it."""
+        """Return an evaluator over the same log that draws `num` answers per task. `params` are
+        sampling parameters; without a temperature, greedy tasksets are drawn at 1. Tasks with
+        scored choices are not supported."""
         return TasksetEvaluator(
             self._sampler,
             template=self._template,
@@ -236,11 +237,11 @@ class TasksetEvaluator:
         )
 
     def can_draw(self, task: Task) -> bool:
-        """Whether answers to it are drawn, and not chosen."""
+        """Whether the task's answers are drawn instead of chosen."""
         return task.source in self._askings and not self._askings[task.source].is_choice
 
     def check_lengths(self, tasks: Iterable[Task], *, context_tokens: int) -> None:
-        """TaskError when a task cannot be answered in a context of so many tokens."""
+        """Raise TaskError if a task needs a longer context."""
         needed = {task.id: self._askings[task.source].num_needed_tokens(task) for task in tasks}
         too_long = {id: num for id, num in needed.items() if num > context_tokens}
         if too_long:
@@ -252,7 +253,7 @@ class TasksetEvaluator:
             )
 
     async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
-        """One evaluation per model, in their order; a task's reward is the mean of its group."""
+        """Return one evaluation per model, in order. A task's reward is the mean of its group."""
         start = time.monotonic()
         groups = await self.rollout(models, tasks)
         seconds = time.monotonic() - start
@@ -288,14 +289,14 @@ class TasksetEvaluator:
         )
 
     def _cost(self, rollout: Rollout) -> int:
-        """Tokens of a prompt and its answer."""
+        """Number of tokens of the prompt and the answer."""
         return len(self._template.encode(rollout.task)) + _answer_tokens(rollout)
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
-        """Every task under every model: the groups of the first model, then of the second, ..."""
+        """Return the groups of all tasks under the first model, then under the second, ..."""
         each_model = list(dict.fromkeys(models))
         each_task = {task.id: task for task in tasks}.values()
-        # Two models of equal weights have equal keys: they are asked once.
+        # Models of equal weights have equal keys and are asked once.
         questions = {self._key(m, t): (m, t) for t in each_task for m in each_model}
         known = await self._once.know(
             questions,
@@ -321,7 +322,7 @@ class TasksetEvaluator:
         asked = await self._ask([missing[key] for key in unasked]) if unasked else []
         news |= zip(unasked, asked, strict=True)
         if self._log is not None and news:
-            # In a thread: the next block's requests need not wait for the disk.
+            # In a thread, so that the next block does not wait for the disk.
             await run_in_thread(self._keep, self._log, questions, news)
         self._tell_progress(len(questions), news.values())
         return logged | news
@@ -333,7 +334,7 @@ class TasksetEvaluator:
 
     def _count(self, known: Mapping[str, Rollouts]) -> None:
         for key, rollouts in known.items():
-            if self._log is not None:  # else the same question is really asked again
+            if self._log is not None:  # without a log, equal questions are asked again
                 mark = hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=12)
                 if mark.digest() in self._counted:
                     continue
@@ -343,7 +344,7 @@ class TasksetEvaluator:
             self.num_answer_tokens += sum(map(_answer_tokens, rollouts))
 
     def read_answer(self, rollout: Rollout) -> str | None:
-        """What the scorer takes as the answer: equal for answers that mean the same."""
+        """Return the answer as the scorer reads it; equal texts are equal answers."""
         if rollout.completion is None:
             return None
         return self._askings[rollout.task.source].scorer.read(rollout.completion)
@@ -356,7 +357,7 @@ class TasksetEvaluator:
         return {} if log is None else await self._find(questions, log.find)
 
     async def _find_answers(self, questions: Mapping[str, Pair]) -> dict[str, tuple[Answer, ...]]:
-        """What is to be scored again, and not asked."""
+        """Find answers that were set aside to be scored again."""
         log = self._log
         if log is None or not log.has_answers:
             return {}
@@ -372,7 +373,7 @@ class TasksetEvaluator:
         questions: Mapping[str, Pair],
         find: Callable[[str, Task, ModelRef], Found | None],
     ) -> dict[str, tuple[Found, ...]]:
-        """The questions of which the log has every answer."""
+        """Find the questions with all answers in the log."""
 
         def find_each() -> dict[str, tuple[Found, ...]]:
             complete = {}
@@ -384,7 +385,7 @@ class TasksetEvaluator:
                     complete[key] = known
             return complete
 
-        return await asyncio.to_thread(find_each)  # the disk is read there
+        return await asyncio.to_thread(find_each)  # it reads the disk
 
     def _keep(
         self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]
@@ -398,7 +399,7 @@ class TasksetEvaluator:
         )
 
     async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
-        """The rollouts of each pair. When the batch fails, each pair is asked by itself once."""
+        """Ask all pairs in one call; if it fails, each pair once by itself."""
         try:
             answers = await self._answers(pairs)
         except (EngineDownError, FleetDownError):
@@ -429,7 +430,7 @@ class TasksetEvaluator:
         return (failed,) * self._askings[task.source].num_answers
 
     async def _answers(self, pairs: Sequence[Pair]) -> list[tuple[Answer, ...]]:
-        """Sampled pairs and chosen pairs go to the sampler side by side."""
+        """Sample and choose concurrently."""
         chosen = [self._askings[task.source].is_choice for _, task in pairs]
         to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
         to_choose = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
@@ -443,7 +444,7 @@ class TasksetEvaluator:
         return [tuple(map(Answer, completions)) for completions in drawn]
 
     async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Answer, ...]]:
-        """Score the choices of each pair; the answer is the likeliest choice."""
+        """Answer each pair by its likeliest choice."""
         requests = [self._askings[task.source].choice_requests(m, task) for m, task in pairs]
         flat = [request for group in requests for request in group]
         scores = iter(await self._sampler.score(flat) if flat else [])
@@ -465,8 +466,7 @@ def _drawn_by(usual: SamplingParams, num: int, params: Mapping[str, float]) -> S
 def mean_by_source(
     rewards: Mapping[str, float], tasks: Iterable[Task], *, by_weight: bool = False
 ) -> dict[str, float]:
-    """The mean reward of each source's tasks, by their weights or each alike; tasks without a
-    reward are left out."""
+    """Mean reward per source, weighted or unweighted; tasks without a reward are left out."""
     sums: dict[str, list[tuple[float, float]]] = {}
     for task in tasks:
         if task.id in rewards:
