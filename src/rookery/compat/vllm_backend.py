@@ -95,8 +95,7 @@ class BackendConfig(Config):
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     adapter_folder: Path | None = None
-    """Folder that this machine and the server see at the same path, for adapters for a server on
-    another machine."""
+    """Folder that both machines see at the same path, for adapters for a remote server."""
     resolver: bool = False
     """The server searches adapter_folder by name (lora_filesystem_resolver)."""
 
@@ -157,7 +156,6 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 async def _is_service(client: Client) -> bool:
-    """True if a Rookery service answers there."""
     try:
         answer = await client.get("/version")
     except (ServerLost, ServerRefusal):
@@ -309,10 +307,8 @@ _lock = threading.RLock()
 
 def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Connect to the server that `config` or the environment names; return `get_client_info()`.
-
     Other functions call it if needed. ConnectionError if the server cannot be reached within the
-    timeout.
-    """
+    timeout."""
     global _backend, _opening
     with _lock:
         shutdown_vllm_client()
@@ -329,10 +325,8 @@ def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def shutdown_vllm_client() -> None:
-    """Disconnect, and unload adapters registered here. Does nothing when not connected.
-
-    Calls that wait in other threads end with a FleetError. Runs at exit.
-    """
+    """Disconnect, and unload adapters registered here. Does nothing when not connected. Calls that
+    wait in other threads end with a FleetError. Runs at exit."""
     global _backend
     if (opening := _opening) is not None:
         # Without the lock, which the thread that waits for the server holds.
@@ -359,10 +353,8 @@ def generate_with_vllm(
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Return `n` answers per prompt, in order: text, token_ids, logprobs and finish_reason each.
-
     Prompts are texts or token ids; `adapter_id` is a registered one. Equal prompts get different
-    answers; a repeated call with the same seed gets the same answers.
-    """
+    answers; a repeated call with the same seed gets the same answers."""
     _check_prompts(prompts)
     backend = _connected()
     params = SamplingParams(
@@ -409,10 +401,8 @@ def _answer(
 
 def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) -> bool:
     """Make a PEFT folder available as `adapter_id`. Registering an id again replaces its weights.
-
     ValueError if the folder does not exist, AdapterError if it does not fit the model, ImportError
-    without torch, which reads the weights.
-    """
+    without torch, which reads the weights."""
     path = Path(lora_path)
     if not path.exists():
         raise ValueError(f"LoRA path does not exist: {lora_path}")
@@ -494,10 +484,8 @@ def close_communicator() -> None:
 
 
 def update_model_weights(model: Model) -> None:
-    """Give the server the weights of a transformers model of the same architecture.
-
-    FleetError if the server's log-probabilities then differ from the model's.
-    """
+    """Give the server the weights of a transformers model of the same architecture. FleetError if
+    the server's log-probabilities then differ from the model's."""
     backend = _connected()
     if not backend.is_communicating:
         raise RuntimeError("Call init_communicator(device) before update_model_weights(model).")

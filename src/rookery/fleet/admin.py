@@ -83,9 +83,7 @@ async def up(
     progress: Progress | None = None,
 ) -> None:
     """Start servers for other programs and keep them up, until cancelled or terminated by SIGTERM.
-
-    If a server is given up, the others stay up; FleetError if all are.
-    """
+    If a server is given up, the others stay up; FleetError if all are."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     is_told = False
@@ -172,10 +170,8 @@ async def _version(client: Client) -> str:
 
 def down(root: Path | None = None, *, limit_s: float = STOP_S) -> list[str]:
     """Stop pools that `up` started and servers of dead owners; return their URLs. Pools of running
-    programs are left alone.
-
-    The owner is asked first, so that it does not restart its servers. Blocks: call it in a thread.
-    """
+    programs are left alone. The owner is asked first, so that it does not restart its servers.
+    Blocks: call it in a thread."""
     folder = root or state_folder()
     urls: list[str] = []
     for registry in find_registries(folder):
@@ -220,10 +216,8 @@ class Check:
 async def verify(
     url: str, *, api_key: str = "", adapter: Adapter | None = None
 ) -> tuple[Check, ...]:
-    """Run all checks in order; if the server cannot be probed, return only that failure.
-
-    Adapters are tested with the given one, else with zeros if the model's folder is here.
-    """
+    """Run all checks in order; if the server cannot be probed, return only that failure. Adapters
+    are tested with the given one, else with zeros if the model's folder is here."""
     async with open_session() as session:
         client = Client(url, session=session, config=ClientConfig(), api_key=api_key)
         try:

@@ -211,8 +211,7 @@ class Fleet:
         return PromptRequest(request.model, fields, request.prompt, request.affinity, stream)
 
     def _is_trained(self, ref: ModelRef) -> bool:
-        """True for base weights that this fleet published. Other programs may have named the first
-        weights of a server."""
+        """True for base weights of this fleet; other programs name their own on a server."""
         return self.base != self.first_base and self._served.find(ref) is None
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -229,10 +228,8 @@ class Fleet:
             return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
 
     async def load(self, adapter: Adapter) -> ModelRef:
-        """Check the adapter and return its name. Servers get it with the first request for it.
-
-        If the model's shapes are unknown here, one server loads it now and may refuse it.
-        """
+        """Check the adapter and return its name. Servers get it with the first request for it. If
+        the model's shapes are unknown here, one server loads it now and may refuse it."""
         self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
         async with self._served.changing(ref):
@@ -249,8 +246,7 @@ class Fleet:
             await self._retire(ref)
 
     async def publish(self, weights: Weights) -> ModelRef:
-        """Load new weights. The weights published under this name before are retired after their
-        last request in flight."""
+        """Load new weights; retire the previous ones of that name after their last request."""
         ref = await self.load(require_adapter(weights))
         previous = self._served.publish(ref)
         if previous is not None:

@@ -146,8 +146,7 @@ def claim_folder(parent: Path) -> Iterator[Owner]:
 
 @contextmanager
 def find_left(parent: Path) -> Iterator[list[Owner]]:
-    """Yield the dead owners, all locked inside the block, without waiting for any lock. Unreadable
-    records are skipped."""
+    """Yield dead owners, locked inside the block; skip locked and unreadable records."""
     with ExitStack() as stack:
         owners = (_lock_left(folder, stack) for folder in sorted(parent.glob(f"{_PREFIX}*")))
         yield [owner for owner in owners if owner is not None]
@@ -239,8 +238,7 @@ class ServedAdapters:
         return served is not None and served.has_head
 
     def changing(self, ref: ModelRef) -> asyncio.Lock:
-        """Return the lock of one load or retirement: a load during a retirement waits, then starts
-        over."""
+        """Return the lock of loads and retirements: a load waits for a retirement, then restarts."""
         return self._changing.setdefault(ref, asyncio.Lock())
 
     def add_load(self, ref: ModelRef) -> bool:
@@ -361,13 +359,12 @@ class Residency:
         self._names.add(name)
 
     def note_cut(self, name: str) -> None:
-        """Record that a request for this name was abandoned: the server may still have it
-        queued."""
+        """Record that a request for this name was abandoned but may still be queued there."""
         self._cut.add(name)
 
     async def load(self, name: str, *, path: Path | str) -> None:
-        """Load an adapter. A sent load is never cancelled with its caller: the server could run it
-        after the unload."""
+        """Load an adapter. A sent load is not cancelled with its caller: it could follow the
+        unload."""
         if self._has_left:
             raise FleetError("The fleet was closed before this adapter was loaded.")
         self.expect(name)
@@ -428,10 +425,8 @@ class Residency:
 
 
 async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
-    """Unload what dead owners left on servers, and remove their folders.
-
-    Folders stay if a server cannot be asked. `clients` have the keys of the servers at hand.
-    """
+    """Unload what dead owners left on servers, and remove their folders. Folders stay if a server
+    cannot be asked. `clients` have the keys of the servers at hand."""
     by_url = {client.url: client for client in clients}
     limits = ClientConfig(connect_s=LEFT_S, control_s=LEFT_S)
     with find_left(parent) as dead:
@@ -455,8 +450,7 @@ async def list_names(client: Client, *tokens: str) -> list[str]:
 
 
 async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
-    """Unload these owners' adapters; return the tokens the server knows no more. Empty if it cannot
-    be asked."""
+    """Unload these owners' adapters; return the tokens that have none left on the server."""
     known = set(tokens)
     try:
         with boundary(FleetError, f"{client.url} cannot be asked"):

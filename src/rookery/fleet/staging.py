@@ -159,10 +159,8 @@ class CudaBuffer(NamedTuple):
 
 
 def cuda_buffers(device: "torch.device", num_bytes: int) -> list[CudaBuffer]:
-    """Make buffers in one allocation: another process opens it once for all of them.
-
-    Writes to a buffer must have finished before its handle is given away.
-    """
+    """Make buffers in one allocation: another process opens it once for all of them. Writes to a
+    buffer must have finished before its handle is given away."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -257,7 +255,6 @@ class Staging:
         return self._members[ref][1]
 
     def buffer_path(self, ref: ModelRef, *, dtype: str) -> Path:
-        """Return the folder that `buffer_folder` writes."""
         return self.root / f"{self.wire_name(ref)}.{dtype}.buffer"
 
     def buffer_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
@@ -291,10 +288,8 @@ class Staging:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait for writes in progress and refuse new ones; the folders stay.
-
-        A thread outlives the request that it writes for, and would restore removed folders.
-        """
+        """Wait for writes in progress and refuse new ones; the folders stay. A thread outlives the
+        request that it writes for, and would restore removed folders."""
         self._is_closed = True
         for lock in [self._centres, *self._writing.values()]:
             with lock:
@@ -361,9 +356,7 @@ def open_staging(
     parent: Path | None, *, in_place: bool = False, is_searched: bool = False
 ) -> Iterator[Staging]:
     """Make a folder for adapters under `parent`, by default in shared memory, for the block.
-
-    Folders that killed processes left there are removed, unless a server may know of them.
-    """
+    Folders that killed processes left there are removed, unless a server may know of them."""
     parent = parent or memory_folder()
     with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
         parent.mkdir(parents=True, exist_ok=True)
@@ -398,11 +391,9 @@ def as_safetensors(path: Path) -> Iterator[Path]:
 
 
 def _folded(adapter: Adapter) -> Adapter:
-    """Return the adapter with scale 1: B is multiplied in float32, then rounded to its dtype.
-
-    torch multiplies half precision by a number in float32 and rounds once. Factors of one kind are
-    multiplied together, as a call for each would cost more than the arithmetic.
-    """
+    """Return the adapter with scale 1: B is multiplied in float32, then rounded to its dtype. torch
+    multiplies half precision by a number in float32 and rounds once. Factors of one kind are
+    multiplied together, as a call for each would cost more than the arithmetic."""
     import torch
 
     kinds: dict[tuple[float, torch.dtype, torch.device], list[str]] = {}

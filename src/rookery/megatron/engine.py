@@ -37,8 +37,7 @@ __all__ = ["Ranks", "RanksEngine", "RanksTrainer", "follow", "join_ranks"]
 
 
 IDLE_S = 365 * 24 * 3600.0
-"""Longest pause between two calls. If the first rank dies, torchrun and the closed connection end
-the others at once."""
+"""Longest pause between calls. If the first rank dies, torchrun ends the others at once."""
 
 Part = TypeVar("Part")
 

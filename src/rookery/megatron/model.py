@@ -52,8 +52,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class CurrentPass:
-    """State of the current pass for attention, as megatron-core's layers pass no extra arguments
-    on."""
+    """State of a pass for attention: megatron-core's layers pass no extra arguments on."""
 
     attend: Attend
     cos: torch.Tensor

@@ -56,8 +56,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
 POLL_S = 60.0
-"""Longest silence of the service, which answers a poll within 45 s. Transfers of weights have no
-total limit."""
+"""Longest silence of the service, which answers polls within 45 s; transfers may go on."""
 _RETRY = Backoff(first_s=0.1, longest_s=5.0)
 _AGAIN = frozenset({408, 429})
 _NOBODY = frozenset({401, 403, 410})

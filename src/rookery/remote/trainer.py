@@ -130,8 +130,7 @@ class ServiceTrainer:
         return outputs
 
     async def save(self, trainee: str, path: Path) -> None:
-        """Save the state in the service, and its name in the file. The state that the file named
-        before is deleted."""
+        """Save the state in the service and its name in the file; delete the one named before."""
         state = self._own(trainee)
         body: dict[str, Any] = {"path": f"state-{uuid4().hex}"}
         if self._has_last_states:

@@ -59,8 +59,7 @@ class ServiceConfig(Config):
     session_s: float = Field(default=1800.0, ge=60)
     """Seconds without a heartbeat after which a session and its models end."""
     gap_s: float = Field(default=900.0, gt=0)
-    """Seconds that a request waits for a missing earlier one of its model. The SDK resends requests
-    for five minutes."""
+    """Seconds to wait for a missing earlier request of a model; the SDK resends for 300 s."""
     result_s: float = Field(default=600.0, ge=60)
     """Seconds that a fetched result is kept, as a client may ask again."""
     unfetched_s: float = Field(default=21_600.0, ge=60)

@@ -65,8 +65,7 @@ SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Metrics of one service, in its own registry, so that two services in one process stay
-    apart."""
+    """Metrics of one service, in its own registry: a process may run two services."""
 
     def __init__(self) -> None:
         self._registry, self._tenants = CollectorRegistry(), CollectorRegistry()

@@ -135,8 +135,7 @@ class Drawing:
         self._is_stopped = False
 
     async def draw(self, draw: DrawWork) -> Drawn:
-        """Wait for a turn, then draw. Refused if the service stops before the answer, as no restart
-        repeats it."""
+        """Wait for a turn, then draw. Refused if the service stops: no restart repeats it."""
         if self._is_stopped:
             raise Refusal(503, STOPPING)
         try:
@@ -311,8 +310,7 @@ class Drawing:
         *,
         width: int,
     ) -> list[Answer]:
-        """Send a request per position of a prompt, in slices, so that other requests run between
-        them."""
+        """Send a request per position in slices, so that other requests run in between."""
         step = max(1, self._context.config.samples_in_flight // width)
         answers: list[Answer] = []
         for start in range(0, len(requests), step):
@@ -320,13 +318,11 @@ class Drawing:
         return answers
 
 
-# Accepted samples and scores -> the engine -> results, each in its own task that waits for its
-# turn.
+# Accepted samples and scores -> the engine -> results, each in a task that waits its turn.
 
 
 ANSWER_MIB = 256
-"""Limit on one answer: the journal takes no entry of over 500 MB, and an entry that it cannot take
-ends the service."""
+"""Limit on one answer: one that the journal cannot take (over 500 MB) ends the service."""
 
 
 class OpenSamples:

@@ -137,7 +137,6 @@ class FairQueue(Generic[Item]):
         return None
 
     def _pop(self) -> None:
-        """Remove the first item of the first line."""
         _, age, tenant = self._order[0]
         line = self._lines[tenant]
         self._clock = line.clock

@@ -191,9 +191,8 @@ class Futures:
             changed.set()
 
     def drop_old(self, *, fetched_s: float, unfetched_s: float) -> int:
-        """Forget results that were fetched this long ago; return their number. Results unfetched
-        for `unfetched_s` count as fetched from then on. Requests without a result stay, as their
-        numbers are taken."""
+        """Forget results fetched this long ago; return their number. Unfetched results count as
+        fetched after `unfetched_s`. Unanswered requests stay: their numbers are taken."""
         now = time.monotonic()
         done = [future for future in self._futures.values() if future.result is not None]
         old = [f for f in done if f.fetched is not None and f.fetched < now - fetched_s]
@@ -212,8 +211,7 @@ class Futures:
             del self._keys[future.key]
 
     def end_owners(self, owners: Collection[str]) -> None:
-        """Drop the owners' results like fetched ones, including results still to come: nobody may
-        ask for them any more."""
+        """Drop the owners' results, also future ones, like fetched ones: nobody may ask now."""
         for owner in owners:
             self._finished.pop(owner, None)
             if (changed := self._changed.pop(owner, None)) is not None:

@@ -23,8 +23,7 @@ __all__ = ["Restarted", "recover", "take_snapshot"]
 
 
 async def take_snapshot(context: ServiceContext) -> set[str]:
-    """Save what changed since the last snapshot; return the blobs that a restart may need. No pass
-    may be running."""
+    """Save all changes between passes; return the blobs that a restart may need."""
     for model in list(context.state.models.values()):  # clients create and end models meanwhile
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
             model.snapshot, model.snapshot_bytes = await _save(context, model)

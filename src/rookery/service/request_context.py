@@ -264,7 +264,6 @@ class DrawingRoute(JsonRoute):
 
 
 async def _wait_disconnected(request: Request) -> None:
-    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -210,8 +210,7 @@ class Service:
         self.samples = OpenSamples(context, self.drawing)
         self.admission = Admission(context)
         self.blob_lock = asyncio.Lock()
-        """Held while a blob is stored but not yet named in the state, and while unused blobs are
-        deleted."""
+        """Held while a stored blob is not in the state yet, and while unused blobs are deleted."""
         self.uploads = FairSemaphore(1)
         """Stores adapters one at a time, so that a waiter for the lock waits for at most one."""
         self.reading = FairSemaphore(READERS)
@@ -325,8 +324,7 @@ class Service:
                 self.samples.add(work, self._group)
 
     def stop(self) -> None:
-        """Begin nothing more. Polls end with "not yet", and clients send them to the next
-        process."""
+        """Begin nothing more. Polls end with "not yet"; clients ask the next process."""
         self.training.stop()
         for task in self.samples.tasks:  # they stay pending
             task.cancel()
@@ -490,7 +488,6 @@ async def _link_secret(run: Run) -> bytes:
 
 
 def _reply(command: Command) -> dict[str, Any]:
-    """Return the reply to an accepted request."""
     reply: dict[str, Any] = {"request_id": command.id}
     if command.kind not in SAMPLING:
         return {**reply, "model_id": command.owner}

@@ -299,8 +299,7 @@ class Wal:
     async def finish_snapshot(
         self, document: Mapping[str, Any], *, seq: int, oldest_pending: int | None
     ) -> None:
-        """Make the document, with JsonRows as leaves, durable, then drop the entries that it
-        replaces."""
+        """Make the document durable, with JsonRows as leaves; drop the entries it replaces."""
         cut = seq if oldest_pending is None else min(seq, oldest_pending - 1)
         blob = await run_in_thread(lambda: self.run.blobs.put_bytes(encode(document)))
         await self.run.append(SNAPSHOT, {"blob": blob, "journal": seq, "cut": cut})

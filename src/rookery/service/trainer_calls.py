@@ -75,8 +75,7 @@ class WorkOutcome:
     work: Command
     result: Result
     effect: Mapping[str, Any] = field(default_factory=dict)
-    """Change of the state: {"checkpoint": {...}}, {"sampler": {...}}, or the blob that was
-    loaded."""
+    """State change: {"checkpoint": {...}}, {"sampler": {...}} or {"loaded": blob}."""
     error: tuple[str, Category] | None = None
 
     @classmethod
@@ -147,8 +146,7 @@ def _apply(context: ServiceContext, outcome: WorkOutcome) -> None:
 
 
 def _find_surplus(context: ServiceContext, outcomes: Sequence[WorkOutcome]) -> list[str]:
-    """Return the paths of checkpoints beyond the last `keep_last` of each kind that was saved now.
-    Published ones stay."""
+    """Return paths of unpublished checkpoints beyond `keep_last`, of each kind saved now."""
     if context.config.keep_last is None:
         return []
     saved = [(o.work.owner, o.effect["checkpoint"]) for o in outcomes if "checkpoint" in o.effect]

@@ -144,8 +144,7 @@ FIRST_PASS_TOKENS = 1024
 LEAST_PASS_TOKENS = 64
 """So few tokens hardly take longer together than one request alone, on any machine."""
 COMPUTED = ("forward_backward", "forward", "optim_step", "refused")
-"""Kinds whose time depends on their tokens. The others, which create, load and save models, count
-as a whole pass."""
+"""Kinds whose time depends on their tokens; making, loading and saving cost a whole pass."""
 LEAST_JOURNAL_BYTES = 8 << 20
 """Lower bound on the journal size that triggers a snapshot, in bytes."""
 
@@ -277,7 +276,6 @@ class TrainingLoop:
         return self._queue.tokens
 
     async def _cycle(self) -> None:
-        """Compute some works in stages."""
         works = self._take()
         self._running = frozenset(work.id for work in works)
         for stage in stages(works, is_alone=self._context.pending.is_suspect):
@@ -324,8 +322,7 @@ class TrainingLoop:
     async def _outcomes(
         self, works: Sequence[Command], record: PassRecord | None
     ) -> list[WorkOutcome]:
-        """Compute the works; return one outcome each, in order. An error of a call becomes the
-        result of its works."""
+        """Compute the works; return an outcome each, in order. Errors become outcomes."""
         doable, outcomes = self._calls.sort_out(works, record)
         if doable:
             is_new = record is None

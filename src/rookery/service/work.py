@@ -65,8 +65,7 @@ class Backend:
     tokenizer: str
     """Hugging Face id or folder from which clients load the tokenizer."""
     merge: Callable[[Path, Path], object]
-    """(PEFT folder, new folder): writes the base model with the adapter merged into it. Blocks on
-    the disk."""
+    """(PEFT folder, new folder): writes the base model merged with the adapter. Blocks."""
 
 
 # Refused requests, with the HTTP status that clients understand.

@@ -98,8 +98,7 @@ class GatewayClient:
         self._number = str(answer.get("uuid", ""))
 
     async def stay_known(self) -> None:
-        """Send signs of life until cancelled. Errors are ignored, as the next question gets them
-        too."""
+        """Send signs of life until cancelled. The next question reports errors too."""
         while True:
             await asyncio.sleep(ALIVE_S)
             if self._number:

@@ -94,8 +94,7 @@ class Gateway:
         await self.run.append_many([new])
 
     async def accept(self, group: ScoredGroup, *, is_gone: IsGone = stays) -> int | None:
-        """Keep a group until it is trained on; TaskError if it never can be. Returns as
-        `GroupQueue.add_all`."""
+        """Keep a group until it is trained on; returns like `GroupQueue.add_all`."""
         [buffered] = await self.accept_all([group], is_gone=is_gone)
         return buffered
 
@@ -118,8 +117,7 @@ class Gateway:
         return buffered
 
     def note_refusal(self, sentence: str) -> None:
-        """Log a refusal, ever less often. Environments of atroposlib drop refused groups
-        silently."""
+        """Log a refusal, ever less often: environments of atroposlib drop such groups silently."""
         self.num_refused += 1
         self.last_refusal = sentence
         if self.num_refused.bit_count() == 1:

@@ -140,8 +140,7 @@ class Registry:
         return self._trainer_id
 
     def hear_trainer(self, trainer_id: str) -> None:
-        """Note a sign of life from a trainer; TaskError if it gives a number other than the last
-        registered one."""
+        """Note a sign of life; TaskError unless the trainer registered last or gives no number."""
         if trainer_id and trainer_id != self._trainer_id:
             raise TaskError(
                 "Another trainer has registered since, and gets the batches: stop one of them."
@@ -310,8 +309,7 @@ class PostReceipts:
 
     @asynccontextmanager
     async def in_turn(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
-        """Handle equal groups one by one: the first may still be written when its sender times out
-        and sends it again."""
+        """Take equal groups in turn: a sender may time out and resend one that is being written."""
         async with AsyncExitStack() as stack:
             for digest in sorted(set(digests)):
                 turn = self._turns.setdefault(digest, asyncio.Lock())
@@ -419,8 +417,7 @@ class GroupQueue:
         is_gone: IsGone,
     ) -> list[int | None]:
         """Accept groups, all or none; they are durable on return. Per group, return None if it
-        waits for a batch or came before, else the number of buffered sequences of its
-        environment."""
+        waits for a batch or came before, else its environment's buffered sequences."""
         encoded = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
         digests = [digest for digest, _ in encoded]
         async with self._receipts.in_turn(digests):

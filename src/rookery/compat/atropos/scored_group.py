@@ -210,10 +210,8 @@ Sized = tuple[int | None, int]
 def pick_batch(
     queue: Sequence[Sized], *, num_sequences: int, minimums: Mapping[int, float] | None = None
 ) -> list[int]:
-    """Return the places of groups that make a batch; empty if there is none yet.
-
-    Groups of sizes 4 2 2 4 and batches of 8: places 0, 1, 2 (a pack of two groups of 2).
-    """
+    """Return the places of groups that make a batch; empty if there is none yet. Groups of sizes 4
+    2 2 4 and batches of 8: places 0, 1, 2 (a pack of two groups of 2)."""
     if sum(size for _, size in queue) < num_sequences:
         return []
     for has_others in (True, False):
@@ -275,8 +273,7 @@ def _fill(
 
 
 def _packed(queue: Sequence[Sized], *, by_environment: bool, has_others: bool) -> list[int]:
-    """Return the places of groups in whole packs, pack by pack; `has_others` includes groups of
-    sizes that make none."""
+    """Return groups in whole packs, pack by pack; with `has_others` also sizes without packs."""
     largest = max((size for _, size in queue), default=0)
     open_packs: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
     packed: list[int] = []

@@ -115,8 +115,7 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] |
 
 
 class CallReader:
-    """Reads one answer as it grows. Text outside calls is unchanged content; spaces around calls
-    are dropped."""
+    """Reads one answer as it grows. Text outside calls is content; spaces around calls go."""
 
     def __init__(self, tools: Sequence[Tool], choice: ToolChoice) -> None:
         self._names = {one.function.name for one in tools}

@@ -113,10 +113,8 @@ def _read_program(path: Path, folder: Path, island_of: dict[str, int]) -> Progra
 
 
 def _artifact_folder(file: ProgramDocument, folder: Path) -> Path | None:
-    """Return the folder of large artifacts, ignoring the path that the file names.
-
-    A foreign checkpoint must not bring other files of this machine into a prompt.
-    """
+    """Return the folder of large artifacts, ignoring the path that the file names. A foreign
+    checkpoint must not bring other files of this machine into a prompt."""
     if file.artifact_dir is None:
         return None
     output = folder.resolve().parent.parent

@@ -382,8 +382,7 @@ def _beside(config: EvolveConfig, base: Path) -> EvolveConfig:
 
 
 def _taskset_beside(base: Path, name: str) -> str:
-    """Resolve a file name, with options after it, beside the config or in the current folder; other
-    names stay unchanged."""
+    """Resolve a file (maybe with options) beside the config or in the current folder."""
     file, mark, options = name.partition("?")
     for start in (base, Path.cwd()):
         if (path := expanded(file, start)).exists():

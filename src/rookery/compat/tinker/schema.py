@@ -125,8 +125,7 @@ def _check_shape(shape: Sequence[int], name: str) -> None:
 def read_draw(
     work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
 ) -> DrawWork:
-    """Read a sample request. Without a seed, it gets one from its id, so that a restart draws the
-    same samples."""
+    """Read a sample request; without a seed it gets one from its id, for equal restarts."""
     request = Sample.model_validate_json(work.body)
     prompt = request.prompt.token_ids()
     options = request.sampling_params

@@ -108,8 +108,7 @@ def _number(raw: bytes, request: Request, limit_bytes: int) -> tuple[str, int] |
 
 
 def _first_fields(head: bytes) -> Any:
-    """Parse a message up to its model and number, which come first: its data may be too large or
-    damaged."""
+    """Parse a message up to its model and number: the data after them may be damaged."""
     size, place = _varint(head, 1)
     _, end = _varint(head, place + size + 1)
     return ForwardBackwardRequest.FromString(head[:end])
@@ -336,8 +335,7 @@ def _add_results(router: APIRouter, api: RequestContext) -> None:
 
     @router.post("/retrieve_future")
     async def retrieve(body: RetrieveFuture, request: Request, tenant: Tenant) -> Response:
-        """Return the result if it comes within the poll's time; else 408 with the place in the
-        queue."""
+        """Return the result if it comes within the poll's time; else 408 with its queue place."""
         future = futures.get(body.request_id, tenant=tenant)
         result = await futures.wait(future, limit_s=limit_s)
         if result is None:

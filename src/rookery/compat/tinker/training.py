@@ -285,8 +285,7 @@ def train_request(
     context_tokens: int | None,
     custom: Callable[[str], CustomLoss],
 ) -> TrainRequest:
-    """Build the trainer's request, or refuse the call with the datum and array at fault. `custom`
-    finds the losses of clients."""
+    """Build the trainer's request; a refusal names datum and array. `custom` finds losses."""
     if isinstance(call, RecordCall):
         for place, datum in enumerate(call.request.data):
             _check_length(len(datum.tokens), place=place, context_tokens=context_tokens)
@@ -376,10 +375,8 @@ def output_metrics(
     request: TrainRequest, output: TrainOutput, drawn: Sequence[Array] = ()
 ) -> dict[str, float]:
     """Return metrics as `name:reduction`, which the SDK merges over chunks; always with `loss:sum`.
-
     Includes the gap between sampler and trainer on drawn tokens. Losses of drawn tokens carry the
-    sampler's log-probabilities; for others, `drawn` has them, NaN where unknown.
-    """
+    sampler's log-probabilities; for others, `drawn` has them, NaN where unknown."""
     metrics = {"loss:sum": output.metrics["train/loss_sum"]}
     for key, value in output.metrics.items():
         if key.startswith("custom/"):

@@ -208,7 +208,6 @@ def _add_weights(router: APIRouter, api: RequestContext) -> None:
 
 
 async def _accept(api: RequestContext, kind: str, tenant: str, body: BaseModel) -> dict[str, Any]:
-    """Accept a JSON request of a model."""
     api.service.admission.check_rate(tenant)
     fields = body.model_dump(include={"model_id", "seq_id"})
     model: Model = api.service.context.state.model(tenant, fields["model_id"])

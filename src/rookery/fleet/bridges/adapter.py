@@ -142,13 +142,11 @@ class AdapterBridge:
         self._published: dict[str, ModelRef] = {}
         self._newest: dict[str, _Newest] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Per name, the task that unloads the version before the newest; it ends before the next
-        publication."""
+        """Tasks that unload the version before the newest, by name; awaited before the next."""
         self._lock = asyncio.Lock()
         """Held while a restarted server proves what it has."""
         self._num_showing = 0
-        """Publications being proved now. A server that comes back waits for them, then proves the
-        newest."""
+        """Publications being proved now, for which a server that comes back waits."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         for replica in fleet.pool.replicas:

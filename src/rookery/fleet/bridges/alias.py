@@ -76,8 +76,7 @@ def alias_weights(
 
 
 def fused_name(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]] | None:
-    """Return the server's name of the fused layer this weight is part of, with all its parts; None
-    for a layer of its own."""
+    """Return the server's name of this weight's fused layer with its parts; None if unfused."""
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     for fused, parts in packed.items():

@@ -42,8 +42,7 @@ __all__ = [
     "update_weights",
 ]
 
-# The `restart` bridge: restarts our own servers on a folder. It is the slowest bridge, and needs no
-# support from a server.
+# The `restart` bridge: restarts our own servers on a folder. Slowest, but always possible.
 
 
 def require_own_servers(fleet: Fleet) -> None:

@@ -143,8 +143,7 @@ class Api:
     ) -> None:
         self.config = config
         self.root = "/v1" if config.url.rstrip("/").endswith("/v1") else ""
-        """Prefix of request paths: clients take a URL without /v1, and some APIs have another path,
-        such as /v1beta/openai."""
+        """Prefix of request paths: clients take a URL without /v1, and some APIs have no /v1."""
         self.num_answers = 0
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0

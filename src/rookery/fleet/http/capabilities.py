@@ -144,25 +144,20 @@ def _by_plain_name(shapes: Shapes) -> dict[str, str]:
 
 
 def base_names(*names: str) -> frozenset[str]:
-    """Return the names by which an adapter may know the base model; links to folders are
-    resolved."""
+    """Return the names by which adapters may know the base model; folder links are resolved."""
     folders = [str(Path(name).resolve()) for name in names if name and Path(name).is_dir()]
     return model_names(*names, *folders)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Read the shapes of a model's linear layers from the headers of its weight files.
-
-    Empty if there are none, and for quantised models, whose tensors are packed.
-    """
+    """Read the shapes of a model's linear layers from the headers of its weight files. Empty if
+    there are none, and for quantised models, whose tensors are packed."""
     return {name: size for name, size in _read_matrices(folder).items() if "embed" not in name}
 
 
 def read_head(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the output layer of a model whose weight files hold none: it shares the embeddings.
-
-    Empty for other models, whose output layer is in `read_shapes`.
-    """
+    Empty for other models, whose output layer is in `read_shapes`."""
     matrices = _read_matrices(folder)
     if any(name.endswith(_HEAD) for name in matrices):
         return {}

@@ -90,10 +90,8 @@ a limit of 1,024 and let them raise it."""
 
 
 def connection_limit() -> int:
-    """Return half of the free descriptors, after raising the limit towards `WANTED`.
-
-    The other half is for files, processes, other clients, and servers in this process.
-    """
+    """Return half of the free descriptors, after raising the limit towards `WANTED`. The other half
+    is for files, processes, other clients, and servers in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -275,10 +273,8 @@ class Client:
 
     async def load_adapter(self, name: str, *, path: str) -> None:
         """Load an adapter. Names stand for contents, so one that is already there is a success.
-
         AdapterError if the server cannot use it: vLLM answers 500 to an adapter that does not fit,
-        and stays healthy.
-        """
+        and stays healthy."""
         try:
             await self.post_json("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except ServerRefusal as refusal:

@@ -149,11 +149,9 @@ def _share_ids(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
 
 
 def _is_worth_stepping(request: ScoreRequest, capabilities: Capabilities) -> bool:
-    """True if a part per tail token costs less than the whole prompt, or is the only way.
-
-    A part computes at most one block if its prefix is cached; the parts of one request share the
-    prefix even if it is cold. They may cost up to half of the prefix.
-    """
+    """True if a part per tail token costs less than the whole prompt, or is the only way. A part
+    computes at most one block if its prefix is cached; the parts of one request share the prefix
+    even if it is cold. They may cost up to half of the prefix."""
     if not capabilities.has_prompt_logprobs:
         return True
     num_tail = len(request.tokens) - request.start

@@ -59,15 +59,13 @@ __all__ = [
 
 
 _TIES = 2
-"""Multiple of top_k to ask for: vLLM keeps all tokens as likely as the last of top_k, and in half
-precision many are."""
+"""Multiple of top_k to request: vLLM keeps ties with the last, frequent in half precision."""
 _MISSING = 1e-3
 """Rounding loses less probability than this: beyond it, a kept token was not reported."""
 
 
 def num_shown_for_kept(params: SamplingParams, capabilities: Capabilities) -> int:
-    """Return how many of the likeliest tokens include all kept ones; 0 if those are not
-    requested."""
+    """Return how many of the likeliest tokens cover all kept ones; 0 if not requested."""
     if not (params.return_kept and params.is_cut):
         return 0
     most = capabilities.max_logprobs
@@ -138,13 +136,11 @@ class Reading:
     after: Mapping[int, float]
     """Log-probabilities of tokens after the prompt."""
     prompt: tuple[Mapping[int, float] | None, ...]
-    """Log-probabilities at each prompt position, of its token and the likeliest; None for the
-    first."""
+    """Per prompt position, of its token and the likeliest; None for the first position."""
 
 
 def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fields:
-    """Check a sample request and return its fields; `max_tokens` is cut to the remaining
-    context."""
+    """Check a request and return its fields; `max_tokens` is cut to the context left."""
     params = request.params
     _check_params(params)
     check_prompt(request.prompt, capabilities=capabilities)
@@ -340,11 +336,9 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
 
 
 def compact(choice: Choice) -> Choice:
-    """Convert a choice with only drawn tokens to the form of our own route.
-
-    This drops the dictionary per token of `/v1/completions`: thousands of them would wait for the
-    last answer, and Python's garbage collection would scan them again and again.
-    """
+    """Convert a choice with only drawn tokens to the form of our own route. This drops the
+    dictionary per token of `/v1/completions`: thousands of them would wait for the last answer, and
+    Python's garbage collection would scan them again and again."""
     if "token_logprobs" in choice:
         return choice
     tokens, logprobs = _drawn(choice)
@@ -381,8 +375,7 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
 def read_completions(
     request: SampleRequest, choices: Sequence[Choice], *, has_versions: bool = False
 ) -> tuple[Completion, ...]:
-    """Return the `params.n` completions of one request, with the weight versions that drew them if
-    the server reports those."""
+    """Return one request's completions, with the reported weight versions if `has_versions`."""
     num_top = request.params.top_logprobs
     completions = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
     if has_versions:
@@ -452,8 +445,7 @@ def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
 
 
 def _tops(choice: Choice) -> list[dict[int, float]]:
-    """Return the reported tokens at every new position; just the drawn one if none were
-    requested."""
+    """Return the tokens reported at every new position, at least the drawn one."""
     if "top" in choice:
         return [_paired(*top) for top in choice["top"]]
     if "token_logprobs" in choice:

@@ -120,8 +120,7 @@ class Proof:
         return await self.running() not in ("", self._process)
 
     def check(self, metrics: ServerMetrics) -> None:
-        """ServerLost if a process without the newest weights answers now, though no call was
-        lost."""
+        """ServerLost if another process than the proved one answers, though no call was lost."""
         running = started(metrics)
         if self._local is None and self._process and running not in ("", self._process):
             raise ServerLost(f"{self._client.url} was started again.", is_broken=False)

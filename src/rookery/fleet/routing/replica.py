@@ -168,8 +168,7 @@ class Replica:
         self._open()
 
     async def reconnect(self, served: ServedAdapters) -> None:
-        """Reopen the server after a loss, with the adapters it still holds. FleetError if it now
-        serves another model."""
+        """Reopen after a loss, with the adapters still there; FleetError for another model."""
         await self._recognise()
         await self.reattach()
         self.load.forget()
@@ -192,8 +191,7 @@ class Replica:
         self._open()
 
     async def _recognise(self) -> None:
-        """FleetError if a server given by URL was restarted on another model, or if another program
-        trains it."""
+        """FleetError if a server by URL has another model now, or another program trains it."""
         if self._fingerprint is None:
             return
         await self._require_own_weights()
@@ -361,8 +359,7 @@ class Replica:
             return await self._residency.unload(name, model=self.capabilities.model)
 
     async def leave(self) -> None:
-        """Unload all adapters of this fleet and restore the weights the server was started with.
-        Failures are logged."""
+        """Unload this fleet's adapters and restore the first weights; failures are logged."""
         await self._residency.leave(model=self.capabilities.model)
         try:
             if self.is_marked and self._fingerprint is not None:
@@ -416,8 +413,7 @@ class Replica:
         return reports[0] if isinstance(reports[0], dict) else {}
 
     async def _check_steps(self) -> None:
-        """FleetError if CUDA graphs of whole steps compute wrong values, which vLLM never
-        reports."""
+        """FleetError if CUDA graphs of whole steps compute wrong values, which vLLM hides."""
         apart = await read_again(self.client, self.capabilities)
         if is_far(apart):
             raise FleetError(
@@ -435,8 +431,7 @@ class Replica:
         return self._config.device == "cpu"
 
     def _limits(self) -> tuple[int | None, int | None, int | None]:
-        """`max_loras`, `max_cpu_loras` and `max_lora_rank` from the config, for servers that do not
-        report theirs."""
+        """`max_loras`, `max_cpu_loras` and `max_lora_rank` of servers that do not report them."""
         if self.local is None:
             return self._config.max_loras, None, self._config.max_lora_rank
         launch = self.local.config

@@ -236,8 +236,7 @@ class Router:
         return groups
 
     def _choose(self, call: Call, step: _Dispatch, *, may_spill: bool) -> ReplicaLoad | None:
-        """Return where the call goes now; None if nowhere, with a reservation against younger
-        ones."""
+        """Return where the call goes now; None if it waits, with a reservation made for it."""
         replicas = self._usable(call, step.replicas)
         able = (
             replicas
@@ -363,7 +362,6 @@ class Router:
         return (replica for replica in self.replicas if replica.is_open)
 
     def _take(self, group: _Group, call: Call) -> None:
-        """Remove a call from the queue."""
         del group.calls[call]
         self._waiting_work -= call.work
         if group.home is not None:

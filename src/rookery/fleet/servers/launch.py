@@ -234,12 +234,9 @@ class LocalServer:
         return await self._client.is_healthy()
 
     async def restart(self, why: str = "") -> None:
-        """Restart a server on its port, dead or alive, and wait until it serves.
-
-        A start that fails counts towards `launch.restarts`, and the next one waits longer;
-        FleetError with the last failure when all are used up. `why` says what is wrong with a live
-        server.
-        """
+        """Restart a server on its port, dead or alive, and wait until it serves. A start that fails
+        counts towards `launch.restarts`, and the next one waits longer; FleetError with the last
+        failure when all are used up. `why` says what is wrong with a live server."""
         pid = self.pid
         async with self._starting:
             if self.pid == pid:  # else `serve_model` has started it meanwhile

@@ -118,7 +118,6 @@ async def _room(config: LaunchConfig, *, num: int, address: str) -> AsyncIterato
 
 
 def _no_room(each: dict[str, int], num: int, limit_s: float, address: str) -> str:
-    """Return what was asked for, what the cluster has, and what to change."""
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
@@ -138,7 +137,6 @@ def _no_room(each: dict[str, int], num: int, limit_s: float, address: str) -> st
 
 
 async def _start(hosts: list[Any], limit_s: float) -> tuple[str, ...]:
-    """Start all servers and return their URLs once they are ready."""
     starts = [_wait(host.start.remote(), limit_s) for host in hosts]
     with boundary(FleetError, f"Starting {len(hosts)} servers on the Ray cluster"):
         return tuple(await asyncio.gather(*starts))

@@ -98,10 +98,8 @@ class ServerRegistry:
         return registry
 
     def write(self, records: Sequence[ServerRecord]) -> None:
-        """Replace the list in place, as a new file would have a new lock.
-
-        One write, padded over the old content: the file can be read after a kill at any point.
-        """
+        """Replace the list in place, as a new file would have a new lock. One write, padded over
+        the old content: the file can be read after a kill at any point."""
         document = {
             "owner_pid": os.getpid(),
             "owner_start": process_start(os.getpid()),
@@ -152,10 +150,8 @@ def stop_processes(records: Iterable[ServerRecord]) -> int:
 
 
 def reap_orphans(root: Path) -> int:
-    """Stop servers whose owner died without stopping them; return their number.
-
-    Logs that were kept after a failure are removed after a week.
-    """
+    """Stop servers whose owner died without stopping them; return their number. Logs that were kept
+    after a failure are removed after a week."""
     num = 0
     _remove_old_logs(root)
     for registry in _claim_ownerless(root):
@@ -176,8 +172,7 @@ def _remove_old_logs(root: Path) -> None:
 
 
 def _claim_ownerless(root: Path) -> Iterator[FoundRegistry]:
-    """Yield the registries of dead owners, each locked during its iteration, so that one process
-    clears it up."""
+    """Yield registries of dead owners, each locked in turn, so that one process clears it."""
     for file in _files(root):
         with _locked(file, is_shared=False) as registry:
             if registry is not None and not registry.is_locked:

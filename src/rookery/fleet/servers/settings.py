@@ -382,8 +382,7 @@ def environment(
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
-    # The engine's process then starts with the imports of the API process; vLLM spawns it only if
-    # it cannot fork.
+    # The engine's process then inherits the API process's imports; vLLM spawns it if it must.
     env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     if config.api_key:
         # In the environment, not on the command line, which every user of the machine can read.
@@ -407,7 +406,6 @@ def exported_key() -> str:
 
 
 def num_replicas(config: LaunchConfig) -> int:
-    """Return how many servers the config starts."""
     if config.replicas is not None:
         return config.replicas
     if config.is_on_cpu:
@@ -416,7 +414,6 @@ def num_replicas(config: LaunchConfig) -> int:
 
 
 def _own_gpus(config: LaunchConfig) -> tuple[str, ...]:
-    """Return the GPUs that servers may use."""
     gpus = visible_gpus()
     return gpus[: max(0, len(gpus) - config.spare_gpus)]
 
@@ -427,7 +424,6 @@ def first_spare_gpu(config: LaunchConfig) -> int:
 
 
 def gpus_each(config: LaunchConfig) -> int:
-    """Return how many GPUs one server takes."""
     return config.tensor_parallel * config.pipeline_parallel * config.data_parallel
 
 
@@ -441,8 +437,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _closed_flag(word: str) -> str:
-    """Return the flag of `_CLOSED_FLAGS` that vLLM may read in a word: it accepts `--api_key=x` and
-    abbreviated flags too."""
+    """Return the closed flag that vLLM may read: `--api_key=x` and abbreviations count too."""
     name = word.partition("=")[0].partition(".")[0].replace("_", "-")
     if not name.startswith("--") or name == "--":
         return ""

@@ -135,8 +135,7 @@ class WorkerExtension:
 
     def rookery_share(self, source: str = "") -> dict[str, Any]:
         """Return where a trainer on this machine finds the base weights, or {"refusal": why}.
-        The weights move to the file `source` if given; else a worker that shares them keeps
-        doing so."""
+        `source` is a file to take them from; without it, shared weights stay shared."""
         if self.rookery_shared is None or source:
             reason = why_not_shared(self.model_runner, is_live=self.rookery_is_live)
             if reason:
@@ -345,9 +344,7 @@ class _Loader:
 
     def _mapper(self) -> Any:
         """Return vLLM's renaming without its stacking of q, k and v: vLLM stacks adapters itself.
-
-        The method's name differs between versions; older mappers have no stacking.
-        """
+        The method's name differs between versions; older mappers have no stacking."""
         mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
         for rename in ("get_rename_mapper", "get_unstacked_mapper"):
             if hasattr(mapper, rename):

@@ -138,9 +138,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
 def shrink(
     inputs: Any, factors: Any, out: Any, slots: Any, starts: Any, *, parts: int, scaling: float
 ) -> None:
-    """`factors`: A of all slots, [slots, rank, in]; with several parts, the first A and a tensor of
-    all addresses. `starts`: where the tokens of each slot begin in sorted order, and where the last
-    of them end."""
+    """`factors`: A of all slots, [slots, rank, in]; for several parts the first A and a tensor of
+    addresses. `starts`: where each slot's tokens begin in sorted order, and the end."""
     first, addresses = factors
     num_slots, rank, num_in = first.shape[0], first.shape[-2], first.shape[-1]
     ranks = triton.next_power_of_2(rank)

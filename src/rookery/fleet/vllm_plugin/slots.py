@@ -179,10 +179,8 @@ _ALIGNED = 16
 
 
 def install_token_index(inner: Any, device: Any) -> bool:
-    """Have a TokenIndex keep every table of this worker's adapter manager; True if it worked.
-
-    Not used if a twin differs from vLLM's own result in any number.
-    """
+    """Have a TokenIndex keep every table of this worker's adapter manager; True if it worked. Not
+    used if a twin differs from vLLM's own result in any number."""
     if device.type != "cuda":
         return False
     try:

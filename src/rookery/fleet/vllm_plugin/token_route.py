@@ -92,10 +92,8 @@ class TokenRoute:
 
 
 def _blamed(error: BaseException) -> str | None:
-    """Return what the request did wrong; None if it did not cause the error.
-
-    An error that leaves this route closes the connection, and the client takes the server for lost.
-    """
+    """Return what the request did wrong; None if it did not cause the error. An error that leaves
+    this route closes the connection, and the client takes the server for lost."""
     if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
         error = error.__cause__
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -180,11 +178,9 @@ async def _with_adapter(state: Any, request: dict[str, Any], generate: Generate)
 async def _load_and_start(
     state: Any, name: str, path: str, generate: Generate
 ) -> asyncio.Task[list[Any]]:
-    """Have an adapter loaded, while `generate` is already on its way to the engine.
-
-    The engine handles them in order. If the load fails, `extension.py` answers the request with an
-    adapter that does nothing, and the result is discarded.
-    """
+    """Have an adapter loaded, while `generate` is already on its way to the engine. The engine
+    handles them in order. If the load fails, `extension.py` answers the request with an adapter
+    that does nothing, and the result is discarded."""
     from vllm.lora.request import LoRARequest
 
     models = state.openai_serving_models
