@@ -238,7 +238,7 @@ class ServedAdapters:
         return served is not None and served.has_head
 
     def changing(self, ref: ModelRef) -> asyncio.Lock:
-        """Return the lock of loads and retirements: a load waits for a retirement, then restarts."""
+        """Return the lock of loads and retirements; a load waits for the latter, then restarts."""
         return self._changing.setdefault(ref, asyncio.Lock())
 
     def add_load(self, ref: ModelRef) -> bool:

@@ -126,7 +126,7 @@ class FairQueue(Generic[Item]):
             tenant = self._order[0][2]
             line = self._lines[tenant]
             if not line.items:
-                # What it paid in advance is dropped: the clocks of the others are behind its own.
+                # Its advance payment is dropped: the clocks of the others are behind its own.
                 heappop(self._order)
                 del self._lines[tenant]
                 continue

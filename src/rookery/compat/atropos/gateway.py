@@ -214,7 +214,7 @@ class Delivery:
         groups = [queued.seq for queued in batch]
         try:
             await self._gateway.run.append(GIVEN, {"groups": groups}, key=str(self._number + 1))
-        except BaseException:  # whatever failed: no trainer was given it
+        except BaseException:  # on any failure no trainer was given it
             self._gateway.queue.put_back(batch)
             raise
         self._gateway.step += 1

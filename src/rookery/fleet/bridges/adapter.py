@@ -167,7 +167,7 @@ class AdapterBridge:
             try:
                 async with self._showing():
                     await self._prove(ref, computing)
-            except BaseException:  # whatever failed: nobody will name this version
+            except BaseException:  # on any failure nobody will name this version
                 await self._fleet.unload(ref)
                 raise
         before = self._published.get(weights.name)

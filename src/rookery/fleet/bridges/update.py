@@ -165,7 +165,7 @@ async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
     try:
         await together(replica.client.post(PAUSE, b"") for replica in replicas)
         yield
-    except BaseException:  # whatever failed: requests that wait at the servers continue
+    except BaseException:  # on any failure, waiting requests continue
         await run_to_end(resume_all(replicas))
         raise
     for answer in await run_to_end(resume_all(replicas)):

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-# Whether an adapter fits the servers' model (base, rank, layers, shapes), checked before sending.
+# Checks before sending that an adapter fits the model: its base, rank, layers and shapes.
 #
 # Programs name the layers of one model differently: transformers 5 calls a layer of Gemma 3
 # `model.language_model.layers.0.mlp.up_proj`, its weight files `language_model.model.layers.0...`.

@@ -225,7 +225,7 @@ class _Loader:
     def _add(self, request: Any) -> Any:
         try:
             return self._stock_add(request)
-        except Exception:  # whatever is wrong: it is raised, and the id remembered
+        except Exception:  # remember the id on any failure
             self._broken.add(request.lora_int_id)
             self._inner.remove_adapter(request.lora_int_id)
             raise
@@ -307,7 +307,7 @@ class _Loader:
         modules, inner.modules = inner.modules, {_WHOLE: self._writer}
         try:
             return self._stock_activate(lora_id)
-        except BaseException:  # whatever failed: a half-written slot is given back
+        except BaseException:  # on any failure, free the half-written slot
             inner.deactivate_adapter(lora_id)
             raise
         finally:

@@ -226,7 +226,7 @@ def agree(device: Any) -> bool:
     rank, sizes = 8, (48, 200)
     x, a, b = numbers(3, 72), [numbers(2, rank, 72)] * 2, [numbers(2, n, rank) for n in sizes]
     slots = torch.tensor([1, 0, 1], dtype=torch.int32).to(device)
-    starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32).to(device)  # of two tokens
+    starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32).to(device)  # two tokens have a slot
     hidden = torch.zeros(2, 3, rank).to(device)
     out = torch.zeros(3, sum(sizes), dtype=torch.bfloat16).to(device)
     begins, ends = (torch.tensor(n).to(device) for n in ([0, 48], sizes))
@@ -236,7 +236,7 @@ def agree(device: Any) -> bool:
             hidden, (b[0], addresses(b)), out, slots, starts,
             begins=begins, sizes=ends, largest=max(sizes), are_equal=False, is_added=True,
         )  # fmt: skip
-    except Exception:  # whatever the compiler reports: vLLM's own kernels stay
+    except Exception:  # on any compiler error, vLLM's own kernels stay
         logger.warning("adapters are computed by vLLM's own kernels", exc_info=True)
         return False
     wanted = torch.zeros_like(out, dtype=torch.float32)

@@ -187,7 +187,7 @@ def install_token_index(inner: Any, device: Any) -> bool:
         tables = list(inner.punica_wrapper_mapping.values())
         indexes = [TokenIndex(table, device) for table in tables]
         is_equal = all(index.agrees(inner) for index in indexes)
-    except Exception:  # whatever another version has there: its own code stays
+    except Exception:  # on any difference of another version, its own code stays
         logger.warning("adapters' tables stay on the device", exc_info=True)
         return False
     finally:
