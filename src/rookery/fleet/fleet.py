@@ -228,8 +228,8 @@ class Fleet:
             return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
 
     async def load(self, adapter: Adapter) -> ModelRef:
-        """Check the adapter and return its name. Servers get it with the first request for it. If
-        the model's shapes are unknown here, one server loads it now and may refuse it."""
+        """Check the adapter and return its ModelRef. Servers get it with the first request for it.
+        If the model's shapes are unknown here, one server loads it now and may refuse it."""
         self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
         async with self._served.changing(ref):
@@ -238,7 +238,7 @@ class Fleet:
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
-        """Undo one load. After the last, the adapter goes with its last request in flight."""
+        """Undo one load. After the last one, the adapter is removed once no request uses it."""
         if ref == self.base:
             raise FleetError("The base model cannot be unloaded.")
         self._require(ref)

@@ -2,8 +2,8 @@
 
 | who        | does                                             | waits for                  |
 |------------|--------------------------------------------------|----------------------------|
-| first rank | sends a call, then computes it                      | the other ranks, in a pass |
-| the others | receive a call, then compute it (`follow`)          | a call                     |
+| first rank | sends a call, then computes it                   | the other ranks, in a pass |
+| the others | receive a call, then compute it (`follow`)       | a call                     |
 
 Calls of both go through one thread, as ranks that computed them in different orders would wait for
 each other. All ranks see the same logits, so they draw the same tokens.

@@ -1,7 +1,6 @@
-"""The web application: error answers, handling of every request, routes for clients without an SDK,
-and pages for the operator.
+"""The web application: error answers, routes for clients without an SDK, pages for the operator.
 
-    app = make_app(service, keys=Keys(path), routes=ROUTES, before=fill_gap)
+app = make_app(service, keys=Keys(path), routes=ROUTES, before=fill_gap)
 """
 
 import base64

@@ -76,7 +76,7 @@ class ServiceConfig(Config):
     snapshot_s: float = Field(default=60.0, gt=0)
     """Seconds of training between snapshots: the most that a restart repeats."""
     journal_mib: float = Field(default=256.0, gt=0)
-    """Journal size in MiB that also triggers a snapshot, as do half of the snapshots' bytes."""
+    """Journal size in MiB that also triggers a snapshot; half the snapshots' size, if smaller."""
     adapter_folders: tuple[Path, ...] = ()
     """Folders on this machine from which tenants may register adapters by path."""
     keep_last: int | None = Field(default=None, ge=1)

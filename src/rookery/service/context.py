@@ -164,7 +164,7 @@ class Pending:
         self.attempts.update(work_ids)
 
     def end(self, work_ids: Iterable[str]) -> None:
-        """Take back their start: they ended within this process, in whatever way."""
+        """Undo `begin`: the works ended within this process, in whatever way."""
         for work_id in work_ids:
             self.attempts[work_id] -= 1
             if self.attempts[work_id] <= 0:  # it may be done

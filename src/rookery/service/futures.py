@@ -211,7 +211,7 @@ class Futures:
             del self._keys[future.key]
 
     def end_owners(self, owners: Collection[str]) -> None:
-        """Drop the owners' results, also future ones, like fetched ones: nobody may ask now."""
+        """Treat the owners' results, also later ones, as fetched: nobody may ask for them now."""
         for owner in owners:
             self._finished.pop(owner, None)
             if (changed := self._changed.pop(owner, None)) is not None:

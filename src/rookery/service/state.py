@@ -259,7 +259,7 @@ class Wal:
         self._error: RunError | None = None
 
     async def watch(self) -> None:
-        """Return only to raise the journal's error: nothing is durable after one."""
+        """Wait for an error of the journal and raise it: nothing is durable after one."""
         await self._failed.wait()
         self.check()
 

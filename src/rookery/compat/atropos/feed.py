@@ -172,7 +172,7 @@ LOOK_S = 0.5
 TELL_S = 30.0
 """Seconds between progress messages of a run that waits for a batch."""
 MANY = 4
-"""Batches' worth of answers without a group after which environments skip groups on purpose."""
+"""Batches' worth of answers without a group that prove that environments send none on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

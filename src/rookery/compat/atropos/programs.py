@@ -1,7 +1,7 @@
 """Environments as child processes of a training: started, watched, and stopped with theirs.
 
     async with running(commands, words={"gateway": url, ...}, logs=folder) as programs:
-        await programs.ended()            # waits; why none is left
+        await programs.ended()            # waits, and returns the reason
 
 Each has its own process group and log. If it ends with an error, it restarts after a growing pause.
 It is stopped by id, never by name.

@@ -115,7 +115,7 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] |
 
 
 class CallReader:
-    """Reads one answer as it grows. Text outside calls is content; spaces around calls go."""
+    """Reads one answer as it grows: text outside calls is content, spaces around calls are not."""
 
     def __init__(self, tools: Sequence[Tool], choice: ToolChoice) -> None:
         self._names = {one.function.name for one in tools}

@@ -125,7 +125,7 @@ def _check_shape(shape: Sequence[int], name: str) -> None:
 def read_draw(
     work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
 ) -> DrawWork:
-    """Read a sample request; without a seed it gets one from its id, for equal restarts."""
+    """Read a sample request. Without a seed, its id gives one: a restart draws the same."""
     request = Sample.model_validate_json(work.body)
     prompt = request.prompt.token_ids()
     options = request.sampling_params

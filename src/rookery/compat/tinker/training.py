@@ -285,7 +285,7 @@ def train_request(
     context_tokens: int | None,
     custom: Callable[[str], CustomLoss],
 ) -> TrainRequest:
-    """Build the trainer's request; a refusal names datum and array. `custom` finds losses."""
+    """Build the trainer's request; a refusal names datum and array. `custom` looks up losses."""
     if isinstance(call, RecordCall):
         for place, datum in enumerate(call.request.data):
             _check_length(len(datum.tokens), place=place, context_tokens=context_tokens)

@@ -72,8 +72,7 @@ _PLAIN_NATS = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A text, the tokens whose log-probabilities after it are compared, and how much they may
-    differ.
+    """A text, the tokens compared after it, and how far their log-probabilities may differ.
 
     With tokens (1, 3, 8) and ids (1, 2) it compares log p(1 | 1 3 8) and log p(2 | 1 3 8).
     """

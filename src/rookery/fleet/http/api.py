@@ -169,7 +169,7 @@ class Api:
     @asynccontextmanager
     async def call(self) -> AsyncIterator[asyncio.Timeout]:
         """Run a block that waits for answers; it ends when the connection closes. TimeoutError if
-        the block sets a limit on the timeout it is given."""
+        the block exceeds a limit that it set on the timeout it is given."""
         closed = FleetDownError(f"The connection to {self.config.url} was closed here.")
         if self._is_closed:
             raise closed

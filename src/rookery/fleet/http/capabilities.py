@@ -1,5 +1,5 @@
-"""What one server can do, as read from its own description and from tiny requests, not its version;
-and whether an adapter fits it.
+"""Capabilities of one server, read from its own description and from tiny requests, not its
+version; and the check that an adapter fits it.
 
 Built by `probe.py`; `wire.py` and `replica.py` choose routes and fields by it.
 """

@@ -1,5 +1,4 @@
-"""The async client of one server: the only place in the fleet with requests, time limits and
-retries.
+"""The async client of one server: the fleet's only place for requests, time limits and retries.
 
     async with open_session() as session:
         client = Client("http://127.0.0.1:8000", session=session)
@@ -110,7 +109,7 @@ _NO_CREDIT = b"insufficient_quota"
 """OpenAI's code for an account without credit: also a 429, but waiting does not help."""
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _FOR_CALLS = 7 / 8
-"""Share of the connections for completions: health, adapters and metrics never queue behind."""
+"""Share of the connections for completions, so that health and metrics never wait for them."""
 _FIRST_WAIT_S = 0.1
 RETRY = Backoff(first_s=_FIRST_WAIT_S, longest_s=10.0)
 

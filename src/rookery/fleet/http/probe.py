@@ -124,7 +124,7 @@ DEFAULT_BLOCK_TOKENS = 16
 """vLLM's block size on GPUs, for servers that do not report theirs."""
 _PROMPT = (1, 2, 3)
 _PROBE_LABEL = 7
-"""Token that every vocabulary has, as have those of `_PROMPT`."""
+"""Token that every vocabulary has, like those of `_PROMPT`."""
 _HOT = 2.0
 """Highest temperature that vLLM accepts."""
 _FLATTENED = 0.2

@@ -13,8 +13,7 @@
 
 A call that an idle replica took over runs twice: the first answer counts, the other is cancelled. A
 loss closes the replica until its server is healthy; calls wait for that up to `all_down_timeout_s`.
-When the pool ends, by `close` or by an error in `drive` or `watch`, every caller gets an error at
-once.
+When the pool ends, by `close` or by an error in `drive` or `watch`, all callers fail at once.
 """
 
 import asyncio

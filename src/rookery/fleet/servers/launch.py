@@ -1,4 +1,4 @@
-"""Starts servers as processes that this one owns, and stops them however it ends.
+"""Starts servers as child processes, and stops them however this process ends.
 
     async with open_servers(LaunchConfig(model="Qwen/Qwen2.5-0.5B"), progress=show) as servers:
         servers[0].url                       # "http://127.0.0.1:18000", healthy

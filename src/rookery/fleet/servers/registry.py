@@ -211,7 +211,7 @@ def _read(file: Path, descriptor: int, *, is_locked: bool) -> FoundRegistry | No
         return FoundRegistry(
             folder=file.parent,
             owner_pid=owner_pid,
-            # A process that clears it up may hold the lock too; `has_owner` tells.
+            # A process that clears it up may hold the lock too; see `has_owner`.
             is_locked=is_locked,
             has_owner=is_locked and start == document.get("owner_start", start),
             purpose=str(document["purpose"]),

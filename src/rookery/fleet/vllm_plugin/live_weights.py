@@ -14,7 +14,7 @@ __all__ = ["WorkerExtension"]
 
 
 class WorkerExtension(extension.WorkerExtension):
-    """The same methods, for weights that change in place."""
+    """The methods of `extension`, for weights that change in place."""
 
     rookery_is_live = True
 
