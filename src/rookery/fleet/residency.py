@@ -154,23 +154,23 @@ def find_left(parent: Path) -> Iterator[list[Owner]]:
 
 def _lock_left(folder: Path, stack: ExitStack) -> Owner | None:
     """Return the owner of a folder if it is dead; the stack releases its lock."""
-    left = Owner(folder.parent, folder.name.removeprefix(_PREFIX))
-    if not _TOKEN.fullmatch(left.token):
+    owner = Owner(folder.parent, folder.name.removeprefix(_PREFIX))
+    if not _TOKEN.fullmatch(owner.token):
         return None
     try:
         is_old = time.time() - folder.stat().st_mtime > _OLD_S
-        left.lock = FileLock(folder / _RECORD, flags=os.O_RDWR | os.O_NOFOLLOW)
-        stack.callback(left.close)
-        if not left.lock.take():
+        owner.lock = FileLock(folder / _RECORD, flags=os.O_RDWR | os.O_NOFOLLOW)
+        stack.callback(owner.close)
+        if not owner.lock.take():
             return None
-        machine, *servers = os.pread(left.lock.descriptor, 2**20, 0).decode().split("\n")
+        machine, *servers = os.pread(owner.lock.descriptor, 2**20, 0).decode().split("\n")
     except FileNotFoundError:  # made just now, or all but removed
-        return left if folder.is_dir() and is_old else None
+        return owner if folder.is_dir() and is_old else None
     except (OSError, ValueError):  # it is another user's, or no record
         return None
     # An incomplete last line was not acted on.
-    left.servers = set(servers[:-1])
-    return left if machine == _machine() or (is_old and not machine) else None
+    owner.servers = set(servers[:-1])
+    return owner if machine == _machine() or (is_old and not machine) else None
 
 
 def _delete(path: Path) -> None:
@@ -432,9 +432,11 @@ async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
     with find_left(parent) as dead:
         urls = sorted({url for owner in dead for url in owner.servers})
         async with open_session() as session:
-            asked = [by_url.get(url) or Client(url, session=session, config=limits) for url in urls]
+            targets = [
+                by_url.get(url) or Client(url, session=session, config=limits) for url in urls
+            ]
             tokens = frozenset(owner.token for owner in dead)
-            gone = await asyncio.gather(*(_clear(client, tokens) for client in asked))
+            gone = await asyncio.gather(*(_clear(client, tokens) for client in targets))
         cleared = dict(zip(urls, gone, strict=True))
         for owner in dead:
             if all(owner.token in cleared[url] for url in owner.servers):

@@ -266,17 +266,17 @@ class Drawing:
         if draw.targets is None:
             return []
         rows = [tuple(row[row >= 0].tolist()) for row in draw.targets]
-        asked = [place for place, row in enumerate(rows) if row]
+        asked_places = [place for place, row in enumerate(rows) if row]
         requests = [
             ScoreRequest(
                 model=model, tokens=draw.prompt[: place + 1], start=place + 1, labels=rows[place]
             )
-            for place in asked
+            for place in asked_places
         ]
         engine = self._context.backend(draw.base_model).engine
         scores = await self._in_slices(engine.score, requests, width=1)
         answers: Array = np.full(draw.targets.shape, np.nan, dtype="<f4")
-        for place, score in zip(asked, scores, strict=True):
+        for place, score in zip(asked_places, scores, strict=True):
             answers[place, draw.targets[place] >= 0] = score.label_logprobs
         return [answers]
 

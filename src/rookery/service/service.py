@@ -150,7 +150,7 @@ class Admission:
     def check_checkpoints(self, tenant: str) -> None:
         state = self._context.state
         num = sum(checkpoint.tenant == tenant for checkpoint in state.checkpoints.values())
-        num += sum(who == tenant for who, _ in state.adapters)
+        num += sum(owner == tenant for owner, _ in state.adapters)
         if num >= self._limits.checkpoints:
             raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
 

@@ -332,16 +332,16 @@ class RecordCall:
 def read_record_call(document: Mapping[str, Any]) -> RecordCall:
     """Read a body with a TrainRequest; a refusal says where it is wrong."""
     body = _valid(_CallBody, document, place=())
-    asked = body.train_request
+    train_body = body.train_request
     data = [
         _valid(_DatumBody, datum, place=(KEY, "data", number))
-        for number, datum in enumerate(asked.data)
+        for number, datum in enumerate(train_body.data)
     ]
     request = TrainRequest(
         trainee=body.model_id,
         data=tuple(datum.datum() for datum in data),
-        loss=asked.loss,
-        loss_options=asked.loss_options,
+        loss=train_body.loss,
+        loss_options=train_body.loss_options,
     )
     return RecordCall(
         model_id=body.model_id,

@@ -256,14 +256,14 @@ class EngineSide:
         completions = await self._ask_policy(ask)
         self.num_answers += len(completions)
         self.num_tokens += sum(len(completion.tokens) for completion in completions)
-        how = Drawn(
+        details = Drawn(
             step=step,
             temperature=params.temperature,
             is_cut=params.is_cut,
             is_penalised=params.penalties is not None,
         )
         for completion in completions:
-            noted = replace(how, kept=KeptTokens.of(completion.kept))
+            noted = replace(details, kept=KeptTokens.of(completion.kept))
             self._samples.note((*prompt, *completion.tokens), noted, completion.logprobs)
         return completions
 

@@ -334,9 +334,9 @@ class PostReceipts:
                 self.miss(digest, seq)
                 continue
             self._mark_told(seq)
-            left = [number for number in self._untold.pop(digest, []) if number != seq]
-            if left:
-                self._untold[digest] = left
+            remaining = [number for number in self._untold.pop(digest, []) if number != seq]
+            if remaining:
+                self._untold[digest] = remaining
 
     def _mark_told(self, seq: int) -> None:
         self._file[self._place(seq)] = struct.pack("<Q", seq)
@@ -507,9 +507,9 @@ class GroupQueue:
         while an older group waits, perhaps forever if its size never adds up."""
         self._taken.difference_update(queued.seq for queued in batch)
         buffered = [queued for buffer in self._buffered.values() for queued in buffer]
-        left = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
+        remaining = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
         newest = max((queued.seq for queued in batch), default=0)
-        through = min(left, default=newest + 1) - 1
+        through = min(remaining, default=newest + 1) - 1
         if through > 0:
             await self._journal.cut(through=through)
         if kept := [queued.seq for queued in batch if queued.seq > through]:

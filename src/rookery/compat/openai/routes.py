@@ -183,8 +183,8 @@ class ChatMessage(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
         }
-        told = {name: value for name, value in fields.items() if value is not None}
-        return Message(role=self.role, content=text, fields=told)
+        given_fields = {name: value for name, value in fields.items() if value is not None}
+        return Message(role=self.role, content=text, fields=given_fields)
 
 
 class JsonSchema(BaseModel):
@@ -381,12 +381,12 @@ def num_prompts(body: CompletionRequest) -> int:
 
 def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     """Return texts or tokens, at least one."""
-    asked = body.prompt
-    if isinstance(asked, str):
-        return [asked]
-    if asked and isinstance(asked[0], int):  # then all are
-        return [tuple(asked)]
-    prompts = [one if isinstance(one, str) else tuple(one) for one in asked if one != 0]  # type: ignore[arg-type]
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):  # then all are
+        return [tuple(prompt)]
+    prompts = [one if isinstance(one, str) else tuple(one) for one in prompt if one != 0]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")
     return prompts

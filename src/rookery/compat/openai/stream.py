@@ -313,8 +313,13 @@ class DrawStream:
         except RookeryError as error:
             status = status_of(error)
             kind = "server_error" if status >= 500 else "invalid_request_error"
-            told = {"message": self._sentence(error), "type": kind, "param": None, "code": status}
-            yield _event({"error": told})
+            details = {
+                "message": self._sentence(error),
+                "type": kind,
+                "param": None,
+                "code": status,
+            }
+            yield _event({"error": details})
         yield b"data: [DONE]\n\n"
 
     def _tell(self, prompt: int, delta: CompletionDelta) -> None:

@@ -183,7 +183,7 @@ async def share_base(fleet: Fleet) -> SharedBase:
 
 
 async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
-    what = f"{replica.url} does not share its weights"
+    problem = f"{replica.url} does not share its weights"
     remedy = (
         "Start it here (launch, or `rookery fleet up`) with live_weights: true, or write bridge: "
         "reload."
@@ -191,10 +191,10 @@ async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
     try:
         manifests = await replica.client.call_workers("rookery_share", source=source)
     except FleetError as error:
-        raise FleetError(f"{what}: {error} {remedy}") from error
+        raise FleetError(f"{problem}: {error} {remedy}") from error
     refusals = [m["refusal"] for m in manifests if "refusal" in m]
     if refusals:
-        raise FleetError(f"{what}: {refusals[0]}. Write bridge: copy.")
+        raise FleetError(f"{problem}: {refusals[0]}. Write bridge: copy.")
     manifest: Mapping[str, Any] = manifests[0]
     return manifest
 

@@ -66,18 +66,18 @@ class Fit:
 
 def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
     """Return the adapter with layers named as in `fit.shapes`; AdapterError if it does not fit."""
-    who = f"adapter {adapter.name!r}"
+    label = f"adapter {adapter.name!r}"
     if not adapter.factors:
-        raise AdapterError(f"{who} adapts no layer.")
+        raise AdapterError(f"{label} adapts no layer.")
     if adapter.base and not is_named(adapter.base, fit.base_names):
         raise AdapterError(
-            f"{who} was made for {adapter.base!r}, the servers run "
+            f"{label} was made for {adapter.base!r}, the servers run "
             f"{' or '.join(sorted(fit.base_names))}: load it on its own base model, or correct "
             "base_model_name_or_path in its adapter_config.json if they are the same."
         )
     if fit.max_rank is not None and adapter.rank > fit.max_rank:
         raise AdapterError(
-            f"{who} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
+            f"{label} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
             f"with --max-lora-rank {adapter.rank} (launch.max_lora_rank), or reduce its rank."
         )
     known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
@@ -86,25 +86,25 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
     for name, factors in adapter.factors.items():
         layer = name if name in known else names.get(_plain_name(name), name)
         if layer in named:
-            raise AdapterError(f"{who} adapts {layer} twice, under two names: keep one.")
+            raise AdapterError(f"{label} adapts {layer} twice, under two names: keep one.")
         named[layer] = factors
         a, b = tuple(factors.a.shape), tuple(factors.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-            raise AdapterError(f"{who}: {layer} has A {a} and B {b}; they need one common rank.")
+            raise AdapterError(f"{label}: {layer} has A {a} and B {b}; they need one common rank.")
         if fit.targets and layer.rpartition(".")[2] not in fit.targets:
             raise AdapterError(
-                f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
+                f"{label} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
         is_head = _is_head(layer)
         if is_head and fit.has_wrong_head:
             raise AdapterError(
-                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                f"{label} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
                 "requests for the base model too, unless Rookery starts it (launch). Do that, use "
                 "servers on GPUs or the embedded engine, or train the adapter without it."
             )
         if known and not (is_head and fit.head is None):
-            _check_layer(who, layer, (a[1], b[0]), known)
+            _check_layer(label, layer, (a[1], b[0]), known)
     return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
 
 
@@ -117,15 +117,15 @@ def _is_head(layer: str) -> bool:
     return layer.rpartition(".")[2] == _HEAD
 
 
-def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
+def _check_layer(label: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
     expected = shapes.get(layer)
     if expected is None:
         near = difflib.get_close_matches(layer, shapes, n=1)
         hint = f" The nearest is {near[0]}." if near else ""
-        raise AdapterError(f"{who} adapts {layer}, which is not a linear layer here.{hint}")
+        raise AdapterError(f"{label} adapts {layer}, which is not a linear layer here.{hint}")
     if got != expected:
         raise AdapterError(
-            f"{who}: {layer} maps {got[0]} to {got[1]}; this model's maps {expected[0]} to "
+            f"{label}: {layer} maps {got[0]} to {got[1]}; this model's maps {expected[0]} to "
             f"{expected[1]}: it was made for another model."
         )
 

@@ -333,8 +333,8 @@ class Client:
     def _too_busy(self, last: _Busy) -> ServerBusy:
         limit_s = self.config.busy_s
         is_told = last.wait_s > max(limit_s, _FIRST_WAIT_S)
-        what = "asks to wait for longer than" if is_told else "took no request for"
-        said = f"{self.url} {what} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
+        verb = "asks to wait for longer than" if is_told else "took no request for"
+        said = f"{self.url} {verb} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
         return ServerBusy(said + "or raise busy_s.", is_broken=False)
 
     async def _lists_models(self) -> bool:
@@ -430,8 +430,8 @@ class Client:
         said = _message(content)
         if response.status in _BUSY and _NO_CREDIT not in content:
             wait_s = _retry_after_s(response.headers.get("Retry-After", ""))
-            told = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
-            return _Busy(said + told, wait_s)
+            wait_hint = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
+            return _Busy(said + wait_hint, wait_s)
         if response.status >= 500:
             return ServerLost(
                 f"{where} failed ({response.status}): {said}",

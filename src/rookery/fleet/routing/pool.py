@@ -136,10 +136,12 @@ class Pool:
 
     async def reset_prefix_cache(self) -> None:
         """Reset every server's cache; wait for lost servers, leave out those given up."""
-        left = [replica for replica in self.replicas if not replica.is_given_up] or self.replicas
+        remaining = [
+            replica for replica in self.replicas if not replica.is_given_up
+        ] or self.replicas
         await together(
             self._ask_one([one], lambda replica: replica.client.reset_prefix_cache())
-            for one in left
+            for one in remaining
         )
 
     async def _ask_one(

@@ -122,14 +122,14 @@ def _no_room(each: dict[str, int], num: int, limit_s: float, address: str) -> st
 
     total, free = ray.cluster_resources(), ray.available_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    asked = " and ".join(f"{count} {kind}" for kind, count in each.items())
+    shape = " and ".join(f"{count} {kind}" for kind, count in each.items())
     there = ", ".join(
         f"{total.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free, "
         f"{max((node.get(kind, 0) for node in nodes), default=0):g} on its largest node)"
         for kind in each
     )
     return (
-        f"The Ray cluster at {address} did not make room for {num} servers of {asked} each within "
+        f"The Ray cluster at {address} did not make room for {num} servers of {shape} each within "
         f"{limit_s:g} s (launch.placement_s). It has {len(nodes)} nodes with {there}. Lower "
         "launch.replicas or launch.tensor_parallel, write device: cpu for servers without a GPU, "
         "stop what holds the rest, or add nodes."
