@@ -243,7 +243,6 @@ class ServiceServer:
         return True
 
     async def adapters(self) -> list[dict[str, str]]:
-        """Return the tenant's adapters."""
         adapters = await self._client.get("/api/v1/adapters")
         return [{key: row[key] for key in ("adapter_id", "lora_path")} for row in adapters]
 

@@ -198,7 +198,6 @@ class Connection:
             logger.info("The session was not finished: %s", error)
 
     async def beat(self) -> None:
-        """Send heartbeats until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:

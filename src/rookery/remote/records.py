@@ -43,7 +43,6 @@ def read_output(document: Mapping[str, Any]) -> TrainOutput:
 
 
 def read_score(document: Mapping[str, Any], *, model: ModelRef) -> Score:
-    """Read the result of a score request."""
     return Score(
         model=model,
         logprobs=tuple(document["logprobs"]),

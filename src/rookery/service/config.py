@@ -104,7 +104,6 @@ def encrypt_folder(folder: Path, recipients: Sequence[str]) -> None:
 
 
 def write_archive(folder: Path, target: Path) -> None:
-    """Write the files of a folder to a tar."""
     with tarfile.open(target, "w") as archive:
         for path in sorted(folder.rglob("*")):
             archive.add(path, arcname=str(path.relative_to(folder)), recursive=False)

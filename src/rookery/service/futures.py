@@ -118,7 +118,6 @@ class Futures:
         return self._futures.get(future_id)
 
     def num_unfetched(self, tenant: str) -> int:
-        """Return how many results of a tenant were not fetched."""
         return self._num_unfetched[tenant]
 
     def bytes_unfetched(self, tenant: str) -> int:

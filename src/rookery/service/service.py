@@ -249,7 +249,6 @@ class Service:
         return done.reply
 
     async def replay(self, record: PassRecord) -> None:
-        """Compute a pass from before a restart again."""
         await self.training.replay(record)
 
     def _finish_at_once(

@@ -135,14 +135,12 @@ class State:
         return adapter
 
     def loss(self, tenant: str, loss_id: str) -> CustomLoss:
-        """Return a custom loss of the tenant."""
         loss = self.losses.get(loss_id)
         if loss is None or loss.tenant != tenant:
             raise missing("custom loss", loss_id)
         return loss
 
     def sequence(self, tenant: str, sequence_id: str) -> StoredSequence:
-        """Return a stored turn of the tenant."""
         sequence = self.sequences.get(tenant, {}).get(sequence_id)
         if sequence is None:
             raise missing("sequence", sequence_id)
@@ -327,6 +325,5 @@ class Wal:
 
 
 def read_entry(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header and the body of an entry."""
     header, _, body = data.partition(b"\0")
     return json.loads(header), body

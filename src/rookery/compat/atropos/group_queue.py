@@ -148,7 +148,6 @@ class Registry:
         self._heard_s = self._clock()
 
     def leave(self) -> None:
-        """Forget the trainer."""
         self.trainer, self._heard_s = None, -math.inf
 
     def note_seen(self, env_id: int) -> Environment:

@@ -449,7 +449,6 @@ async def _store(
 def text_choice(
     codec: Codec, one: Completion, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
-    """Format one answer to a prompt."""
     return {
         "text": one.text,
         "finish_reason": one.finish_reason,

@@ -88,7 +88,6 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered entries."""
         if self._buffer:
             with _open(self._lines, "at") as file:
                 file.writelines(self._buffer)

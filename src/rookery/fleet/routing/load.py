@@ -215,8 +215,6 @@ SHARES = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """One prompt to send."""
-
     ref: ModelRef
     fields: Fields
     prompt: TokenIds
