@@ -1,4 +1,4 @@
-"""The service as its clients know it: the tinker SDK's format, and the routes of every peer.
+"""The service for its clients: the tinker SDK's format, and the routes of every peer.
 
 async with open_service(run, backends, config) as service:
     app = make_app(service, keys=Keys(path))
@@ -34,7 +34,7 @@ ROUTES = (
 def open_service(
     run: Run, backends: Mapping[str, Backend], config: ServiceConfig
 ) -> AbstractAsyncContextManager[service.Service]:
-    """As `rookery.service.service.open_service`."""
+    """Call `rookery.service.service.open_service` with the tinker format."""
     return service.open_service(run, backends, config, format=format)
 
 
@@ -44,7 +44,7 @@ def make_app(
     keys: Keys | None,
     render: Callable[[ServiceStatus], str] | None = None,
 ) -> FastAPI:
-    """As `rookery.service.app.make_app`."""
+    """Call `rookery.service.app.make_app` with the routes of all peers."""
     return app.make_app(
         opened, keys=keys, routes=ROUTES, before=session_routes.fill_gap, render=render
     )

@@ -6,15 +6,15 @@
     [answer] = vllm_backend.generate_with_vllm(["Once upon a time"], adapter_id="poet")
     answer["text"]
 
-The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (seconds to wait for
-it), VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS,
-VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
-The server may be a Rookery service too: what is registered there is served to all programs of the
-same key. New weights go through files, in shared memory or, for a server on another machine, in
-VLLM_ADAPTER_FOLDER, which both must see; without one from GPU to GPU, by VLLM_GROUP_PORT.
+VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT, name the server. VLLM_TIMEOUT (seconds to wait for it),
+VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS, VLLM_MAX_LORA_RANK
+and VLLM_ADAPTER_FOLDER are read too. The server may also be a Rookery service: adapters registered
+there serve all programs with its key. New weights go through files, in shared memory or, for a
+server on another machine, in VLLM_ADAPTER_FOLDER, which both must see. Without that they go from
+GPU to GPU, by VLLM_GROUP_PORT.
 
-Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
-from any thread. A forked process has no connection: it calls `initialize_vllm_client` itself.
+The functions wrap `rookery.fleet`, which async code should use directly. Call them from any thread.
+A forked process has no connection: it must call `initialize_vllm_client` itself.
 """
 
 import asyncio
@@ -75,41 +75,40 @@ __all__ = [
 
 RETRY_S = 0.25
 LEAST_S = 0.5
-"""What a server gets to answer in, however short the timeout."""
+"""Minimum time for a server's answer, in seconds, however short the timeout."""
 
 
 class BackendConfig(Config):
-    """The server, as the environment describes it."""
+    """The server, as configured by the environment."""
 
     base_url: str = ""
-    """Wins over host and port, unless it is the environment's and they are given explicitly."""
+    """Overrides host and port, unless only those are given explicitly."""
     host: str = "localhost"
     port: int = Field(default=8000, ge=1, le=65535)
     group_port: int = 51216
     timeout: float = Field(default=5.0, ge=0)
     """Seconds to wait for the server to be reachable."""
     request_s: float = Field(default=900.0, gt=0)
-    """Seconds that one request for completions may take; one without an answer is sent once more,
-    then the call ends with a ConnectionError."""
+    """Seconds for one request for completions. An unanswered request is sent once more, then the
+    call ends with a ConnectionError."""
     enable_lora: bool = True
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     adapter_folder: Path | None = None
-    """A folder that this machine and the server see at the same path: adapters for a server on
-    another machine go there."""
+    """Folder that both machines see at the same path, for adapters for a remote server."""
     resolver: bool = False
     """The server searches adapter_folder by name (lora_filesystem_resolver)."""
 
     @property
     def url(self) -> str:
-        # A server that listens on every interface is reached at this machine's own.
+        # A server on all interfaces is reached on the loopback interface.
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return self.base_url or f"http://{host}:{self.port}"
 
 
 @asynccontextmanager
 async def open_server(config: BackendConfig) -> AsyncIterator["Fleet | ServiceServer"]:
-    """Whichever of the two answers there. ConnectionError when none does within the timeout."""
+    """Connect to a vLLM server or a Rookery service; ConnectionError after the timeout."""
     await _wait_reachable(config)
     async with open_session() as session:
         limits = ClientConfig(request_s=config.request_s)
@@ -135,7 +134,7 @@ async def _wait_reachable(config: BackendConfig) -> None:
     deadline = time.monotonic() + config.timeout
     async with open_session() as session:
         while True:
-            # One that accepts and never answers is not waited for longer than one that is away.
+            # A server that accepts and never answers gets no more time than an absent one.
             left_s = max(deadline - time.monotonic(), LEAST_S)
             limits = ClientConfig(connect_s=left_s, control_s=left_s)
             if await Client(config.url, session=session, config=limits).is_healthy():
@@ -149,16 +148,14 @@ async def _wait_reachable(config: BackendConfig) -> None:
             await asyncio.sleep(RETRY_S)
 
 
-# A Rookery service where a vLLM server is expected. Adapters are uploaded, as the service reads no
-# paths of others, and belong to the tenant of the key: other programs of that tenant may name them
-# too.
+# A Rookery service in place of a vLLM server. Adapters are uploaded, as the service reads no paths
+# of others. They belong to the tenant of the key, whose other programs may name them too.
 
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 async def _is_service(client: Client) -> bool:
-    """Whether a Rookery service answers there, and not vLLM."""
     try:
         answer = await client.get("/version")
     except (ServerLost, ServerRefusal):
@@ -167,16 +164,16 @@ async def _is_service(client: Client) -> bool:
 
 
 class ServiceServer:
-    """The service at the other end of a client."""
+    """The Rookery service at the other end of a client."""
 
     def __init__(self, client: Client, info: Mapping[str, Any]) -> None:
         self._client = client
         self.info = info
-        """What it is, as `get_client_info` tells it."""
+        """Fields that `get_client_info` returns."""
 
     @classmethod
     async def connect(cls, client: Client) -> "ServiceServer":
-        """With what its first base model can do; ServerRefusal when the key is not known there."""
+        """Read what its first base model can do; ServerRefusal if it does not know the key."""
         engines = await client.get("/api/v1/engines")
         name, facts = next(iter(engines.items()))
         info = {
@@ -198,7 +195,7 @@ class ServiceServer:
         adapter_id: str | None,
         params: SamplingParams,
     ) -> list[tuple[str, list[int], list[float], str]]:
-        """Text, tokens, log-probabilities and the reason of the end, `params.n` per prompt."""
+        """Return text, tokens, log-probabilities and finish reason, `params.n` per prompt."""
         body = {
             "prompts": [p if isinstance(p, str) else list(p) for p in prompts],
             "model_id": adapter_id,
@@ -220,7 +217,7 @@ class ServiceServer:
         return [(text, one["tokens"], one["logprobs"], one["stop_reason"]) for text, one in rows]
 
     async def register(self, adapter_id: str, folder: Path) -> None:
-        """Upload a PEFT folder with safetensors; AdapterError when the service cannot use it."""
+        """Upload a PEFT folder with safetensors; AdapterError if the service cannot use it."""
         config, weights = await asyncio.to_thread(_read, folder)
         body = {
             "adapter_id": adapter_id,
@@ -235,7 +232,7 @@ class ServiceServer:
             ) from refusal
 
     async def unregister(self, adapter_id: str) -> bool:
-        """False when there was none."""
+        """Remove an adapter; False if there was none."""
         try:
             body = json.dumps({"lora_name": adapter_id}).encode()
             await self._client.post("/v1/unload_lora_adapter", body)
@@ -246,7 +243,6 @@ class ServiceServer:
         return True
 
     async def adapters(self) -> list[dict[str, str]]:
-        """Those of the tenant."""
         adapters = await self._client.get("/api/v1/adapters")
         return [{key: row[key] for key in ("adapter_id", "lora_path")} for row in adapters]
 
@@ -269,7 +265,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Backend:
-    """The server's client in its thread, and what was registered."""
+    """The server's client in its thread, and the registered adapters."""
 
     config: BackendConfig
     client: LoopThread[Fleet | ServiceServer]
@@ -277,26 +273,26 @@ class _Backend:
     adapters: dict[str, tuple[str, ModelRef]] = field(default_factory=dict)
     is_communicating: bool = False
     transfer: WeightTransfer | None = None
-    """To a server that does not see this machine's files."""
+    """Connection to a server that does not see this machine's files."""
 
     @property
     def fleet(self) -> Fleet:
-        """FleetError when the server is a Rookery service, which cannot do what is asked."""
+        """The fleet; FleetError if the server is a Rookery service, which lacks the function."""
         if isinstance(self.server, ServiceServer):
             raise self.server.refuse_update()
         return self.server
 
     def run(self, work: Callable[[Fleet], Awaitable[Result]]) -> Result:
-        """Do something with the fleet, as `call`."""
+        """Run work on the fleet, with the errors of `call`."""
         fleet = self.fleet
         return self.call(lambda: work(fleet))
 
     def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Run on the client's loop; a server that is gone is a ConnectionError, as documented."""
+        """Run on the client's loop; raise ConnectionError if the server is lost."""
         try:
             return self.client.run(work)
         except (ServerLost, FleetDownError) as lost:
-            if self.client.is_closed:  # by the program itself, not by the server
+            if self.client.is_closed:  # closed by this program, not by the server
                 raise
             raise ConnectionError(str(lost)) from lost
 
@@ -304,16 +300,14 @@ class _Backend:
 _backend: _Backend | None = None
 _opening: LoopThread[Fleet | ServiceServer] | None = None
 _inherited: list[_Backend] = []
-"""Copies of a parent process's backend: of no use, but not to be destroyed in working order."""
+"""Backends of a parent process: useless here, but destroying them could break the parent's."""
 _lock = threading.RLock()
 
 
 def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Connect to the server that `config` or the environment names; what `get_client_info` says.
-
-    Called by the other functions when it was not called before. ConnectionError when the server
-    cannot be reached within the timeout.
-    """
+    """Connect to the server that `config` or the environment names; return `get_client_info()`.
+    Other functions call it if needed. ConnectionError if the server cannot be reached within the
+    timeout."""
     global _backend, _opening
     with _lock:
         shutdown_vllm_client()
@@ -330,13 +324,11 @@ def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def shutdown_vllm_client() -> None:
-    """Disconnect; adapters registered here are unloaded. Nothing when not connected.
-
-    Calls that wait in other threads end with a FleetError. Called when the program ends.
-    """
+    """Disconnect, and unload adapters registered here. Does nothing when not connected. Calls that
+    wait in other threads end with a FleetError. Runs at exit."""
     global _backend
     if (opening := _opening) is not None:
-        # Without the lock: the thread that waits for the server holds it.
+        # Without the lock, which the thread that waits for the server holds.
         opening.close()
     with _lock:
         if _backend is not None:
@@ -359,11 +351,9 @@ def generate_with_vllm(
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """`n` answers per prompt, in order, each with text, token_ids, logprobs and finish_reason.
-
-    Prompts are texts or token ids; `adapter_id` is one that was registered. Equal prompts get
-    different answers, and the same ones when the call is repeated with its seed.
-    """
+    """Return `n` answers per prompt, in order: text, token_ids, logprobs and finish_reason each.
+    Prompts are texts or token ids; `adapter_id` is a registered one. Equal prompts get different
+    answers; a repeated call with the same seed gets the same answers."""
     _check_prompts(prompts)
     backend = _connected()
     params = SamplingParams(
@@ -371,7 +361,7 @@ def generate_with_vllm(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
-        # -1 keeps every token in vLLM's own interface, 0 here.
+        # vLLM's own interface keeps every token with -1, this one with 0.
         top_k=max(top_k, 0),
         min_p=min_p,
         stop=tuple(stop),
@@ -379,8 +369,8 @@ def generate_with_vllm(
     )
     if isinstance(service := backend.server, ServiceServer):
         answers = backend.call(lambda: service.generate(prompts, adapter_id, params))
-        named = [prompt for prompt in prompts for _ in range(n)]
-        return [_answer(*one) for one in zip(named, answers, strict=True)]
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        return [_answer(*one) for one in zip(repeated, answers, strict=True)]
     ref = backend.fleet.base if adapter_id is None else _registered(backend, adapter_id)
 
     async def generate(fleet: Fleet) -> list[tuple[Completion, ...]]:
@@ -409,11 +399,9 @@ def _answer(
 
 
 def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) -> bool:
-    """Make a PEFT folder servable as `adapter_id`. Registering an id again replaces its weights.
-
-    ValueError when there is no such folder, AdapterError when it does not fit the model,
-    ImportError when torch is not installed, which reads the weights.
-    """
+    """Make a PEFT folder available as `adapter_id`. Registering an id again replaces its weights.
+    ValueError if the folder does not exist, AdapterError if it does not fit the model, ImportError
+    without torch, which reads the weights."""
     path = Path(lora_path)
     if not path.exists():
         raise ValueError(f"LoRA path does not exist: {lora_path}")
@@ -425,7 +413,7 @@ def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) ->
             backend.call(lambda: service.register(adapter_id, folder))
         return True
     require_torch("cpu")
-    # Imported here: only adapters need torch.
+    # Imported here, as only adapters need torch.
     from rookery.weights import read_adapter
 
     with as_safetensors(path) as folder:
@@ -440,7 +428,7 @@ def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) ->
 
 
 def unregister_lora_adapter(adapter_id: str) -> bool:
-    """Forget an adapter after its last request; False when it was not registered."""
+    """Remove an adapter after its last request; False if it was not registered."""
     backend = _connected()
     if isinstance(service := backend.server, ServiceServer):
         return backend.call(lambda: service.unregister(adapter_id))
@@ -453,7 +441,7 @@ def unregister_lora_adapter(adapter_id: str) -> bool:
 
 
 def list_lora_adapters() -> list[dict[str, str]]:
-    """`[{"adapter_id": "poet", "lora_path": "/adapters/poet"}]`, in order of registration."""
+    """Return `[{"adapter_id": "poet", "lora_path": "/adapters/poet"}]`, oldest first."""
     backend = _connected()
     if isinstance(service := backend.server, ServiceServer):
         return backend.call(service.adapters)
@@ -462,10 +450,10 @@ def list_lora_adapters() -> list[dict[str, str]]:
 
 
 def init_communicator(device: str = "cuda") -> None:
-    """Make sure that the server's weights can be updated from here; needed before an update.
+    """Prepare weight updates from here; call it before `update_model_weights`.
 
-    The device is where the trained model is. A server on this machine, or one that sees
-    VLLM_ADAPTER_FOLDER, reads files, and any device will do. Any other one takes them through a
+    `device` holds the trained model. A server on this machine, or one that sees
+    VLLM_ADAPTER_FOLDER, reads files, and any device will do. Other servers get weights through a
     group of GPU processes that meets at VLLM_GROUP_PORT of this machine.
     """
     close_communicator()
@@ -486,7 +474,7 @@ def init_communicator(device: str = "cuda") -> None:
 
 
 def close_communicator() -> None:
-    """The end of weight updates."""
+    """End weight updates."""
     backend = _connected()
     backend.is_communicating = False
     transfer, backend.transfer = backend.transfer, None
@@ -495,10 +483,8 @@ def close_communicator() -> None:
 
 
 def update_model_weights(model: Model) -> None:
-    """Give the server the weights of a transformers model of the same architecture.
-
-    FleetError when the server's log-probabilities differ from the model's afterwards.
-    """
+    """Give the server the weights of a transformers model of the same architecture. FleetError if
+    the server's log-probabilities then differ from the model's."""
     backend = _connected()
     if not backend.is_communicating:
         raise RuntimeError("Call init_communicator(device) before update_model_weights(model).")
@@ -508,14 +494,14 @@ def update_model_weights(model: Model) -> None:
 
 
 def reset_prefix_cache() -> None:
-    """Make the server forget its cached prefixes. A Rookery service has none that are stale."""
+    """Make the server forget cached prefixes. A Rookery service has no stale ones."""
     backend = _connected()
     if not isinstance(backend.server, ServiceServer):
         backend.run(lambda fleet: fleet.reset_prefix_cache())
 
 
 def get_client_info() -> dict[str, Any]:
-    """Whether there is a client, and what it talks to."""
+    """Return whether there is a client, and facts about its server."""
     with _lock:
         backend = _backend
     if backend is None:
@@ -539,7 +525,7 @@ def get_client_info() -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config over what environment variables give, by config key."""
+    """Merge the config over environment variables, by config key."""
     variables = {
         name: os.environ.get(f"VLLM_{name.upper()}") for name in BackendConfig.model_fields
     }
@@ -581,7 +567,7 @@ def _registered(backend: _Backend, adapter_id: str) -> ModelRef:
 
 
 def _forget_after_fork() -> None:
-    """The child has neither the thread of the loop nor whoever held the lock."""
+    """Reset the state in a forked child, which lacks the loop's thread and the lock's holder."""
     global _backend, _lock, _opening
     _lock = threading.RLock()
     _opening = None

@@ -1,4 +1,4 @@
-"""What `rookery fleet up | status | restore | down | verify` do, as functions that return records.
+"""The functions behind `rookery fleet up | status | restore | down | verify`; they return records.
 
 await up(LaunchConfig(model="Qwen/Qwen3-8B"), on_ready=show)     # until stopped
 await status()                                                   # all pools of this user
@@ -50,23 +50,23 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 STATUS_S = 5.0
-"""How long a server may take to tell its status."""
+"""Longest time for a server to report its status."""
 STOP_S = 40.0
-"""How long an owner may take to stop its servers before they are stopped for it."""
+"""Longest time for an owner to stop its servers before they are stopped from here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """One server now. What it does not tell is None."""
+    """State of one server now; None for values it does not report."""
 
     url: str
     is_up: bool
     model: str = ""
     version: str = ""
     pid: int | None = None
-    """Of servers that Rookery started on this machine."""
+    """Process id, if Rookery started the server on this machine."""
     num_restarts: int | None = None
-    """The same: how often the pool started it again."""
+    """Restarts by its pool, if Rookery started it on this machine."""
     num_running: int | None = None
     num_waiting: int | None = None
     cache_usage: float | None = None
@@ -82,10 +82,8 @@ async def up(
     on_ready: Callable[[Sequence[LocalServer]], None],
     progress: Progress | None = None,
 ) -> None:
-    """Start servers for others to use and keep them up, until cancelled or told to terminate.
-
-    A server that is given up leaves the others up; FleetError when all are.
-    """
+    """Start servers for other programs and keep them up, until cancelled or terminated by SIGTERM.
+    If a server is given up, the others stay up; FleetError if all are."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     is_told = False
@@ -110,7 +108,7 @@ async def up(
 
 
 async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[ServerStatus, ...]:
-    """The given servers, or all that this user's pools started on this machine."""
+    """Return the state of the given servers, or of all that this user's pools started here."""
     records: dict[str, ServerRecord | None] = dict.fromkeys(urls)
     if not records:
         registries = await asyncio.to_thread(find_registries, state_folder())
@@ -125,7 +123,7 @@ async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[Server
 
 
 async def restore(url: str, *, api_key: str = "") -> None:
-    """Have a server load the weights it was started with, whoever changed them."""
+    """Make a server reload the weights it was started with, whichever program changed them."""
     async with open_session() as session:
         client = Client(url, session=session, api_key=api_key)
         await load_first_weights(client)
@@ -155,7 +153,7 @@ async def _status(client: Client, record: ServerRecord | None) -> ServerStatus:
 
 
 def _models(answer: Any, url: str) -> tuple[str, tuple[str, ...]]:
-    """The base model and the adapters."""
+    """Return the base model and the adapters by name."""
     with boundary(FleetError, f"{url}/v1/models answers no list of models", foreign=UNREADABLE):
         names = [(str(model["id"]), bool(model.get("parent"))) for model in answer["data"]]
     base = next((name for name, is_adapter in names if not is_adapter), "")
@@ -171,11 +169,9 @@ async def _version(client: Client) -> str:
 
 
 def down(root: Path | None = None, *, limit_s: float = STOP_S) -> list[str]:
-    """Stop the pools that `up` started, and servers left by dead owners: their URLs. Runs' own are
-    left alone.
-
-    The owner is asked first, so that it does not start them again. Blocks: call it in a thread.
-    """
+    """Stop pools that `up` started and servers of dead owners; return their URLs. Pools of running
+    programs are left alone. The owner is asked first, so that it does not restart its servers.
+    Blocks: call it in a thread."""
     folder = root or state_folder()
     urls: list[str] = []
     for registry in find_registries(folder):
@@ -189,7 +185,7 @@ def down(root: Path | None = None, *, limit_s: float = STOP_S) -> list[str]:
 
 
 def _end_owner(left: FoundRegistry, limit_s: float) -> None:
-    """Ask it to stop its servers and wait until it has; else stop them for it."""
+    """Ask an owner to stop its servers; stop them from here if it does not."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(left.owner_pid, signal.SIGTERM)
     deadline = time.monotonic() + limit_s
@@ -209,21 +205,19 @@ _BASE = ModelRef(name="base", version="verify")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line: `Check(name="log-probs", is_fine=True, detail="of tokens drawn ...")`."""
+    """One result: `Check(name="log-probs", is_fine=True, detail="of tokens drawn ...")`."""
 
     name: str
     is_fine: bool | None
-    """None: not tested, `detail` says why."""
+    """None if not tested; `detail` says why."""
     detail: str
 
 
 async def verify(
     url: str, *, api_key: str = "", adapter: Adapter | None = None
 ) -> tuple[Check, ...]:
-    """All checks, in order; the first failure to reach the server ends them.
-
-    Adapters are tested with the given one, else with one of zeros when the model's folder is here.
-    """
+    """Run all checks in order; if the server cannot be probed, return only that failure. Adapters
+    are tested with the given one, else with zeros if the model's folder is here."""
     async with open_session() as session:
         client = Client(url, session=session, config=ClientConfig(), api_key=api_key)
         try:
@@ -329,12 +323,12 @@ async def _adapters(
 
 
 def _zeros(folder: Path) -> Adapter | None:
-    """An adapter that changes nothing, of one query projection of the model."""
+    """Make an adapter of zeros for one query projection; None if the model has none."""
     shapes = read_shapes(folder)
     layer = next((name for name in shapes if name.endswith("q_proj")), None)
     if layer is None:
         return None
-    # Only where adapters are tested, which is where torch is.
+    # Imported here, as only this check needs torch.
     import torch
 
     size_in, size_out = shapes[layer]

@@ -65,8 +65,8 @@ __all__ = ["OBJECTS", "Fleet", "collected_rarely", "open_fleet"]
 
 # Python's garbage collection while thousands of answers wait for the last one.
 #
-# By default it looks for cycles after every 700 new objects, which a few answers are, and through
-# all that wait in the end: a fifth of what a request costs here.
+# By default it runs after every 700 new objects, about a few answers, and ends up scanning all that
+# wait: a fifth of the cost of a request here.
 
 
 OBJECTS = 50_000
@@ -75,7 +75,7 @@ OBJECTS = 50_000
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Collect less often inside the block, unless it is rarer already or off."""
+    """Collect less often inside the block, unless collection is rarer already or off."""
     before = gc.get_threshold()
     if before[0] == 0 or before[0] >= OBJECTS:
         yield
@@ -91,7 +91,7 @@ _UNREADABLE = "Could not parse the server's response"
 
 
 class Fleet:
-    """A Sampler, an Adapters and a Publisher over a pool; `open_fleet` makes one."""
+    """A Sampler, Adapters and Publisher over a pool; made by `open_fleet`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Fleet:
         self.staging = staging
         self._exclusion = CallExclusion()
         self._population: tuple[StepPopulation, StepPopulation] | None = None
-        """The last one that an adapter was a member of, and as servers get it."""
+        """Population of the last member, and the same with the servers' layer names."""
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)
         self._fit = Fit(
@@ -131,7 +131,7 @@ class Fleet:
 
     @property
     def max_rank(self) -> int:
-        """The highest rank an adapter may have on every server."""
+        """Highest rank of an adapter that every server takes."""
         rank = self.capabilities.max_lora_rank
         if rank is None:
             raise ConfigError(
@@ -142,7 +142,7 @@ class Fleet:
 
     @property
     def context_tokens(self) -> int | None:
-        """The longest prompt with its answer on every server; None when they do not tell."""
+        """Longest prompt with its answer on every server, in tokens; None if unreported."""
         return self.capabilities.max_model_len
 
     @property
@@ -159,7 +159,7 @@ class Fleet:
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """The layers an adapter may adapt: name -> (in, out); FleetError when no server tells."""
+        """Layers an adapter may adapt, name -> (in, out); FleetError if they are unknown."""
         if not self._fit.shapes:
             raise FleetError(
                 f"The layers of {self.base.version} are not known here: its folder is not on this "
@@ -175,15 +175,15 @@ class Fleet:
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
-        """The adapters that requests can name, oldest first."""
+        """Adapters that requests can name, oldest first."""
         return self._served.refs
 
     def find(self, ref: ModelRef) -> Adapter | None:
-        """A loaded adapter as servers get it."""
+        """Return a loaded adapter in the form sent to servers."""
         return self._served.find(ref)
 
     def wire_name(self, ref: ModelRef) -> str:
-        """The name that servers know a loaded adapter by."""
+        """Return the name that servers know the adapter by."""
         return self.staging.wire_name(ref)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
@@ -198,11 +198,11 @@ class Fleet:
         fields = sample_fields(request, capabilities=self.capabilities)
         tell, stream = request.on_delta, None
         if tell is not None:
-            # Greedy draws are all the same: the server makes one.
+            # Greedy samples are all equal: the server draws one.
             samples = request.params.n // fields.n
 
             def tell_all(delta: CompletionDelta) -> None:
-                # Its error is the caller's, not one of the server that is read here.
+                # An error here is the caller's, not one of the server being read.
                 with boundary(FleetError, "on_delta of a request failed"):
                     for copy in range(samples):
                         tell(replace(delta, sample=delta.sample + copy))
@@ -211,8 +211,7 @@ class Fleet:
         return PromptRequest(request.model, fields, request.prompt, request.affinity, stream)
 
     def _is_trained(self, ref: ModelRef) -> bool:
-        """Whether these are base weights that were given to the servers here: names of others on a
-        server are not of this fleet's making."""
+        """True for base weights of this fleet; other programs name their own on a server."""
         return self.base != self.first_base and self._served.find(ref) is None
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -229,10 +228,8 @@ class Fleet:
             return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
 
     async def load(self, adapter: Adapter) -> ModelRef:
-        """Check the adapter; a server gets it with the first request that names it.
-
-        When the model's shapes are not known here, one server gets it now and may refuse it.
-        """
+        """Check the adapter and return its ModelRef. Servers get it with the first request for it.
+        If the model's shapes are unknown here, one server loads it now and may refuse it."""
         self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
         async with self._served.changing(ref):
@@ -241,7 +238,7 @@ class Fleet:
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
-        """Forget an adapter after its last request in flight."""
+        """Undo one load. After the last one, the adapter is removed once no request uses it."""
         if ref == self.base:
             raise FleetError("The base model cannot be unloaded.")
         self._require(ref)
@@ -249,8 +246,7 @@ class Fleet:
             await self._retire(ref)
 
     async def publish(self, weights: Weights) -> ModelRef:
-        """Load new weights. What was published under the same name before is retired after its
-        last request in flight; requests for it from then on are refused."""
+        """Load new weights; retire the previous ones of that name after their last request."""
         ref = await self.load(require_adapter(weights))
         previous = self._served.publish(ref)
         if previous is not None:
@@ -258,23 +254,23 @@ class Fleet:
         return ref
 
     async def reset_prefix_cache(self) -> None:
-        """Make every server forget its prefixes, after its base weights were changed."""
+        """Make every server forget its prefixes, after its base weights changed."""
         await self.pool.reset_prefix_cache()
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """No request is in flight inside the block; those that come wait for its end."""
+        """Run the block with no request in flight; later requests wait for its end."""
         async with self._exclusion.take(f"update {uuid4()}"):
             yield
 
     def rename_base(self, ref: ModelRef) -> None:
-        """The base model has new weights: `base` is a new version, and the old one is refused."""
+        """Set `base` to the version of new base weights; requests for the old one are refused."""
         self.base = ref
         names = self._fit.base_names | base_names(ref.version)
         self._fit = replace(self._fit, base_names=names)
 
     async def _admit(self, ref: ModelRef, adapter: Adapter) -> Adapter:
-        """The adapter as servers get it; FleetError or AdapterError when none can serve it."""
+        """Return the adapter as servers get it; FleetError or AdapterError if none can serve it."""
         if all(replica.route == "none" for replica in self.pool.replicas):
             raise self.pool.replicas[0].refuse_adapters()
         fitted = self._fit_adapter(adapter)
@@ -287,7 +283,7 @@ class Fleet:
         return fitted
 
     def _fit_adapter(self, adapter: Adapter) -> Adapter:
-        """All members of a population fit if its centre does: none of them is made to look."""
+        """Check an adapter. A population's members fit if its centre does; none is computed."""
         member = adapter.factors
         if not isinstance(member, PerturbedFactors):
             return check_fit(adapter, self._fit)
@@ -298,7 +294,7 @@ class Fleet:
         return replace(adapter, factors=factors)
 
     async def _send(self, entries: Sequence[PromptRequest]) -> list[list[Choice]]:
-        """The choices of every entry, in order."""
+        """Return the choices of every entry, in order."""
         if not entries:
             return []
         async with self._exclusion.take("requests"):
@@ -320,13 +316,13 @@ class Fleet:
         return choices_by_entry
 
     async def _retire(self, ref: ModelRef) -> None:
-        """Remove an adapter, unless it was loaded again meanwhile."""
+        """Remove an adapter unless it was loaded again meanwhile."""
         async with self._served.changing(ref):
             if self._served.remove_unused(ref):
-                await run_to_end(self._remove(ref))  # nobody would try again
+                await run_to_end(self._remove(ref))  # nobody would retry
 
     async def _remove(self, ref: ModelRef) -> None:
-        """From all servers, then what they read it from."""
+        """Remove an adapter from all servers, then the files they read it from."""
         dropped = await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
         if all(dropped):
             await asyncio.to_thread(self.staging.remove, ref)
@@ -341,7 +337,7 @@ class Fleet:
 async def open_fleet(
     config: FleetConfig, *, progress: Progress | None = None
 ) -> AsyncIterator[Fleet]:
-    """Start or find the servers, keep the pool going inside the block, stop what was started."""
+    """Start or find the servers, run the pool inside the block, then stop what was started."""
     async with AsyncExitStack() as stack:
         stack.enter_context(collected_rarely())
         opened = open_staging(
@@ -370,7 +366,7 @@ async def _open_replicas(
     staging: Staging,
     progress: Progress | None,
 ) -> list[Replica]:
-    """The servers of the config: those that run, and those started here or on a cluster."""
+    """Make a replica per server of the config, after starting those to launch."""
     launch = config.launch
     dtype = None if launch is None else launch.served_dtype
 

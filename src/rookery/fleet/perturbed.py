@@ -1,11 +1,11 @@
-"""Members of a population: a centre plus noise from a seed, made only where it is needed.
+"""Members of a population: a centre plus noise from a seed, computed only where needed.
 
     population = StepPopulation.around(centre, like=adapter, rank=1)
     member = population.member("e003-p05-pos", seed=4711, amount=0.01)     # an Adapter
     member.factors["model.layers.0.self_attn.q_proj"]                      # made now, all layers
 
-A member is an adapter like any other: whoever reads its factors finds tensors. Servers that Rookery
-starts are given its seed instead, and make it in their slots with the same bits.
+A member is an ordinary adapter: reading its factors computes its tensors. Servers that Rookery
+starts get its seed instead, and compute the same bits in their slots.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +24,20 @@ __all__ = ["PerturbedFactors", "StepPopulation", "moved"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPopulation:
-    """What all members of one step have in common."""
+    """Parts that all members of one step share."""
 
     centre: Adapter
-    """In float32."""
+    """Adapter with float32 factors."""
     dtypes: Mapping[str, tuple["torch.dtype", "torch.dtype"]]
-    """Of A and B of every layer: what members are rounded to."""
+    """Dtypes of A and B of every layer, to which members are rounded."""
     noise: LayerNoise
-    """Its layers are those of `dtypes` in their order; a server may know them by other names."""
+    """Noise for the layers of `dtypes`, in order; a server may know them by other names."""
     version: str
-    """Of what members are made from; their seeds and amounts come besides."""
+    """Digest of centre, rank and dtypes; a member's version adds its seed and amount."""
 
     @classmethod
     def around(cls, centre: Adapter, *, like: Adapter, rank: int) -> "StepPopulation":
-        """Members in the dtypes of `like`, with noise of this rank in each factor."""
+        """Make a population in the dtypes of `like`, with noise of this rank in each factor."""
         dtypes = {
             layer: (like.factors[layer].a.dtype, like.factors[layer].b.dtype)
             for layer in centre.factors
@@ -47,7 +47,7 @@ class StepPopulation:
         return cls(centre=centre, dtypes=dtypes, noise=noise, version=version)
 
     def member(self, name: str, *, seed: int, amount: float) -> Adapter:
-        """centre + amount * noise(seed). Equal seeds and amounts, equal version."""
+        """Return centre + amount * noise(seed). Equal seeds and amounts give equal versions."""
         return Adapter(
             name=name,
             base=self.centre.base,
@@ -56,13 +56,13 @@ class StepPopulation:
         )
 
     def fitted(self, centre: Adapter) -> "StepPopulation":
-        """The same members of the same centre, whose layers have the names that servers know."""
+        """Return the same population around `centre`, whose layers have the servers' names."""
         dtypes = dict(zip(centre.factors, self.dtypes.values(), strict=True))
         return replace(self, centre=centre, dtypes=dtypes)
 
 
 class PerturbedFactors(Mapping[str, LoraFactors]):
-    """The factors of one member, made when the first of them is read."""
+    """Factors of one member, computed when the first of them is read."""
 
     def __init__(self, population: StepPopulation, *, seed: int, amount: float) -> None:
         self.population, self.seed, self.amount = population, seed, amount
@@ -70,7 +70,7 @@ class PerturbedFactors(Mapping[str, LoraFactors]):
 
     @property
     def is_made(self) -> bool:
-        """Whether there are tensors of it here."""
+        """True if its tensors exist in this process."""
         return self._made is not None
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ def moved(
     rank: int,
     device: str = "cpu",
 ) -> dict[str, LoraFactors]:
-    """factors + sum_i amounts[i] * noise(seeds[i]) in float32; no member is made."""
+    """Return factors + sum_i amounts[i] * noise(seeds[i]) in float32, without making members."""
     import torch
 
     noise = _noise(factors, rank=rank)

@@ -1,14 +1,13 @@
-"""Our adapters on one server: which it holds, registered there, unregistered again, whatever ends
-the fleet.
+"""Our adapters on one server: loaded there, and unregistered again however the fleet ends.
 
     residency = Residency(client, owner=staging.owner, is_own=False)
     await residency.load("poet@3fa9~7f3a", path=folder)
     await residency.unload("poet@3fa9~7f3a")     # True: nothing there reads its folder any more
     await residency.leave()                      # the server knows none of ours
 
-vLLM reads an adapter's folder again when a request names it after it was evicted, and its engine
-dies when the folder is gone. So a folder is removed only after its name is unregistered and no
-request that named it can be waiting there.
+vLLM reads an adapter's folder again if a request names it after its eviction, and its engine dies
+if the folder is gone. So a folder is removed only after its name is unregistered and no request
+that named it can be waiting there.
 """
 
 import asyncio
@@ -58,17 +57,17 @@ __all__ = [
 ]
 
 
-# Who put adapters where, so that other processes can clean up after one that was killed.
+# Records who put adapters where, so that other processes can clean up after a killed one.
 #
 #     /dev/shm/rookery-adapters-7f3a2b1c9d4e/     one fleet's folder
 #         .owner                                  locked as long as the fleet is open:
-#             4f1e6c0a-93a1-...                       this machine since it was last started
+#             4f1e6c0a-93a1-...                       id of this machine's last boot
 #             http://127.0.0.1:8000                   a server that may know adapters of this fleet
 #         poet@3fa9~7f3a2b1c9d4e/                 an adapter, by the name that servers know it by
 #
 # The token at the end of a name says who registered it: a name that another process left on a
-# server is never taken for one's own. Whether the owner still lives is told by its lock, which only
-# the same machine can judge.
+# server is never taken for our own. An owner is alive while it holds its lock, which only processes
+# of the same machine can see.
 
 
 _PREFIX = "rookery-adapters-"
@@ -76,7 +75,7 @@ _RECORD = ".owner"
 _TOKEN_BYTES = 6
 _TOKEN = re.compile("[0-9a-f]+")
 _OLD_S = 24 * 3600.0
-"""A folder without a record is kept for this long: its owner may be just starting."""
+"""Folders without a record are kept for this long: their owner may be starting."""
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class Owner:
     parent: Path
     token: str
     lock: FileLock | None = None
-    """On the record; None: there is none."""
+    """Lock on the record; None if there is no record."""
     servers: set[str] = field(default_factory=set)
 
     @property
@@ -94,14 +93,14 @@ class Owner:
         return self.parent / f"{_PREFIX}{self.token}"
 
     def note_server(self, url: str) -> None:
-        """Before the first adapter is registered there: nothing after this call is lost."""
+        """Record a server before the first load there, so that a crash leaves no unknown names."""
         if url not in self.servers:
             self.servers.add(url)
             self._write(url)
 
     def claim(self) -> None:
-        """Make the folder and its record. Locked before it says whose it is: a record that says so
-        and is not locked has a dead owner."""
+        """Make the folder and its record. The record is locked before it is written: a written
+        record without a lock has a dead owner."""
         self.folder.mkdir()
         self.folder.chmod(0o755)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -118,8 +117,8 @@ class Owner:
         os.write(self.lock.descriptor, f"{line}\n".encode())
 
     def remove(self) -> None:
-        """The folder, and adapters of this owner that were put beside it. The record goes last:
-        what a removal that is cut short leaves can be found again."""
+        """Remove the folder and this owner's adapters beside it. The record goes last, so that what
+        an interrupted removal leaves can be found again."""
         record = self.folder / _RECORD
         for path in (*self.parent.glob(f"*~{self.token}"), *self.folder.glob("*")):
             if path != record:
@@ -132,8 +131,8 @@ class Owner:
 
 @contextmanager
 def claim_folder(parent: Path) -> Iterator[Owner]:
-    """A new folder under `parent`, removed at the end unless a server may still know names of it:
-    then it stays, for `find_left`."""
+    """Make a folder under `parent`. Remove it at the end, unless a server may still know names of
+    it: `find_left` finds it then."""
     with boundary(FleetError, f"No folder can be made in {parent}", foreign=(OSError,)):
         owner = Owner(parent, secrets.token_hex(_TOKEN_BYTES))
         owner.claim()
@@ -147,32 +146,31 @@ def claim_folder(parent: Path) -> Iterator[Owner]:
 
 @contextmanager
 def find_left(parent: Path) -> Iterator[list[Owner]]:
-    """Owners that are dead, all locked inside the block. Blocks for nobody; a record that cannot be
-    read is passed over."""
+    """Yield dead owners, locked inside the block; skip locked and unreadable records."""
     with ExitStack() as stack:
         owners = (_lock_left(folder, stack) for folder in sorted(parent.glob(f"{_PREFIX}*")))
         yield [owner for owner in owners if owner is not None]
 
 
 def _lock_left(folder: Path, stack: ExitStack) -> Owner | None:
-    """The owner of a folder if it is dead; its lock is held until the stack ends."""
-    left = Owner(folder.parent, folder.name.removeprefix(_PREFIX))
-    if not _TOKEN.fullmatch(left.token):
+    """Return the owner of a folder if it is dead; the stack releases its lock."""
+    owner = Owner(folder.parent, folder.name.removeprefix(_PREFIX))
+    if not _TOKEN.fullmatch(owner.token):
         return None
     try:
         is_old = time.time() - folder.stat().st_mtime > _OLD_S
-        left.lock = FileLock(folder / _RECORD, flags=os.O_RDWR | os.O_NOFOLLOW)
-        stack.callback(left.close)
-        if not left.lock.take():
+        owner.lock = FileLock(folder / _RECORD, flags=os.O_RDWR | os.O_NOFOLLOW)
+        stack.callback(owner.close)
+        if not owner.lock.take():
             return None
-        machine, *servers = os.pread(left.lock.descriptor, 2**20, 0).decode().split("\n")
+        machine, *servers = os.pread(owner.lock.descriptor, 2**20, 0).decode().split("\n")
     except FileNotFoundError:  # made just now, or all but removed
-        return left if folder.is_dir() and is_old else None
+        return owner if folder.is_dir() and is_old else None
     except (OSError, ValueError):  # it is another user's, or no record
         return None
-    # What follows the last line end was not written to its end, nor acted on.
-    left.servers = set(servers[:-1])
-    return left if machine == _machine() or (is_old and not machine) else None
+    # An incomplete last line was not acted on.
+    owner.servers = set(servers[:-1])
+    return owner if machine == _machine() or (is_old and not machine) else None
 
 
 def _delete(path: Path) -> None:
@@ -184,7 +182,7 @@ def _delete(path: Path) -> None:
 
 
 def _machine() -> str:
-    """This machine since it was started: what held a lock before that is dead."""
+    """Return the id of this machine's boot: locks from before it have dead holders."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
@@ -200,10 +198,9 @@ def _machine() -> str:
 #     async with served.using([ref], retire=retire):  # requests are in flight
 #     is_unused = served.release(ref)          # True: retire it
 #     async with served.changing(ref):
-#         if served.remove_unused(ref): ...    # nothing uses it: the caller takes it off the
-# servers
+#         if served.remove_unused(ref): ...    # unused: the caller takes it off the servers
 #
-# Counts only, no I/O: `fleet.py` does what is to be done.
+# Counts only, no I/O: `fleet.py` acts.
 
 
 @dataclass(slots=True)
@@ -228,7 +225,7 @@ class ServedAdapters:
 
     @property
     def refs(self) -> tuple[ModelRef, ...]:
-        """Oldest first."""
+        """Loaded adapters, oldest first."""
         return tuple(self._served)
 
     def find(self, ref: ModelRef) -> Adapter | None:
@@ -236,28 +233,27 @@ class ServedAdapters:
         return None if served is None else served.adapter
 
     def has_head(self, ref: ModelRef) -> bool:
-        """Whether it is a loaded adapter that adapts the output layer."""
+        """True if it is a loaded adapter that adapts the output layer."""
         served = self._served.get(ref)
         return served is not None and served.has_head
 
     def changing(self, ref: ModelRef) -> asyncio.Lock:
-        """The block of one load or retirement: a load that comes during a retirement waits for its
-        end and begins anew."""
+        """Return the lock of loads and retirements; a load waits for the latter, then restarts."""
         return self._changing.setdefault(ref, asyncio.Lock())
 
     def add_load(self, ref: ModelRef) -> bool:
-        """Count one more load; False when it is not loaded yet: `add` it."""
+        """Count one more load; False if the adapter is new and needs `add`."""
         served = self._served.get(ref)
         if served is not None:
             served.num_loads += 1
         return served is not None
 
     def add(self, ref: ModelRef, adapter: Adapter) -> None:
-        """The first load. `adapter` is what servers get."""
+        """Record the first load; `adapter` is the form sent to servers."""
         self._served[ref] = _Served(adapter, has_head=adapts_head(adapter))
 
     def release(self, ref: ModelRef) -> bool:
-        """Undo one load; True when nothing uses the adapter any more."""
+        """Undo one load; True if nothing uses the adapter any more."""
         served = self._served.get(ref)
         if served is None or served.num_loads <= 0:
             raise FleetError(f"{ref.served_name} is not loaded.")
@@ -267,8 +263,7 @@ class ServedAdapters:
         return served.is_unused
 
     def publish(self, ref: ModelRef) -> ModelRef | None:
-        """`ref`, loaded just now, takes the place of what was published under its name before:
-        that is returned, to be released."""
+        """Make `ref` the published version of its name; return the previous one for release."""
         previous = self._published.get(ref.name)
         self._published[ref.name] = ref
         return previous
@@ -277,8 +272,7 @@ class ServedAdapters:
     async def using(
         self, refs: Collection[ModelRef], *, retire: Callable[[ModelRef], Awaitable[None]]
     ) -> AsyncIterator[None]:
-        """The block of requests that name them: none is retired before its end, and those that
-        nothing uses any more are then."""
+        """Count requests in flight for these adapters; retire those left unused at the end."""
         for ref in refs:
             self._served[ref].num_in_flight += 1
         try:
@@ -289,7 +283,7 @@ class ServedAdapters:
             await asyncio.gather(*(retire(ref) for ref in refs if self._served[ref].is_unused))
 
     def remove_unused(self, ref: ModelRef) -> bool:
-        """Forget it if nothing uses it; inside `changing`."""
+        """Forget the adapter if nothing uses it; call it under `changing`."""
         served = self._served.get(ref)
         if served is None or not served.is_unused:
             return False
@@ -298,7 +292,7 @@ class ServedAdapters:
 
 
 def require_adapter(weights: Weights) -> Adapter:
-    """Servers are given adapters, one beside the other; a whole model is not one."""
+    """Return the weights if they are an adapter; AdapterError for a whole model."""
     if isinstance(weights, Adapter):
         return weights
     raise AdapterError(
@@ -308,22 +302,22 @@ def require_adapter(weights: Weights) -> Adapter:
 
 logger = logging.getLogger(__name__)
 LEAVE_S = 10.0
-"""How long a server may take to let go of adapters when a fleet closes, or after a request was cut
-off; the folders of one that takes longer are left for the next fleet to remove."""
+"""Longest time for a server to unload adapters when a fleet closes, or after a request was cut off.
+Folders of slower servers are left for the next fleet to remove."""
 LEFT_S = 3.0
-"""How long the servers of dead owners may take together; they are all asked at once."""
+"""Longest time for all servers of dead owners, which are asked together."""
 
 
 class Residency:
-    """The adapters that requests to one server can name at once (`resident`), and the names that it
-    may know: from before a load is sent until an unload is confirmed.
+    """Adapters on one server: those that requests can name now (`resident`), and the names it may
+    know, from before a load is sent until an unload is confirmed.
 
-    A server of our own ends with the fleet, so nothing needs to be cleared there.
+    A server that this fleet started ends with it, so nothing is unloaded there.
     """
 
     def __init__(self, client: Client, *, owner: Owner, is_own: bool) -> None:
         self.resident: OrderedDict[ModelRef, None] = OrderedDict()
-        """Least recently used first."""
+        """Loaded adapters, least recently used first."""
         self._changing: WeakValueDictionary[ModelRef, asyncio.Lock] = WeakValueDictionary()
         self._client = client
         self._owner = owner
@@ -334,11 +328,11 @@ class Residency:
         self._has_left = False
 
     def changing(self, ref: ModelRef) -> asyncio.Lock:
-        """The block of a load or an unload of it: one at a time."""
+        """Return the lock of one load or unload."""
         return self._changing.setdefault(ref, asyncio.Lock())
 
     def use(self, ref: ModelRef) -> bool:
-        """Whether it is resident; if so, it is the most recently used from now on."""
+        """True if it is resident; it then counts as most recently used."""
         if ref in self.resident:
             self.resident.move_to_end(ref)
         return ref in self.resident
@@ -350,28 +344,27 @@ class Residency:
         self.resident.pop(ref, None)
 
     def surplus(self, limit: int, *, active: Container[ModelRef]) -> list[ModelRef]:
-        """What to unload before one more is loaded: the least recently used that are not active,
-        down to what fits."""
+        """Return the least recently used idle adapters to unload before one more is loaded."""
         idle = [ref for ref in self.resident if ref not in active]
         return idle[: max(0, len(self.resident) + 1 - limit)]
 
     def is_idle(self, ref: ModelRef, *, active: Container[ModelRef]) -> bool:
-        """Whether it is still one to unload: others may have been unloaded in the meantime."""
+        """True if it may still be unloaded: others may have unloaded it meanwhile."""
         return ref in self.resident and ref not in active
 
     def expect(self, name: str) -> None:
-        """The server learns the name with a request that is about to be sent."""
+        """Record a name before the request that brings it to the server is sent."""
         if not self._is_own:
             self._owner.note_server(self._client.url)
         self._names.add(name)
 
     def note_cut(self, name: str) -> None:
-        """A request that names it was not waited for: it may still be in the server's queue."""
+        """Record that a request for this name was abandoned but may still be queued there."""
         self._cut.add(name)
 
     async def load(self, name: str, *, path: Path | str) -> None:
-        """Register one. A load that was sent is never cut off with its caller: the server could do
-        it after it was told to forget the name."""
+        """Load an adapter. A sent load is not cancelled with its caller: it could follow the
+        unload."""
         if self._has_left:
             raise FleetError("The fleet was closed before this adapter was loaded.")
         self.expect(name)
@@ -389,10 +382,10 @@ class Residency:
     def _end_load(self, name: str, load: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not load.cancelled():
-            load.exception()  # seen: whoever asked for it may have been cancelled meanwhile
+            load.exception()  # retrieved: its caller may have been cancelled
 
     async def unload(self, name: str, *, model: str) -> bool:
-        """Unregister one; False when its folder must stay, as the server may read it yet.
+        """Unload an adapter; False if the server may still read its folder.
 
         `model` is the server's base model.
         """
@@ -401,7 +394,7 @@ class Residency:
         return await self._let_go([name], model=model)
 
     async def leave(self, *, model: str) -> None:
-        """Unregister all of them, and load no more. Never raises: what is left is recorded."""
+        """Unload all adapters and refuse further loads. Never raises; the rest stays recorded."""
         self._has_left = True
         if self._is_own or await self._let_go(sorted(self._names), model=model):
             self._owner.servers.discard(self._client.url)
@@ -409,7 +402,7 @@ class Residency:
     async def _let_go(self, names: Sequence[str], *, model: str) -> bool:
         try:
             async with asyncio.timeout(LEAVE_S):
-                # A load that hangs keeps none of the others there.
+                # Names with pending loads come last: a load that hangs must not delay the others.
                 for name in sorted(names, key=self._loads.__contains__):
                     if name in self._loads:
                         await asyncio.wait([self._loads[name]])
@@ -421,29 +414,29 @@ class Residency:
                 why = str(error) or f"it took longer than {LEAVE_S:g} s"
                 logger.warning("%s did not unload %s: %s", self._client.url, names, why)
                 return False
-        # Only now: as long as a request may be waiting there, a later call must ask again.
+        # Only now: while a request may be waiting there, a later call must try again.
         self._names.difference_update(names)
         self._cut.difference_update(names)
         return True
 
     async def _wait_for_queue(self, model: str) -> None:
-        """The server hears that requests were cut off before it takes this one."""
+        """Wait for one request: the server learns of cut-off requests before it."""
         await self._client.complete(encode_body(model, Fields(max_tokens=1), [(1,)]))
 
 
 async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
-    """Unregister what dead owners left on servers, and remove their folders.
-
-    Folders stay where a server cannot be asked. `clients` have the keys of the servers at hand.
-    """
+    """Unload what dead owners left on servers, and remove their folders. Folders stay if a server
+    cannot be asked. `clients` have the keys of the servers at hand."""
     by_url = {client.url: client for client in clients}
     limits = ClientConfig(connect_s=LEFT_S, control_s=LEFT_S)
     with find_left(parent) as dead:
         urls = sorted({url for owner in dead for url in owner.servers})
         async with open_session() as session:
-            asked = [by_url.get(url) or Client(url, session=session, config=limits) for url in urls]
+            targets = [
+                by_url.get(url) or Client(url, session=session, config=limits) for url in urls
+            ]
             tokens = frozenset(owner.token for owner in dead)
-            gone = await asyncio.gather(*(_clear(client, tokens) for client in asked))
+            gone = await asyncio.gather(*(_clear(client, tokens) for client in targets))
         cleared = dict(zip(urls, gone, strict=True))
         for owner in dead:
             if all(owner.token in cleared[url] for url in owner.servers):
@@ -451,7 +444,7 @@ async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
 
 
 async def list_names(client: Client, *tokens: str) -> list[str]:
-    """The adapters that a server knows of these owners."""
+    """Return the adapters of these owners that a server knows."""
     models = await client.get("/v1/models")
     with boundary(FleetError, f"{client.url}/v1/models answers no list of models"):
         names = [str(model["id"]) for model in models["data"]]
@@ -459,8 +452,7 @@ async def list_names(client: Client, *tokens: str) -> list[str]:
 
 
 async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
-    """Those of the tokens that the server knows no name of any more; none when it cannot be asked,
-    whatever it is that answers there."""
+    """Unload these owners' adapters; return the tokens that have none left on the server."""
     known = set(tokens)
     try:
         with boundary(FleetError, f"{client.url} cannot be asked"):
@@ -481,12 +473,12 @@ async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
 
 
 def _token(name: str) -> str:
-    """Whose it is; empty for names that are not of this kind."""
+    """Return the owner's token in a name; empty for other names."""
     return name.rpartition("~")[2] if "~" in name else ""
 
 
 def _is_gone(error: Exception) -> bool:
-    """Nothing listens there: what the server knew is gone with it."""
+    """True if nothing listens there: the server's adapters are gone with it."""
     cause = error.__cause__
     return isinstance(cause, ClientConnectorError) and isinstance(
         cause.os_error, ConnectionRefusedError

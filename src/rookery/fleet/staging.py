@@ -1,12 +1,12 @@
-"""Where adapters wait for servers to read them: a folder in shared memory, or one given.
+"""Where adapters wait for servers to read them: a folder in shared memory, or a configured one.
 
     with open_staging(None) as staging:
         staging.peft_folder(ref, adapter, base=root)     # for `load_lora_adapter` and the resolver
         staging.buffer_folder(ref, adapter, dtype="bfloat16")     # for the worker extension
         staging.member_text(ref, adapter)                         # for the same, of a member
 
-A server gets B with its scale multiplied in, in the adapter's own dtype: the same numbers whichever
-way they come. Folders are named by content and by who made them (`Owner`), and never change.
+Servers get B multiplied by its scale, in the adapter's own dtype: every route gives the same
+numbers. Folders are named by content and owner (`Owner`), and never change.
 """
 
 import base64
@@ -42,7 +42,7 @@ from rookery.types import Adapter, LoraFactors, ModelRef
 
 __all__ = ["BufferFile", "Staging", "as_safetensors", "memory_folder", "open_staging"]
 
-# Memory for adapters on their way to a server, made before it is needed: `staging.py` fills it.
+# Memory for adapters on their way to a server, made before it is needed.
 #
 #     files = Spares(lambda size: [BufferFile(folder, size)])
 #     file = files.take(20_185_088)         # made the last time one was taken, or now
@@ -50,22 +50,22 @@ __all__ = ["BufferFile", "Staging", "as_safetensors", "memory_folder", "open_sta
 #     file.name(folder / "poet" / "rookery_buffer.bin")
 #     files.close()
 #
-# Most of the time of writing to shared memory goes into making its pages, and most of that of
-# writing to a GPU into allocating there. A population's adapters have one size, so another thread
-# makes the next pieces when the last one was taken.
+# Writing to shared memory spends most of its time on making pages, and writing to a GPU on
+# allocating. A population's adapters have one size, so a thread makes the next pieces after the
+# last was taken.
 
 
 _SLAB_BYTES = 128 * 2**20
-"""The most GPU memory that is allocated ahead of need."""
+"""Limit on GPU memory that is allocated ahead of need."""
 
 Key = TypeVar("Key", bound=Hashable)
 Made = TypeVar("Made")
 
 
 class Spares(Generic[Key, Made]):
-    """Spare pieces of memory of the size that was taken last. For any number of threads.
+    """Spare pieces of memory of the size that was taken last; thread-safe.
 
-    `make` gives one piece or several; only when all are taken are others made.
+    `make` returns one piece or several; it is called again when all are taken.
     """
 
     def __init__(self, make: Callable[[Key], list[Made]]) -> None:
@@ -76,7 +76,7 @@ class Spares(Generic[Key, Made]):
         self._maker: ThreadPoolExecutor | None = None
 
     def take(self, key: Key) -> Made:
-        """A spare one where it has the size, else a new one."""
+        """Return a spare piece of this size, else a new one."""
         with self._lock:
             if self._ready is not None and self._ready[0] == key and self._ready[1]:
                 return self._ready[1].pop()
@@ -90,8 +90,8 @@ class Spares(Generic[Key, Made]):
         return one
 
     def refill(self, key: Key, *, after: Made | None = None) -> None:
-        """Start to make the next ones where none is left. `after` is let go of by the thread that
-        does: unmapping memory takes time."""
+        """Start to make the next pieces if none is left. The thread that makes them drops `after`,
+        as unmapping memory takes time."""
         with self._lock:
             is_left = self._ready is not None and self._ready[0] == key and self._ready[1]
             if self._coming is None and not is_left:
@@ -110,9 +110,9 @@ class Spares(Generic[Key, Made]):
 
 
 class BufferFile:
-    """A file that has no name yet, and its memory here: nothing is left when the process dies.
+    """A file without a name and its mapped memory: nothing is left when the process dies.
 
-    File systems that know only names give it one until it gets its own.
+    On file systems that need names, it has a temporary one until `name` is called.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -125,7 +125,7 @@ class BufferFile:
         except OSError:
             self._descriptor, self._named = tempfile.mkstemp(prefix=".buffer-", dir=folder)
             os.fchmod(self._descriptor, 0o644)
-        # A full disk is an error here, and the end of the process when a mapping meets it.
+        # On a full disk this raises; a write to the mapping would kill the process.
         os.posix_fallocate(self._descriptor, 0, num_bytes)
         self.memory = torch.from_file(
             self._own_path, shared=True, size=num_bytes, dtype=torch.uint8
@@ -142,27 +142,25 @@ class BufferFile:
         return self._named or f"/proc/self/fd/{self._descriptor}"
 
     def name(self, path: Path) -> None:
-        """Put it where it belongs."""
+        """Give the file its final path."""
         if self._named is not None:
             Path(self._named).rename(path)
             self._named = None
         else:
-            # With a folder given, Python follows the link to the file itself.
+            # With a folder given, Python follows the link in /proc to the file itself.
             os.link(self._own_path, path, src_dir_fd=self._descriptor, follow_symlinks=True)
 
 
 class CudaBuffer(NamedTuple):
-    """Memory on a GPU, and what another process on this machine needs to open it."""
+    """Memory on a GPU, and the handle by which another process on this machine opens it."""
 
     memory: "torch.Tensor"
     handle: dict[str, Any]
 
 
 def cuda_buffers(device: "torch.device", num_bytes: int) -> list[CudaBuffer]:
-    """Buffers of one allocation: another process opens it once for all of them.
-
-    What is written there must have arrived before the handle is given away.
-    """
+    """Make buffers in one allocation: another process opens it once for all of them. Writes to a
+    buffer must have finished before its handle is given away."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -185,15 +183,15 @@ def cuda_buffers(device: "torch.device", num_bytes: int) -> list[CudaBuffer]:
 SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 256
-"""Offsets in a buffer: the strictest alignment of a CUDA copy."""
+"""Alignment of offsets in a buffer, in bytes: the strictest of a CUDA copy."""
 
 
 class Staging:
-    """Folders of adapters of one owner.
+    """Folders of one owner's adapters.
 
-    `in_place` hands over adapters that are on a GPU by their address there, without a copy; every
-    server must run on that GPU. Adapters in this machine's memory go as they always do.
-    `is_searched`: servers search the owner's parent folder by name.
+    `in_place` passes adapters on a GPU by their address, without a copy; every server must run on
+    that GPU. Adapters in host memory are written as usual. `is_searched`: servers search the
+    owner's parent folder by name.
     """
 
     def __init__(self, owner: Owner, *, in_place: bool = False, is_searched: bool = False) -> None:
@@ -203,43 +201,43 @@ class Staging:
         self._peft_root = owner.parent if is_searched else root
         self._cuda_buffers: dict[Path, CudaBuffer] = {}
         self._members: dict[ModelRef, tuple[Path, str]] = {}
-        """The centre's folder, and what a server is told instead of a path."""
+        """Folder of a member's centre, and the text sent to servers instead of a path."""
         self._centres = threading.Lock()
-        """One for all: who waits for a folder's own lock still has it when the folder is gone."""
+        """One lock for all folders: a waiter on a folder's own lock would outlast its removal."""
         self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._is_closed = False
         self._files: Spares[int, BufferFile] = Spares(lambda size: [BufferFile(root, size)])
         self._gpu: Spares[tuple[torch.device, int], CudaBuffer] = Spares(lambda k: cuda_buffers(*k))
 
     def is_in_place(self, adapter: Adapter) -> bool:
-        """Whether it is handed over by its address."""
+        """True if it is passed by its address on the GPU."""
         factors = adapter.factors.values()
         return self.in_place and any(not t.is_cpu for lora in factors for t in (lora.a, lora.b))
 
     def wire_name(self, ref: ModelRef) -> str:
-        """The name a server knows an adapter by: fit for a path and a URL, and nobody else's."""
+        """Return the name servers know an adapter by: valid in paths and URLs, and unique."""
         return f"{quote(ref.served_name, safe='@-_.')}~{self.owner.token}"
 
     def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
-        """A PEFT folder, written once. `base` is what the resolver compares with the server's."""
+        """Write a PEFT folder, once. The resolver compares `base` with the server's base model."""
         folder = self._peft_root / self.wire_name(ref)
         with self._writing[folder]:
             if not folder.is_dir():
                 self._require_open()
-                # Needed only where adapters are served, which is where torch is.
+                # Imported here: only processes that serve adapters have torch.
                 from rookery.weights import write_adapter
 
                 write_adapter(replace(_folded(adapter), base=base), folder)
         return folder
 
     def served_path(self, ref: ModelRef, *, dtype: str) -> str:
-        """What a server is told of an adapter that is staged for the worker extension."""
+        """Return the path, or a member's text, that tells servers of a staged adapter."""
         member = self._members.get(ref)
         return str(self.buffer_path(ref, dtype=dtype)) if member is None else member[1]
 
     def member_text(self, ref: ModelRef, adapter: Adapter) -> str:
-        """A member of a population in the place of its path: the centre's folder and its seed. The
-        folder is written for the first one, and goes with the last."""
+        """Return a member's centre folder and seed as text, sent in place of a path. The folder is
+        written for the first member and removed with the last."""
         member = adapter.factors
         assert isinstance(member, PerturbedFactors)
         centre = member.population.centre
@@ -257,13 +255,12 @@ class Staging:
         return self._members[ref][1]
 
     def buffer_path(self, ref: ModelRef, *, dtype: str) -> Path:
-        """Where `buffer_folder` puts an adapter."""
         return self.root / f"{self.wire_name(ref)}.{dtype}.buffer"
 
     def buffer_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
-        """All factors in one piece, in the dtype of the servers' slots; written once."""
+        """Write all factors in one piece, in the dtype of the servers' slots, once."""
         folder = self.buffer_path(ref, dtype=dtype)
-        # Several servers may need it at the same time, each in a thread.
+        # Several servers may need it at once, each in a thread.
         with self._writing[folder], boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
             if not folder.is_dir():
                 self._require_open()
@@ -274,7 +271,7 @@ class Staging:
         return folder
 
     def remove(self, ref: ModelRef) -> None:
-        """Forget an adapter's folders; a server that still has them open keeps what it mapped."""
+        """Remove an adapter's folders; a server that has them open keeps what it mapped."""
         if ref in self._members:
             self._remove_member(ref)
             return
@@ -291,10 +288,8 @@ class Staging:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait for what is being written, then write nothing any more; the folders stay.
-
-        A thread outlives the request that it wrote for, and would put folders back that are gone.
-        """
+        """Wait for writes in progress and refuse new ones; the folders stay. A thread outlives the
+        request that it writes for, and would restore removed folders."""
         self._is_closed = True
         for lock in [self._centres, *self._writing.values()]:
             with lock:
@@ -319,9 +314,9 @@ class Staging:
             key = _only_gpu(layout), layout.num_bytes
             buffer = self._gpu.take(key)
             layout.fill_scaled(buffer.memory)
-            # Not the whole device: the trainer may be computing on a stream of its own.
+            # Not the whole device: the trainer may be computing on its own stream.
             torch.cuda.current_stream(buffer.memory.device).synchronize()
-            # The memory is the server's to read until the adapter is removed.
+            # The server reads this memory until the adapter is removed.
             self._cuda_buffers[folder] = buffer
             manifest |= {"cuda": buffer.handle, "scale": 1.0}
             self._gpu.refill(key)
@@ -334,7 +329,7 @@ class Staging:
 
 
 def _write_centre(folder: Path, population: StepPopulation) -> None:
-    """As `population.py` of the servers reads it."""
+    """Write a centre as `population.py` of the servers reads it."""
     import torch
 
     factors = population.centre.factors
@@ -352,7 +347,7 @@ def _write_centre(folder: Path, population: StepPopulation) -> None:
 
 
 def memory_folder() -> Path:
-    """Shared memory, or the folder of temporary files where there is none."""
+    """Return shared memory, or the folder for temporary files if there is none."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -360,10 +355,8 @@ def memory_folder() -> Path:
 def open_staging(
     parent: Path | None, *, in_place: bool = False, is_searched: bool = False
 ) -> Iterator[Staging]:
-    """A folder for adapters under `parent`, by default in shared memory; it goes with the block.
-
-    Folders that killed processes left there are removed, unless a server may know of them.
-    """
+    """Make a folder for adapters under `parent`, by default in shared memory, for the block.
+    Folders that killed processes left there are removed, unless a server may know of them."""
     parent = parent or memory_folder()
     with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
         parent.mkdir(parents=True, exist_ok=True)
@@ -380,7 +373,7 @@ def open_staging(
 
 @contextmanager
 def as_safetensors(path: Path) -> Iterator[Path]:
-    """The folder itself, or a copy of one that holds adapter_model.bin in the safe format."""
+    """Yield the folder itself, or a safetensors copy if it holds adapter_model.bin."""
     old = path / "adapter_model.bin"
     if (path / "adapter_model.safetensors").exists() or not old.exists():
         yield path
@@ -398,11 +391,9 @@ def as_safetensors(path: Path) -> Iterator[Path]:
 
 
 def _folded(adapter: Adapter) -> Adapter:
-    """The same adapter with scale 1: products in float32, then the dtype the factors had.
-
-    torch multiplies half precision by a number in float32 and rounds once. Factors of one kind are
-    multiplied together: a call for each costs more than the numbers.
-    """
+    """Return the adapter with scale 1: B is multiplied in float32, then rounded to its dtype. torch
+    multiplies half precision by a number in float32 and rounds once. Factors of one kind are
+    multiplied together, as a call for each would cost more than the arithmetic."""
     import torch
 
     kinds: dict[tuple[float, torch.dtype, torch.device], list[str]] = {}
@@ -426,23 +417,23 @@ class _Layout:
     layers: list[list[Any]]
     num_bytes: int
     scaled_from: int
-    """Where B begins, in bytes."""
+    """Offset of the first B factor, in bytes."""
     scale: float
-    """What B is still to be multiplied by."""
+    """Number that B must still be multiplied by."""
     pieces: list[tuple[int, "torch.Tensor"]]
     """(offset, factor) in order; on the host contiguous and in the buffer's dtype."""
     kind: "torch.dtype"
 
     def fill(self, memory: "torch.Tensor") -> None:
-        """Copy every factor to its place; B is still to be multiplied."""
-        # torch would share each copy out among threads, and wait for all of them every time.
+        """Copy every factor to its place; B is not multiplied yet."""
+        # torch would split each copy over threads and wait for all of them every time.
         begin = memory.data_ptr()
         for offset, tensor in self.pieces:
             ctypes.memmove(begin + offset, tensor.data_ptr(), tensor.nbytes)
 
     def fill_scaled(self, memory: "torch.Tensor") -> None:
-        """Write every factor to its place, B multiplied, in few operations: those of each factor
-        alone take a large model longer to start than to do."""
+        """Write every factor to its place with B multiplied, in few operations. In a large model,
+        one operation per factor takes longer to start than to run."""
         import torch
 
         numbers = memory.view(self.kind)
@@ -462,8 +453,8 @@ class _Layout:
 
 
 def buffer_layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
-    """One scale for all is left to the reader, or to `fill_scaled`: they multiply on their device,
-    rounding the same."""
+    """Lay out the factors. A scale common to all is left to the reader or to `fill_scaled`, which
+    multiply on their device with the same rounding."""
     import torch
 
     if dtype not in _DTYPES:

@@ -3,7 +3,7 @@
 client.py     a server as a Trainer and an Engine
 wire.py       records as JSON, adapters as safetensors
 server.py     HTTP routes over a trainer and an engine
-engine.py     the trainer and the engine of all tensor-parallel ranks in step
+engine.py     trainer and engine, kept in step over all tensor-parallel ranks
 model.py      a slotted model whose layers are megatron-core's
 
 The client needs no megatron-core; the server runs in an environment that has it:

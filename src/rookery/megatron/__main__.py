@@ -29,11 +29,11 @@ from rookery.train import TrainerConfig
 
 logger = logging.getLogger("rookery.megatron")
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: none is closed as it is used again."""
+"""Longer than clients keep idle connections, so that none is closed while it is reused."""
 _PDEATHSIG = 1
 """Linux's option for the signal that a process gets when its parent ends."""
 GRACE_S = 3
-"""How long requests in flight may take when the server ends."""
+"""Seconds for requests in flight when the server ends."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _end_with_torchrun() -> None:
-    """Also when it is killed, and cannot end its ranks itself."""
+    """End this process with torchrun, even if torchrun is killed and cannot end its ranks."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -85,7 +85,7 @@ def _key(host: str) -> str:
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:
-    """The port, taken before the model is loaded."""
+    """Bind the port before the model is loaded."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family)
@@ -115,7 +115,7 @@ async def _run(
         thread=trainer.thread,
     )
     if listener is None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler waits for the call to end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler waits for the call
         follow(trainer, engine)
         return
     names = model_names(folder.name, str(folder.path), *folder.names)

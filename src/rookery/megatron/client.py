@@ -5,8 +5,8 @@
         await trainer.create("poet", LoraStart(lora=LoraConfig(), base="smollm2", seed=1))
         [output] = await trainer.forward_backward([TrainRequest(trainee="poet", data=data)])
 
-Nothing is sent twice: a training call whose answer was lost may have been done. When the server
-ends, its trainees end with it; `save` is what brings them back.
+Nothing is sent twice: a training call whose answer was lost may have been done. Trainees end with
+the server; `save` and `load` bring them back.
 """
 
 import asyncio
@@ -50,14 +50,14 @@ __all__ = ["MegatronEngine", "MegatronServer", "MegatronTrainer", "open_megatron
 
 CONNECT_S = 5.0
 CALL_S = 3600.0
-"""The longest that one call may take, the wait for others on the server included."""
+"""Longest time of one call, including its wait for others on the server."""
 _KINDS: dict[str, type[RookeryError]] = {
     name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")
 }
 
 
 class MegatronServer:
-    """One server, as it was when the connection was made."""
+    """One start of a server."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, info: ServerInfo | None) -> None:
         self.url = url
@@ -77,8 +77,8 @@ class MegatronServer:
         name: str = "",
         down: type[RookeryError] = TrainError,
     ) -> bytes:
-        """The answer. `down` is raised when the server does not answer, or is not the one it was;
-        what it refuses is raised as the server raised it."""
+        """Return the answer. `down` is raised if the server does not answer or was restarted; its
+        own errors are raised as the server raised them."""
         headers = {} if self._info is None else {INSTANCE_HEADER: self._info.instance}
         try:
             async with self._session.post(
@@ -109,7 +109,7 @@ class MegatronServer:
 
 @asynccontextmanager
 async def open_megatron(url: str, *, key: str = "") -> AsyncIterator[MegatronServer]:
-    """The server at this address, which must answer."""
+    """Connect to the server at this address, which must answer."""
     limit = aiohttp.ClientTimeout(total=CALL_S, sock_connect=CONNECT_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
@@ -124,7 +124,7 @@ class MegatronTrainer:
     def __init__(self, server: MegatronServer, *, publisher: Publisher | None = None) -> None:
         self._server = server
         self._publisher = publisher
-        # Held by one call at a time, in their order; each ends by CALL_S.
+        # Held by one call at a time, in their order; each ends within CALL_S.
         self._turn = asyncio.Lock()
 
     async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
@@ -137,7 +137,7 @@ class MegatronTrainer:
         return await self._records("optim_step", steps, StepOutput)
 
     async def save(self, trainee: str, path: Path) -> None:
-        """The file that a trainer of this process writes, too."""
+        """Write the same file as a local trainer does."""
         state = await self._call("save", name=trainee)
         await asyncio.to_thread(write_file, path, state, scratch=path.parent)
 
@@ -152,7 +152,7 @@ class MegatronTrainer:
         return await self._publisher.publish(await self.adapter(trainee))
 
     async def create(self, trainee: str, start: LoraStart | Adapter) -> None:
-        """A trainee of that name is replaced."""
+        """Create a trainee; an existing one of that name is replaced."""
         if isinstance(start, LoraStart):
             await self._call("create", write_json(start.model_dump()), name=trainee)
         else:
@@ -164,7 +164,7 @@ class MegatronTrainer:
         await self._call("remove", name=trainee)
 
     async def adapter(self, trainee: str) -> Adapter:
-        """Its weights after all calls so far."""
+        """Return its weights after all calls so far."""
         body = await self._call("get_adapter", name=trainee)
         return await asyncio.to_thread(read_adapter_bytes, body)
 
@@ -179,7 +179,7 @@ class MegatronTrainer:
 
 
 class MegatronEngine:
-    """An Engine on a server: its base model, and adapters that are sent to it."""
+    """An Engine on a server: its base model, and adapters sent to it."""
 
     is_remote = True
     is_batch_invariant = False

@@ -2,10 +2,10 @@
 
 | who        | does                                             | waits for                  |
 |------------|--------------------------------------------------|----------------------------|
-| first rank | tells a call, then computes it                   | the other ranks, in a pass |
-| the others | receive a call, compute the same (`follow`)         | a call                     |
+| first rank | sends a call, then computes it                   | the other ranks, in a pass |
+| the others | receive a call, then compute it (`follow`)       | a call                     |
 
-Calls of both go through one thread: ranks that computed them in different orders would wait for
+Calls of both go through one thread, as ranks that computed them in different orders would wait for
 each other. All ranks see the same logits, so they draw the same tokens.
 """
 
@@ -37,15 +37,14 @@ __all__ = ["Ranks", "RanksEngine", "RanksTrainer", "follow", "join_ranks"]
 
 
 IDLE_S = 365 * 24 * 3600.0
-"""The longest between two calls. Ranks whose first one dies are told at once, by torchrun and by
-the closed connection."""
+"""Longest pause between calls. If the first rank dies, torchrun ends the others at once."""
 
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks(Processes):
-    """Unlike processes that share data: each has all of it, and the same results."""
+    """Processes that do not share data: each has all of it, and the same results."""
 
     def share(self, data: Sequence[Datum]) -> list[int]:
         return list(range(len(data)))
@@ -55,8 +54,8 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A pass of all ranks. One that fails in some of them leaves the others waiting in the
-        middle of it: the process ends, and torchrun ends the others."""
+        """Run a pass of all ranks. If it fails in some ranks, the others wait inside it forever, so
+        this process ends, and torchrun ends the others."""
         try:
             yield
         except RookeryError:
@@ -69,7 +68,7 @@ class Ranks(Processes):
 
 
 def join_ranks(device: str) -> Ranks:
-    """This process as one of those that torchrun started; without torchrun the only one."""
+    """Join the ranks that torchrun started; without torchrun, this process is the only one."""
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     limit = timedelta(seconds=STEP_S)
     with boundary(TrainError, "The processes of torchrun do not find each other"):
@@ -83,11 +82,11 @@ def join_ranks(device: str) -> Ranks:
 
 
 class RanksTrainer(LoraTrainer):
-    """A LoraTrainer of which every rank computes every pass."""
+    """A LoraTrainer in which every rank computes every pass."""
 
     @property
     def thread(self) -> Executor:
-        """Where it computes."""
+        """Executor of its computations."""
         return self._worker
 
     def compute(self, turns: Sequence[Turn]) -> None:
@@ -96,24 +95,24 @@ class RanksTrainer(LoraTrainer):
             super().compute(turns)
 
     def do_part(self, call: RankCall) -> None:
-        with suppress(RookeryError):  # it fails in all ranks alike, and the first tells its caller
+        with suppress(RookeryError):  # it fails in all ranks alike, and the first one reports it
             super().do_part(call)
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineCall:
-    """What the first rank's engine begins to compute."""
+    """A computation that the first rank's engine starts."""
 
     method: Literal["put", "free", "step"]
     arguments: tuple[Any, ...] = ()
     added: dict[int, Job] = field(default_factory=dict)
-    """By their id() in the first rank."""
+    """New jobs by their id() in the first rank."""
     dropped: tuple[int, ...] = ()
 
 
 class _RanksBatcher(Batcher):
-    """Its steps are told; what else changes it is a part of the engine's calls, or is done only
-    after memory was short, which ends ranks that are not alone."""
+    """Broadcasts its steps. All other changes are part of the engine's calls, or follow a memory
+    shortage, which ends the process if there are several ranks."""
 
     ranks: Ranks
 
@@ -128,7 +127,7 @@ class _RanksBatcher(Batcher):
 
 
 class RanksEngine(EmbeddedEngine):
-    """The embedded engine, its thread shared with the trainer of the same model."""
+    """The embedded engine, which shares its thread with the trainer of the same model."""
 
     batcher_type = _RanksBatcher
     _batcher: _RanksBatcher
@@ -150,11 +149,11 @@ class RanksEngine(EmbeddedEngine):
 
     @property
     def num_jobs(self) -> int:
-        """Those told and not answered, in a rank that is not the first."""
+        """Number of unanswered jobs, in a rank other than the first."""
         return len(self._jobs)
 
     def do_part(self, call: _EngineCall) -> None:
-        """In a rank that is not the first."""
+        """Compute a call, in a rank other than the first."""
         match call.method:
             case "put":
                 self._put(*call.arguments)
@@ -180,6 +179,6 @@ class RanksEngine(EmbeddedEngine):
 
 
 def follow(trainer: RanksTrainer, engine: RanksEngine) -> None:
-    """In a rank that is not the first: compute what it computes, until that one ends."""
-    while isinstance(told := trainer.serve_rank(), _EngineCall):
-        engine.do_part(told)
+    """Compute the first rank's calls until it ends, in any other rank."""
+    while isinstance(call := trainer.serve_rank(), _EngineCall):
+        engine.do_part(call)

@@ -3,13 +3,13 @@
     model = load_parallel_model(folder, ranks=join_ranks("cpu"))
     hidden = model.layers(model.embed(tokens), positions, attend=..., rows=...)
 
-The trainer and the engine run on it as on any slotted model, in every rank alike. Adapters are held
-whole by every rank, which multiplies by its part of them:
+The trainer and the engine run on it as on any slotted model, in every rank. Every rank holds whole
+adapters, and multiplies by its part of them:
 
     queries, keys, values, gate, up, head:  out_r = W_r x + B_r A x        B_r: rows of B
     o, down:                                out = sum W_r x_r + B A_r x_r  A_r: columns of A
 
-so that the sum of a factor's gradients over the ranks is its gradient.
+So a factor's gradient is the sum of its gradients over the ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,17 +44,15 @@ __all__ = ["load_parallel_model"]
 #
 #     gpt = make_gpt(model.config, weights, ranks=ranks, current=CurrentPass())
 #
-# Attention and positions are Rookery's own: megatron-core's need a GPU, and here sequences lie
-# end to
-# end in one batch.
+# Attention and positions are Rookery's own: megatron-core's need a GPU, and here sequences lie end
+# to end in one batch.
 
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class CurrentPass:
-    """What attention needs of the pass that is computed; megatron-core's layers pass on no
-    arguments of ours."""
+    """State of a pass for attention: megatron-core's layers pass no extra arguments on."""
 
     attend: Attend
     cos: torch.Tensor
@@ -80,14 +78,14 @@ class PackedAttention(SelfAttention):  # type: ignore[misc]
         return self.linear_proj(mixed.reshape(len(mixed), 1, -1))
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, head], each head by the angles of its row's position."""
+        """Rotate [rows, heads, head], each head by the angles of its row's position."""
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         return x * self._current.cos[:, None] + turned * self._current.sin[:, None]
 
 
 def make_gpt(config: Any, weights: Tensors, *, ranks: Ranks, current: CurrentPass) -> Any:
-    """`config` is that of transformers; `weights` by their names there."""
+    """Build the model from the config and the weights of transformers, under its names."""
     _check_divisible(config, ranks)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks.size)
@@ -163,8 +161,8 @@ def _transformer_config(
 class _RankWeights:
     """The weights of one rank under megatron-core's names.
 
-    Queries, keys and values are one layer there, group by group: with 4 query and 2 key heads
-    q0 q1 k0 v0 q2 q3 k1 v1. Gate and up are one, too, on each rank.
+    There, queries, keys and values are one layer, group by group: with 4 query and 2 key heads q0
+    q1 k0 v0 q2 q3 k1 v1. Gate and up are one layer on each rank, too.
     """
 
     def __init__(self, config: Any, weights: Tensors, ranks: Ranks) -> None:
@@ -234,7 +232,7 @@ class _RankWeights:
         return self._take(name).chunk(self._ranks.size, dim=1)[self._ranks.rank]
 
     def _vocabulary(self, name: str) -> torch.Tensor:
-        """Padded by rows of zeros, so that all ranks have as many."""
+        """Return this rank's rows, after padding with zeros to an equal number per rank."""
         whole = self._take(name)
         padded = functional.pad(whole, (0, 0, 0, self.padded_vocab - len(whole)))
         return padded.chunk(self._ranks.size)[self._ranks.rank]
@@ -280,7 +278,7 @@ def _check(model: "ParallelModel", probe: PositionProbe, expected: torch.Tensor)
 
 
 class ParallelModel(SlottedModel):
-    """This rank's part of the model; every method is called by all ranks at the same time."""
+    """This rank's part of the model. All ranks call every method at the same time."""
 
     def __init__(self, model: PreTrainedModel, *, names: frozenset[str], ranks: Ranks) -> None:
         super().__init__(model, names=names)
@@ -296,7 +294,7 @@ class ParallelModel(SlottedModel):
         self._drop_weights(model)
 
     def _adapt(self, prefix: str, layer: Any) -> None:
-        """Add the adapters' part to what megatron-core's linear layers give."""
+        """Add the adapters' outputs to those of megatron-core's linear layers."""
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         qkv = tuple(f"{attention}{name}_proj" for name in "qkv")
         hooks = {
@@ -309,7 +307,7 @@ class ParallelModel(SlottedModel):
             module.register_forward_hook(hook)
 
     def _drop_weights(self, model: Any) -> None:
-        """Free transformers' copy. Shapes stay, for slots and checks, on memory of one number."""
+        """Free transformers' copy. Shapes stay for slots and checks, on memory of one number."""
         decoder = model.get_decoder()
         decoder.layers, decoder.embed_tokens = nn.ModuleList(), None
         for linear in self.linears.values():
@@ -350,14 +348,14 @@ class ParallelModel(SlottedModel):
             logits, _ = gpt.output_layer(
                 gpt.decoder.final_layernorm(hidden[:, None]), weight=weight
             )
-        # megatron-core's logits gather needs a GPU.
+        # megatron-core's own gather of logits needs a GPU.
         before, width = self._ranks.rank * logits.shape[-1], self._ranks.size * logits.shape[-1]
         padded = functional.pad(logits, (before, width - before - logits.shape[-1]))
         whole: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(padded)
         return whole[:, 0, : self.shape.vocab_size].float()
 
     def _column(self, names: tuple[str, ...], *, groups: int = 1) -> Hook:
-        """Of a layer whose outputs are spread; those of the named ones lie in turns, by groups."""
+        """Return a hook for a layer with spread outputs; named ones interleave by groups."""
         linears = [self.linears[name] for name in names]
 
         def add(module: Any, args: Any, output: Any) -> Any:
@@ -373,7 +371,7 @@ class ParallelModel(SlottedModel):
         return add
 
     def _row(self, name: str) -> Hook:
-        """Of a layer whose inputs are spread."""
+        """Return a hook for a layer whose inputs are spread over ranks."""
         linear = self.linears[name]
 
         def add(module: Any, args: Any, output: Any) -> Any:
@@ -391,7 +389,7 @@ class ParallelModel(SlottedModel):
         return any(linear.banks(row) is not None for row in rows for linear in linears)
 
     def _product(self, x: torch.Tensor, linear: SlottedLinear, *, of_rows: bool) -> torch.Tensor:
-        """B A x of this rank: with its rows of B, or with its columns of A."""
+        """Return this rank's B A x: with its rows of B, or with its columns of A."""
         flat = x.flatten(0, 1)
         width = -(-linear.out_features // self._ranks.size) if of_rows else linear.out_features
         out = flat.new_zeros(len(flat), width)

@@ -10,8 +10,8 @@
 | sample, score                                  | records            | records              |
 | serve, unserve                                 | safetensors; ref   | ModelRef             |
 
-An error is 400 with {"error", "kind"}. A client that knew the server before it was started anew is
-refused (409): what it trained is gone.
+An error is 400 with {"error", "kind"}. After a restart of the server, its earlier clients get 409:
+their trainees are gone.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ from rookery.types import Adapter, ModelRef, OptimStep, SampleRequest, ScoreRequ
 __all__ = ["Hosted", "make_app"]
 
 Method = Callable[[str, bytes], Awaitable[bytes]]
-"""The name in the query, the body -> the answer."""
+"""(name in the query, body) -> answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """What is served."""
+    """The model, its trainer and its engine."""
 
     model: SlottedModel
     trainer: LoraTrainer
@@ -59,7 +59,7 @@ class Hosted:
     names: frozenset[str]
     ranks: int = 1
     key: str = ""
-    """What clients must show; "" lets everybody in."""
+    """Key that clients must send; empty for none."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -80,7 +80,7 @@ def make_app(hosted: Hosted) -> FastAPI:
         "Rookery on Megatron",
         answers=ErrorAnswers(
             status=lambda _: 400,
-            document=lambda error, told: {"error": told, "kind": type(error).__name__},
+            document=lambda error, text: {"error": text, "kind": type(error).__name__},
         ),
         check=key_check(hosted.key, "MEGATRON_SERVER_KEY is missing or wrong."),
         openapi_url=None,

@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 INSTANCE_HEADER = "X-Rookery-Instance"
-"""Which start of the server a client means."""
+"""Header that names the start of the server that a client connected to."""
 Record = TypeVar("Record")
 _BAD = (TypeError, ValueError, LookupError, AttributeError, SafetensorError)
-"""What reading raises when the other side sent something else."""
+"""Errors raised by reading unexpected data."""
 
 
-_OF_ONE_PROCESS = frozenset({"affinity", "on_delta"})
+_LOCAL_FIELDS = frozenset({"affinity", "on_delta"})
 
 
 class LoraStart(Config):
@@ -62,13 +62,13 @@ class LoraStart(Config):
 
 
 class ServerInfo(Config):
-    """What a client must know of a server."""
+    """Facts about a server that a client needs."""
 
     instance: str
-    """Another one each time the server is started."""
+    """Changes with every start of the server."""
     base: str
     names: tuple[str, ...]
-    """Those the model goes by."""
+    """Names of the model."""
     linear_layers: dict[str, tuple[int, int]]
     max_rank: int
     context_tokens: int
@@ -76,16 +76,16 @@ class ServerInfo(Config):
 
 
 def write_json(value: object) -> bytes:
-    """Of records too; NaN and infinity as Python writes them."""
+    """Encode a value, which may hold records; NaN and infinity as Python writes them."""
     return json.dumps(value, default=_plain).encode()
 
 
 def _plain(value: Any) -> Any:
-    """What json does not know. Affinities and callbacks are of one process."""
+    """Convert types that json does not know. Affinities and callbacks stay in their process."""
     if isinstance(value, KeptTokens):
         return [row.tolist() for row in value.rows]
     if is_dataclass(value):
-        names = (field.name for field in fields(value) if field.name not in _OF_ONE_PROCESS)
+        names = (field.name for field in fields(value) if field.name not in _LOCAL_FIELDS)
         return {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         return dict(value)
@@ -103,7 +103,7 @@ def read_records(kind: type[Record], body: bytes) -> list[Record]:
 
 
 def read_record(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """ServiceError when they are something else."""
+    """Build a record; ServiceError if the values do not fit."""
     with boundary(ServiceError, f"This is not a {kind.__name__}", foreign=_BAD):
         readers = _READERS.get(kind, {})
         return kind(**{name: readers.get(name, _frozen)(x) for name, x in values.items()})
@@ -137,7 +137,7 @@ _READERS: dict[type[Any], dict[str, Callable[[Any], Any]]] = {
 
 
 def adapter_bytes(adapter: Adapter) -> bytes:
-    """A safetensors file; name, base and scales are in its header."""
+    """Encode an adapter as a safetensors file with name, base and scales in its header."""
     tensors = {
         f"{layer}/{letter}": tensor.contiguous()
         for layer, lora in adapter.factors.items()
@@ -150,7 +150,7 @@ def adapter_bytes(adapter: Adapter) -> bytes:
 
 
 def read_adapter_bytes(data: bytes) -> Adapter:
-    """What `adapter_bytes` wrote."""
+    """Read an adapter from `adapter_bytes`."""
     with boundary(ServiceError, "This is not an adapter", foreign=_BAD):
         size = int.from_bytes(data[:8], "little")
         header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["adapter"])

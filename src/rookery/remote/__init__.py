@@ -1,4 +1,4 @@
-"""A service elsewhere as an engine and a trainer: loops run on it as on those of this process.
+"""A service elsewhere as an engine and a trainer, on which loops run as on local ones.
 
     async with open_client(ServiceClientConfig(url="http://gpu1:8000", model="smollm2")) as client:
         await client.trainer.create("policy", LoraShape(rank=8, seed=0))
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ServiceClient:
-    """One base model of a service."""
+    """Engine and trainer of one base model of a service."""
 
     engine: ServiceEngine
     trainer: ServiceTrainer
@@ -45,8 +45,8 @@ class ServiceClient:
 async def open_client(
     config: ServiceClientConfig, *, has_last_states: bool = False
 ) -> AsyncIterator[ServiceClient]:
-    """A session with the service, inside the block: what was trained in it and not saved is gone
-    afterwards. See `ServiceTrainer` for `has_last_states`."""
+    """Open a session with the service. Unsaved training in it is lost at the end of the block. See
+    `ServiceTrainer` for `has_last_states`."""
     async with open_connection(config) as connection:
         facts = await read_facts(connection, config.model)
         samplers = Samplers(connection, base=facts.base, base_model=facts.base_model)

@@ -1,7 +1,7 @@
 """A service elsewhere as an Engine, and the connection to it: retries, results, the session.
 
-Every request that changes something has a number, so that one whose answer was lost is sent again
-and done once. A service that is killed and started again is waited for.
+Every request that changes something has a number: if its answer is lost, it is sent again and still
+done once. The client waits for a service that restarts.
 """
 
 import asyncio
@@ -56,33 +56,32 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
 POLL_S = 60.0
-"""How long the service may be silent; it answers a poll within 45 s. Weights take as long as they
-take."""
+"""Longest silence of the service, which answers polls within 45 s; transfers may go on."""
 _RETRY = Backoff(first_s=0.1, longest_s=5.0)
 _AGAIN = frozenset({408, 429})
 _NOBODY = frozenset({401, 403, 410})
-"""The key or the session is no longer known: nothing more is answered."""
+"""The key or the session is unknown: no request will be answered."""
 
 
 class ServiceClientConfig(Config):
-    """A service (`rookery serve`), and the base model of it."""
+    """A service (`rookery serve`) and one of its base models."""
 
     rounding: ClassVar[None] = None
     type: Literal["service"] = "service"
     url: str = "http://127.0.0.1:8000"
-    """Where it answers."""
+    """URL of the service."""
     api_key_env: str = "TINKER_API_KEY"
-    """The environment variable that holds the key, as `rookery keys add` printed it."""
+    """Environment variable that holds the key, as printed by `rookery keys add`."""
     model: str = ""
-    """The name of the base model; by default the service's first."""
+    """Name of the base model; by default the service's first."""
     away_s: float = Field(default=300.0, ge=0)
-    """How long a service that does not answer is waited for."""
+    """Seconds to wait for a service that does not answer."""
     in_flight: int = Field(default=256, ge=1)
-    """Samples that wait for their results at the same time."""
+    """Limit on samples that wait for their results at the same time."""
 
 
 class ServiceRefusal(ServiceError):
-    """The service understood and said no."""
+    """The service understood the request and refused it."""
 
     def __init__(self, sentence: str, *, status: int) -> None:
         super().__init__(sentence)
@@ -90,12 +89,12 @@ class ServiceRefusal(ServiceError):
 
 
 class Away(Exception):
-    """Nothing was answered, or that it is too much now."""
+    """The service did not answer, or is too busy now."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """A status below 400, or 408, and what came with it."""
+    """An HTTP answer with a status below 400, or 408."""
 
     status: int
     content: bytes
@@ -107,7 +106,7 @@ class HttpReply:
 
 
 class Connection:
-    """One session. Made by `open_connection`."""
+    """One session with a service; made by `open_connection`."""
 
     def __init__(self, http: aiohttp.ClientSession, config: ServiceClientConfig) -> None:
         self._http = http
@@ -116,26 +115,26 @@ class Connection:
         self.session_id = ""
         self._numbers = itertools.count()
         self.turns = asyncio.Semaphore(config.in_flight)
-        """Held by samples while they wait, filled by callers and drained by answers; requests of
-        models go in the order of their numbers and must not wait for one another here."""
+        """Filled by waiting samples, drained by their answers. Requests of models do not take part:
+        they go in the order of their numbers, and must not wait for each other here."""
 
     def next_number(self) -> int:
-        """For models, sampling sessions and samples of this session."""
+        """Return a new number for a model, sampling session or sample of this session."""
         return next(self._numbers)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a JSON request."""
+        """Send a JSON request and return its answer."""
         return (await self.request("POST", path, json.dumps(body).encode())).document()
 
     async def submit(self, path: str, body: Mapping[str, Any], *, accept: str = "") -> HttpReply:
-        """The result of a request that takes its turn."""
+        """Send a request that is queued at the service, and return its result."""
         reply = await self.post(path, body)
         return await self._result(str(reply["request_id"]), accept=accept)
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, *, accept: str = ""
     ) -> HttpReply:
-        """One request, sent again while the service is away."""
+        """Send a request, again and again while the service is away."""
         if self._http.closed:
             raise ServiceDownError("The client of the service is closed: open it with open_client.")
         if asyncio.get_running_loop() is not self._loop:
@@ -156,7 +155,7 @@ class Connection:
             ) from away
 
     async def delete(self, path: str) -> None:
-        """Delete something; nothing when it is gone, as after an answer that was lost."""
+        """Delete something; ignore that it is gone, as after a lost answer."""
         try:
             await self.request("DELETE", path)
         except ServiceRefusal as refusal:
@@ -191,7 +190,7 @@ class Connection:
         raise ServiceRefusal(sentence, status=status)
 
     async def finish(self) -> None:
-        """Tell the service once; it ends silent sessions by itself."""
+        """End the session. Tried once, as the service ends silent sessions itself."""
         url = f"{self._config.url.rstrip('/')}/api/v1/sessions/{self.session_id}/finish"
         try:
             await self.send_once("POST", url, b"{}", "")
@@ -199,7 +198,6 @@ class Connection:
             logger.info("The session was not finished: %s", error)
 
     async def beat(self) -> None:
-        """Keep the session alive, until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
@@ -210,7 +208,7 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(config: ServiceClientConfig) -> AsyncIterator[Connection]:
-    """A session with the service, ended with the block."""
+    """Open a session with the service for the block."""
     key = os.environ.get(config.api_key_env, "")
     headers = {"x-api-key": key} if key else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
@@ -236,20 +234,20 @@ def _sentence(content: bytes) -> str:
     return " ".join(text.split())[:1000]
 
 
-# Which sampling session of a service each ModelRef stands for.
+# The sampling session of the service for each ModelRef.
 
 
 @dataclass(slots=True)
 class _Sampler:
     id: str
     adapter_id: str = ""
-    """The registered adapter that it draws from, if any."""
+    """Registered adapter that it draws from; empty for none."""
     num_holders: int = 1
     num_requests: int = 0
 
 
 class Samplers:
-    """Sampling sessions in use. One that is dropped ends after its last request."""
+    """Sampling sessions in use. A dropped one ends after its last request."""
 
     def __init__(self, connection: Connection, *, base: ModelRef, base_model: str) -> None:
         self._connection = connection
@@ -257,11 +255,11 @@ class Samplers:
         self._base_model = base_model
         self._samplers: dict[ModelRef, _Sampler] = {}
         self._creating = asyncio.Lock()
-        """Held to make the base's session, which many ask for at the same time."""
+        """Held to create the base model's session, as many may ask for it at once."""
 
     @asynccontextmanager
     async def use(self, ref: ModelRef) -> AsyncIterator[str]:
-        """The id of its session, which stays inside the block."""
+        """Yield the id of its session, which stays during the block."""
         if ref == self._base and ref not in self._samplers:
             async with self._creating:
                 if ref not in self._samplers:
@@ -280,11 +278,11 @@ class Samplers:
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
-        """The adapters that requests can name, oldest first."""
+        """Adapters that requests can name, oldest first."""
         return tuple(ref for ref in self._samplers if ref != self._base)
 
     def hold(self, ref: ModelRef) -> bool:
-        """Use one that is there once more; False when it is not there."""
+        """Add a holder to a known session; False if there is none."""
         sampler = self._samplers.get(ref)
         if sampler is None:
             return False
@@ -292,22 +290,22 @@ class Samplers:
         return True
 
     async def add_path(self, ref: ModelRef, path: str, *, adapter_id: str) -> None:
-        """Draw from a checkpoint under this name."""
+        """Create a session for a checkpoint under this name."""
         sampler = _Sampler(await self._create({"model_path": path}), adapter_id=adapter_id)
         await self._add(ref, sampler)
 
     async def add(self, ref: ModelRef, sampler_id: str) -> None:
-        """A session that was made with its weights."""
+        """Add a session that was created with its weights."""
         await self._add(ref, _Sampler(sampler_id))
 
     async def _add(self, ref: ModelRef, sampler: _Sampler) -> None:
         known = self._samplers.setdefault(ref, sampler)
-        if known is not sampler:  # equal weights: the session that is there does as well
+        if known is not sampler:  # equal weights: keep the existing session
             known.num_holders += 1
             await self._end(sampler)
 
     async def drop(self, ref: ModelRef) -> None:
-        """Let it go once, for good after the last holder's last request."""
+        """Remove one holder; without holders, the session ends after its last request."""
         sampler = self._samplers.get(ref)
         if sampler is None:
             raise EngineError(f"{ref.served_name} is not loaded.")
@@ -340,10 +338,10 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """One base model of a service, as the service tells."""
+    """One base model of a service, as the service describes it."""
 
     base_model: str
-    """The name that clients call it by."""
+    """Name that clients use for it."""
     base: ModelRef
     linear_layers: Mapping[str, tuple[int, int]]
     max_rank: int
@@ -351,7 +349,7 @@ class EngineFacts:
 
 
 async def read_facts(connection: Connection, base_model: str) -> EngineFacts:
-    """Those of a base model; "": the service's first."""
+    """Read the facts of a base model; "" names the service's first."""
     known = (await connection.request("GET", "engines")).document()
     name = base_model or next(iter(known), "")
     if name not in known:
@@ -368,8 +366,7 @@ async def read_facts(connection: Connection, base_model: str) -> EngineFacts:
 
 
 class ServiceEngine:
-    """Samples, scores and adapters over HTTP; equal requests get equal answers, as seeds travel
-    with them."""
+    """An Engine over HTTP. Requests carry their seeds, so equal requests get equal answers."""
 
     is_remote = True
     is_batch_invariant = False
@@ -380,7 +377,7 @@ class ServiceEngine:
         self._samplers = samplers
         self._facts = facts
         self._loading = WeakValueDictionary[ModelRef, asyncio.Lock]()
-        """Held by who loads an adapter: who loads it too then finds it there."""
+        """Held during the load of an adapter, so that a concurrent load finds it."""
 
     @property
     def base(self) -> ModelRef:
@@ -438,7 +435,7 @@ class ServiceEngine:
             with _refused(EngineError):
                 answer = await self._connection.submit("asample", body, accept=PROTOBUF)
         if answer.content_type == PROTOBUF:
-            # Imported here: it needs the extra `serve`.
+            # Imported here, as it needs the extra `serve`.
             from rookery.remote.messages import read_completions
 
             return read_completions(answer.content, model=request.model)
@@ -463,7 +460,7 @@ class ServiceEngine:
 
 
 async def upload(connection: Connection, folder: Path, adapter_id: str, base_model: str) -> str:
-    """Register a PEFT folder; its tinker:// path."""
+    """Register a PEFT folder; return its tinker:// path."""
     config, weights = [await asyncio.to_thread((folder / name).read_bytes) for name in FILES]
     body = {
         "adapter_id": adapter_id,
@@ -507,7 +504,7 @@ def _penalties(params: SamplingParams) -> dict[str, float]:
 
 @contextmanager
 def _refused(kind: type[RookeryError]) -> Iterator[None]:
-    """What the service says of a request that can never be done, as any engine says it."""
+    """Raise refusals of the service as an engine's own error."""
     try:
         yield
     except ServiceRefusal as refusal:
@@ -519,7 +516,7 @@ def _failure(answer: HttpReply) -> EngineError:
 
 
 def _write(adapter: Adapter, folder: Path) -> None:
-    # Imported here: only who has an adapter's tensors has torch.
+    # Imported here, as only programs with an adapter's tensors have torch.
     from rookery.weights import write_adapter
 
     write_adapter(adapter, folder)

@@ -2,7 +2,7 @@
 
     message = SampleResponse.FromString(body)
 
-They live in a pool of their own: a program that also imports the SDK has its messages beside them.
+They have their own pool, so that the SDK's messages can be imported in the same program.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = [
 PACKAGE = "rookery_tinker"
 DTYPES = {"float32": 1, "int64": 2, "int32": 3, "bfloat16": 4}
 EMPTY_LOGPROB = -99999.0
-"""What the SDK reads as an empty cell of a top-k table."""
+"""Value that the SDK reads as an empty cell of a top-k table."""
 STOP_REASONS = {"stop": 0, "length": 1}
 
 ENUMS = {
@@ -40,8 +40,8 @@ ENUMS = {
     },
 }
 
-# Numbers from 1001 are Rookery's own: the SDK skips what it does not know.
-# A field is `[repeated|optional|map|oneof NAME] TYPE NAME NUMBER`; maps have text keys.
+# Numbers from 1001 are Rookery's own: the SDK skips unknown fields. A field is
+# `[repeated|optional|map|oneof NAME] TYPE NAME NUMBER`; maps have text keys.
 MESSAGES = {
     "ForwardBackwardRequest": """
         string model_id 1
@@ -173,7 +173,7 @@ def _add_line(message: Any, line: str) -> None:
             oneofs.append(label[1])
         field.oneof_index = oneofs.index(label[1])
     elif label == ["optional"]:
-        # Presence of a single field is a oneof with one member.
+        # protobuf represents an optional field as a oneof with one member.
         field.proto3_optional = True
         field.oneof_index = len(message.oneof_decl)
         message.oneof_decl.add(name=f"_{name}")
@@ -209,7 +209,7 @@ SampleResponse: Any = _message("SampleResponse")
 
 
 def read_completions(payload: bytes, *, model: ModelRef) -> tuple[Completion, ...]:
-    """What Rookery's own client makes of a SampleResponse with texts."""
+    """Read a SampleResponse with texts, for Rookery's own client."""
     names: dict[int, FinishReason] = {0: "stop", 1: "length"}
     return tuple(
         Completion(

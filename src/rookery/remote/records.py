@@ -1,4 +1,4 @@
-"""Records of the ports as JSON: what this client sends to a service, and what it gets.
+"""Records of the ports as JSON, between this client and a service.
 
     body = train_document("S:train:0", 3, request, forward_only=False)
 
@@ -15,13 +15,13 @@ __all__ = ["KEY", "PROTOBUF", "read_output", "read_score", "train_document"]
 
 PROTOBUF = "application/x-protobuf"
 KEY = "train_request"
-"""Of the request in the body of a forward_backward."""
+"""Key of the request in the body of a forward_backward."""
 
 
 def train_document(
     model_id: str, seq: int, request: TrainRequest, *, forward_only: bool
 ) -> dict[str, Any]:
-    """The body of a forward_backward."""
+    """Build the body of a forward_backward."""
     return {
         "model_id": model_id,
         "seq_id": seq,
@@ -35,7 +35,7 @@ def train_document(
 
 
 def read_output(document: Mapping[str, Any]) -> TrainOutput:
-    """The same, back; a result that is a failure has its sentence."""
+    """Read the result of a forward_backward; a failure gives its sentence."""
     if "error" in document:
         return TrainOutput(error=str(document["error"]))
     rows = tuple(tuple(row) for row in document["logprobs"])
@@ -43,7 +43,6 @@ def read_output(document: Mapping[str, Any]) -> TrainOutput:
 
 
 def read_score(document: Mapping[str, Any], *, model: ModelRef) -> Score:
-    """The same, back."""
     return Score(
         model=model,
         logprobs=tuple(document["logprobs"]),
@@ -56,7 +55,7 @@ def read_score(document: Mapping[str, Any], *, model: ModelRef) -> Score:
 
 
 def _datum_document(datum: Datum) -> dict[str, Any]:
-    """Columns that are empty are left out."""
+    """Build a document of a datum without its empty columns."""
     kept = [list(row) for row in datum.kept]
     fields = {**asdict(replace(datum, kept=())), "kept": kept}
     return {name: value for name, value in fields.items() if value not in ((), [], {})}

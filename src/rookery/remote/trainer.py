@@ -1,4 +1,4 @@
-"""The models in training of a service as a Trainer, and where they are made as Trainees."""
+"""A service's models in training as a Trainer and Trainees."""
 
 import asyncio
 import itertools
@@ -27,22 +27,22 @@ from rookery.types import (
 __all__ = ["ServiceTrainer", "read_states"]
 
 STATE_TTL_S = 30 * 86400
-"""After so long the state of a run that never went on is deleted."""
+"""Seconds after which the service deletes the state of a run that was never resumed."""
 
 
 @dataclass(slots=True)
 class _Trainee:
     model_id: str
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Of its requests: the service does them in this order."""
+    """Numbers of its requests, which the service computes in this order."""
     published: ModelRef | None = None
     num_steps: int = 0
     states: list[str] = field(default_factory=list)
-    """Those of a run: each is kept until the one after the next is saved."""
+    """States of a run: each is kept until the one after the next is saved."""
 
 
 class ServiceTrainer:
-    """Trainees of this session, by name. Calls get their numbers when they are made."""
+    """Trainees of this session, by name. Requests are numbered in the order of the calls."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ServiceTrainer:
         base_model: str,
         has_last_states: bool = False,
     ) -> None:
-        """With `has_last_states` the service keeps the last two states of a trainee, so that a run
-        that is killed between a state and its record finds the one before."""
+        """With `has_last_states`, the service keeps a trainee's last two states. A run that is
+        killed between saving a state and recording it then finds the previous one."""
         self._has_last_states = has_last_states
         self._connection = connection
         self._samplers = samplers
@@ -70,11 +70,11 @@ class ServiceTrainer:
         try:
             info = await self._connection.post("weights_info", {"tinker_path": path})
             flags = {name: info[name] for name in ("train_attn", "train_mlp", "train_unembed")}
-            made = await self._create(LoraShape(rank=info["lora_rank"], seed=0, **flags))
-            await self._call(made, "load_weights", {"path": path, "optimizer": False})
+            created = await self._create(LoraShape(rank=info["lora_rank"], seed=0, **flags))
+            await self._call(created, "load_weights", {"path": path, "optimizer": False})
         finally:
             await self._connection.delete(f"adapters/{adapter_id}")
-        self._trainees[trainee] = made
+        self._trainees[trainee] = created
 
     async def remove(self, trainee: str) -> None:
         known = self._trainees.pop(trainee, None)
@@ -130,8 +130,7 @@ class ServiceTrainer:
         return outputs
 
     async def save(self, trainee: str, path: Path) -> None:
-        """The state stays in the service; the file names it. One that the file named before is
-        deleted there."""
+        """Save the state in the service and its name in the file; delete the one named before."""
         state = self._own(trainee)
         body: dict[str, Any] = {"path": f"state-{uuid4().hex}"}
         if self._has_last_states:
@@ -155,12 +154,12 @@ class ServiceTrainer:
             state.states = [*document["older"], document["tinker_path"]]
 
     async def forget(self, states: Iterable[str]) -> None:
-        """Delete states, of which nobody goes on any more. Idempotent."""
+        """Delete states that no run will resume from. Idempotent."""
         for old in states:
             await self._delete(old)
 
     def num_steps(self, trainee: str) -> int:
-        """Steps that it has taken, with those before a state that was loaded."""
+        """Return the number of its steps, including those before a loaded state."""
         return self._own(trainee).num_steps
 
     async def publish(self, trainee: str) -> ModelRef:
@@ -254,7 +253,7 @@ def _checked(answer: HttpReply) -> dict[str, Any]:
 
 
 def read_states(path: Path) -> list[str]:
-    """The states that a file of `save` names; nothing where there is none."""
+    """Return the states that a file of `save` names; empty without a file."""
     if not path.exists():
         return []
     document = json.loads(path.read_text())
@@ -262,7 +261,7 @@ def read_states(path: Path) -> list[str]:
 
 
 def _replace(path: Path, document: Mapping[str, object]) -> list[str]:
-    """Write the file whole; what it named before."""
+    """Replace the file; return the states it named before."""
     old = read_states(path)
     write_file(path, json.dumps(document).encode(), scratch=path.parent)
     return old

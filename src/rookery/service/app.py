@@ -1,5 +1,4 @@
-"""The web application: how refusals are answered, what every request passes, HTTP of clients
-without an SDK, and what the operator sees.
+"""The web application: error answers, routes for clients without an SDK, pages for the operator.
 
 app = make_app(service, keys=Keys(path), routes=ROUTES, before=fill_gap)
 """
@@ -51,7 +50,7 @@ __all__ = [
 ]
 
 
-# The shape of an adapter from its adapter_config.json, without reading its weights.
+# The shape of an adapter from its adapter_config.json, without its weights.
 
 
 ATTENTION, MLP, UNEMBED = "attn", "mlp", "unembed"
@@ -63,7 +62,7 @@ _GROUPS = {
 
 
 def read_shape(config: bytes) -> LoraShape:
-    """Rank and layers, as a client would have asked for them."""
+    """Return rank and layer kinds, as a client would request them."""
     try:
         document = json.loads(config)
         ranks = [document["r"], *(document.get("rank_pattern") or {}).values()]
@@ -83,7 +82,7 @@ def read_shape(config: bytes) -> LoraShape:
 
 
 def _groups(document: Mapping[str, Any]) -> set[str]:
-    """Which kinds of layers it adapts; a pattern of names is taken for all linear layers."""
+    """Return the kinds of layers it adapts; a pattern of names counts as attention and MLP."""
     targets = document.get("target_modules")
     if not isinstance(targets, list) or not targets:
         return {ATTENTION, MLP}
@@ -98,7 +97,7 @@ AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$"
 
 
 class PlainOptions(DrawOptions):
-    """How to draw; min_p and penalties are beyond what the SDK can send."""
+    """Sampling options; the SDK cannot send min_p and penalties."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -107,7 +106,7 @@ class PlainOptions(DrawOptions):
 
 
 class PlainSample(BaseModel):
-    """Prompts as texts or as tokens, and which model continues them."""
+    """Prompts as texts or tokens, and the model that continues them."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -130,10 +129,10 @@ class AdapterUpload(BaseModel):
     lora_path: str | None = None
     adapter_config: dict[str, Any] | None = None
     adapter_model: str | None = None
-    """The safetensors file, base64."""
+    """The safetensors file in base64."""
     base_model: str | None = None
     session_id: str = ""
-    """The session that it ends with; empty: it stays until it is removed."""
+    """Session with which it ends; if empty, it stays until it is removed."""
 
 
 def make_router(api: RequestContext) -> APIRouter:
@@ -161,7 +160,7 @@ def _sample_router(api: RequestContext) -> APIRouter:
 
     @router.post("/sample")
     async def sample(body: PlainSample, tenant: Tenant) -> Response:
-        """`n` completions of every prompt, in order, as texts and as tokens."""
+        """Return `n` completions of every prompt, in order, as texts and as tokens."""
         api.service.admission.check_rate(tenant)
         name = body.model_id or body.adapter_id or body.model_path or body.base_model
         source = find_source(api, tenant, name)
@@ -189,7 +188,7 @@ def _sample_router(api: RequestContext) -> APIRouter:
 
 
 async def register_adapter(api: RequestContext, tenant: str, body: AdapterUpload) -> dict[str, Any]:
-    """Store an adapter, see that it fits, and serve it under its name; its document."""
+    """Store an adapter, check that it fits, and serve it under its name; return its document."""
     api.service.admission.check_rate(tenant)
     api.service.admission.check_checkpoints(tenant)
     if body.session_id:
@@ -200,7 +199,7 @@ async def register_adapter(api: RequestContext, tenant: str, body: AdapterUpload
     turn = api.service.uploads.take(tenant, tokens=1, width=1, id=new_id("upload"))
     async with turn, api.service.blob_lock:
         blob, size_bytes, shape = await run_in_thread(_store, api, body)
-        # Loaded once to see that it fits; samples load it again when they need it.
+        # Loaded once to check that it fits; samples load it again when they need it.
         ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
         await backend.folders.unload(ref)
         adapter = NewAdapter(
@@ -256,7 +255,7 @@ def _answer(answers: list[Drawn]) -> dict[str, Any]:
 
 
 def _store(api: RequestContext, body: AdapterUpload) -> tuple[str, int, LoraShape]:
-    """The digest of its files, their size and what they hold. Waits for the disk."""
+    """Store the files; return their digest, size and adapter shape. Blocks on the disk."""
     if (body.lora_path is None) == (body.adapter_model is None):
         raise bad("Give lora_path, or adapter_config and adapter_model, and not both.")
     files = _read_path(api, body.lora_path) if body.lora_path else _read_upload(body)
@@ -289,7 +288,7 @@ def _read_path(api: RequestContext, lora_path: str) -> dict[str, bytes]:
                 f"{lora_path} has no {missing[0]}: save the adapter with PEFT's save_pretrained."
             )
         return {name: (folder / name).read_bytes() for name in FILES}
-    except OSError as error:  # a name too long, or not readable
+    except OSError as error:  # a name too long, or unreadable
         raise bad(f"{lora_path!r:.300} cannot be read: {error.strerror}.") from error
 
 
@@ -298,14 +297,14 @@ def _read_upload(body: AdapterUpload) -> dict[str, bytes]:
         raise Refusal(422, "An upload has adapter_config (JSON) and adapter_model (base64).")
     try:
         weights = base64.b64decode(body.adapter_model, validate=True)
-    except ValueError as error:  # of letters beyond ASCII it is no binascii.Error
+    except ValueError as error:  # for letters beyond ASCII it is no binascii.Error
         raise bad(f"adapter_model is not base64: {error}.") from error
     config = json.dumps(body.adapter_config).encode()
     return dict(zip(FILES, (config, weights), strict=True))
 
 
 def read_status(service: Service) -> ServiceStatus:
-    """As it is now. Costs grow with what tenants have."""
+    """Return the current status. The cost grows with the tenants' records."""
     context, training, drawing = service.context, service.training, service.drawing
     live = Counter(model.tenant for model in context.state.models.values() if model.is_live)
     saved = Counter(checkpoint.tenant for checkpoint in context.state.checkpoints.values())
@@ -358,10 +357,10 @@ def make_app(
     before: Callable[[Request, int, str], Awaitable[None]],
     render: Callable[[ServiceStatus], str] | None = None,
 ) -> FastAPI:
-    """The application over a running service; without keys everybody is one tenant. `routes` are
-    what its clients ask by, `before` is called before a refusal is answered, `render` makes
-    the status page. Only this machine is shown it and the numbers of each tenant: they have the
-    names of all."""
+    """Make the application over a running service. Without keys, all clients are one tenant.
+    `routes` make the routes of clients, `before` is called before an error answer, `render` makes
+    the status page. That page and the per-tenant metrics name all tenants, so they are shown only
+    to this machine."""
     api, metrics = RequestContext(service, keys), service.context.metrics
 
     def note(path: str, status: int, seconds: float) -> None:
@@ -374,7 +373,7 @@ def make_app(
         answers=ErrorAnswers(
             status=status_of,
             sentence=service.context.sentence,
-            document=lambda _, told: {"error": told, "detail": told, "category": "user"},
+            document=lambda _, text: {"error": text, "detail": text, "category": "user"},
             before=before,
         ),
         limit_bytes=api.body_bytes,
@@ -393,26 +392,26 @@ def _add_pages(
 ) -> None:
     @app.get("/", include_in_schema=False)
     async def index() -> dict[str, Any]:
-        """What this is, and where to look."""
+        """Name, version and main routes."""
         return {"name": "rookery", "version": app.version, "routes": INDEX}
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> PlainTextResponse:
-        """Numbers for Prometheus; those of each tenant to this machine alone."""
+        """Metrics for Prometheus; per-tenant metrics only for this machine."""
         service.show_queues()
         text = service.context.metrics.text(has_tenants=_is_local(request))
         return PlainTextResponse(text)
 
     @app.get("/status", include_in_schema=False, response_model=None)
     async def status(request: Request, format: Literal["html", "json"] = "html") -> Response:
-        """Queues and tenants, to this machine alone: a page, or `?format=json`."""
+        """Queues and tenants, for this machine only: a page, or `?format=json`."""
         if render is None or not _is_local(request):
             raise missing("page", "/status")
-        told = read_status(service)
-        return JSONResponse(asdict(told)) if format == "json" else HTMLResponse(render(told))
+        report = read_status(service)
+        return JSONResponse(asdict(report)) if format == "json" else HTMLResponse(render(report))
 
 
 def _is_local(request: Request) -> bool:
-    """Sent by a program of this machine, and not passed on by one."""
+    """True if a program on this machine sent the request directly."""
     host = request.client.host if request.client is not None else ""
     return host in ("127.0.0.1", "::1") and "x-forwarded-for" not in request.headers

@@ -1,10 +1,10 @@
-"""Requests that change the state at once, one function each: command -> what came of it.
+"""Requests that change the state at once, with one function each.
 
     done = apply(state, command)
 
-A function refuses before it changes anything, and depends on the command and the state alone: the
-same commands in the same order make the same state after a restart. Limits, which may be set anew
-for a restart, are looked at before.
+A function refuses before it changes anything, and depends only on the command and the state: after
+a restart, the same commands in the same order give the same state. Limits may change at a restart,
+so they are checked before.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,44 +51,44 @@ __all__ = [
 
 Reply = dict[str, Any]
 MAX_ENDED = 1000
-"""Sessions of a tenant that are over and trained nothing: they are in every snapshot."""
+"""Ended sessions without training that are kept per tenant: they are in every snapshot."""
 MAX_SEQUENCES = 1000
-"""Turns that a tenant may have stored: they are in every snapshot."""
+"""Stored turns that are kept per tenant: they are in every snapshot."""
 
 
 class EndSession(BaseModel):
-    """A session that its client finished, or that had no heartbeat."""
+    """Ends a session that its client finished, or that had no heartbeat."""
 
     session_id: str
 
 
 class EndSampler(BaseModel):
-    """A sampling session that nobody draws from any more."""
+    """Ends a sampling session that is no longer used."""
 
     sampling_session_id: str
 
 
 class ForgetModels(BaseModel):
-    """Models that ended long ago and saved nothing."""
+    """Forgets models that ended long ago without a checkpoint."""
 
     model_ids: list[str]
 
 
 class CheckpointPath(BaseModel):
-    """Which checkpoint."""
+    """Names a checkpoint."""
 
     path: str
 
 
 class CheckpointTtl(BaseModel):
-    """When a checkpoint is to expire."""
+    """Sets when a checkpoint expires."""
 
     path: str
     expires: float | None
 
 
 class NewAdapter(BaseModel):
-    """A registered adapter whose files are stored."""
+    """Registers an adapter whose files are stored."""
 
     adapter_id: str
     base_model: str
@@ -103,7 +103,7 @@ class NewAdapter(BaseModel):
 
 
 class StoreSequence(BaseModel):
-    """A turn of a chat to keep."""
+    """Stores a turn of a chat."""
 
     id: str
     model: str
@@ -113,28 +113,28 @@ class StoreSequence(BaseModel):
 
 
 class SequenceId(BaseModel):
-    """Which stored turn."""
+    """Names a stored turn."""
 
     id: str
 
 
 class AdapterId(BaseModel):
-    """Which registered adapter."""
+    """Names a registered adapter."""
 
     adapter_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What came of a command."""
+    """Result of a command."""
 
     reply: Reply = field(default_factory=dict)
     ended_models: Sequence[Model] = ()
-    """They are not trained any more."""
+    """Models that are no longer trained."""
     ended_owners: Collection[str] = ()
-    """Sessions, sampling sessions and models: nobody asks for their results any more."""
+    """Sessions, sampling sessions and models whose results nobody fetches any more."""
     result_owner: str = ""
-    """Whose result the reply is too, for clients that ask for one."""
+    """Owner of the reply as a result, for clients that fetch one; empty for none."""
 
 
 def apply(state: State, command: Command) -> Applied:
@@ -145,7 +145,7 @@ def apply(state: State, command: Command) -> Applied:
 
 
 def is_immediate(kind: str) -> bool:
-    """Whether a command is done when it is accepted; the others take their turn."""
+    """True if a command is done when it is accepted; others take their turn."""
     return kind in _HANDLERS
 
 
@@ -182,7 +182,7 @@ def _end_session(state: State, command: Command, request: EndSession) -> Applied
 
 
 def _forget_ended(state: State, tenant: str) -> None:
-    """The oldest of too many sessions that trained nothing."""
+    """Forget the oldest sessions without training beyond `MAX_ENDED`."""
     trained = {model.session_id for model in state.models.values()}
     ended = [
         session.id
@@ -194,7 +194,7 @@ def _forget_ended(state: State, tenant: str) -> None:
 
 
 def _end_model(state: State, command: Command, request: GetInfo) -> Applied:
-    """Once, however often it is sent."""
+    """Idempotent."""
     model = state.run(command.tenant, request.model_id)
     ended, model.is_live = [model] if model.is_live else [], False
     return Applied(
@@ -206,7 +206,7 @@ def _end_model(state: State, command: Command, request: GetInfo) -> Applied:
 
 
 def _forget_models(state: State, _: Command, request: ForgetModels) -> Reply:
-    """But for those that a checkpoint was copied to meanwhile."""
+    """Spares models to which a checkpoint was copied meanwhile."""
     for model_id in set(request.model_ids) - {
         checkpoint.model_id for checkpoint in state.checkpoints.values()
     }:
@@ -273,7 +273,7 @@ def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) 
 
 
 def _publish(state: State, command: Command, request: CheckpointPath) -> Reply:
-    """Or take it back."""
+    """Publish or unpublish a checkpoint."""
     checkpoint = state.checkpoint(command.tenant, request.path, now=command.time, must_own=True)
     checkpoint.is_public = command.kind == "publish_checkpoint"
     return {}
@@ -323,7 +323,7 @@ def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
 
 
 def _register_adapter(state: State, command: Command, request: NewAdapter) -> Reply:
-    """Under its name to sample from, and as a checkpoint to train on."""
+    """Register it under its name for sampling, and as a checkpoint for training."""
     if request.session_id:
         state.session(command.tenant, request.session_id)  # may have ended meanwhile
     _forget_adapter(state, command.tenant, request.adapter_id)
@@ -373,7 +373,7 @@ def _remove_adapter(state: State, command: Command, request: AdapterId) -> Reply
 
 
 def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
-    """With its checkpoint, which may have been deleted before, and the run it is listed under."""
+    """Forget an adapter with its checkpoint, if that is left, and the run that lists it."""
     known = state.adapters.pop((tenant, adapter_id), None)
     if known is not None and known.tinker_path:
         state.checkpoints.pop(known.tinker_path, None)
@@ -381,7 +381,7 @@ def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
 
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
-    """The oldest of too many of a tenant goes."""
+    """Beyond `MAX_SEQUENCES`, the tenant's oldest turn is dropped."""
     sequences = state.sequences.setdefault(command.tenant, {})
     sequences[request.id] = StoredSequence(
         tenant=command.tenant, created=command.time, **request.model_dump()

@@ -1,4 +1,4 @@
-"""What the loops of the service share: state, futures, log, models, and what is counted."""
+"""State that the loops of the service share: records, futures, log, models and metrics."""
 
 import asyncio
 import math
@@ -20,15 +20,15 @@ from rookery.service.work import SAMPLING, Backend, Command, Format, bad
 __all__ = ["Metrics", "Pending", "ServiceContext", "Throughput"]
 
 
-# How fast work is done: tokens per second while there is work, of the last half minute or so.
+# Speed of work: tokens per second while there is work, over about the last half minute.
 
 
 MEMORY_S = 30.0
-"""What was measured this long ago counts about a third."""
+"""Age in seconds at which a measurement counts about a third."""
 
 
 class Throughput:
-    """Works may run side by side; the time when none runs does not count."""
+    """Tokens per second. Works may run concurrently; time without any work does not count."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -43,7 +43,7 @@ class Throughput:
 
     @contextmanager
     def running(self, tokens: int) -> Iterator[None]:
-        """A work of so many tokens is done inside the block; one that fails does not count."""
+        """Measure work of this many tokens inside the block; a failure does not count."""
         if not self._num_running:
             self._since = time.monotonic()
         self._num_running += 1
@@ -65,8 +65,7 @@ SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
 
 
 class Metrics:
-    """What one service counts; a registry of its own, so that two services in one process do not
-    meet."""
+    """Metrics of one service, in its own registry: a process may run two services."""
 
     def __init__(self) -> None:
         self._registry, self._tenants = CollectorRegistry(), CollectorRegistry()
@@ -88,7 +87,7 @@ class Metrics:
         self.models = Gauge("rookery_live_models", "Models in training", registry=here)
 
     def tokens_by_tenant(self) -> dict[str, dict[str, int]]:
-        """Tenant -> kind -> tokens computed since the start."""
+        """Return tokens computed since the start: tenant -> kind -> tokens."""
         tokens: dict[str, dict[str, int]] = {}
         for family in self.tokens.collect():
             for sample in family.samples:
@@ -98,24 +97,24 @@ class Metrics:
         return tokens
 
     def text(self, *, has_tenants: bool) -> bytes:
-        """The page, with what has the names of tenants or without."""
+        """Return the page, with or without the numbers that name tenants."""
         page: bytes = generate_latest(self._registry)
         return page + generate_latest(self._tenants) if has_tenants else page
 
 
-# Accepted works that are not done, counted per tenant, and how often each began to be computed.
+# Accepted works that are not done, counted per tenant, and how often each was started.
 #
-# A work that began in a process that ended before it was done is computed alone the next time, and
-# not again when the process ends then too: `attempts` are what the journal has of this.
+# If the process dies while a work is computed, the work runs alone next time, and is given up if
+# the process dies again. The journal records these `attempts`.
 
 
 ATTEMPTS, SAMPLE_ATTEMPTS = 2, 3
-"""Of a work, the last of them alone. Samples are many at a time, and long: alone only if the
-process ended twice with them."""
+"""Attempts per work, the last of them alone. Samples are many at a time, and long: they run alone
+only after the process died twice with them."""
 
 
 class Pending:
-    """By id, in order of their acceptance."""
+    """Works by id, in the order of acceptance."""
 
     def __init__(self) -> None:
         self._works: dict[str, Command] = {}
@@ -123,9 +122,9 @@ class Pending:
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self.num_bytes = 0
-        """Of all their bodies."""
+        """Size of all their bodies."""
         self.attempts: Counter[str] = Counter()
-        """By id: how often they began and did not end, the attempt that is running now too."""
+        """Starts without an end, by id, including the running attempt."""
 
     def __len__(self) -> int:
         return len(self._works)
@@ -146,12 +145,12 @@ class Pending:
         return self._counts[tenant]
 
     def num_bytes_of(self, tenant: str) -> int:
-        """Of a tenant's bodies."""
+        """Return the size of a tenant's bodies."""
         return self._bytes[tenant]
 
     @property
     def num_tenants(self) -> int:
-        """Who wait."""
+        """Number of tenants with waiting works."""
         return len(self._counts)
 
     def add(self, work: Command) -> None:
@@ -161,35 +160,35 @@ class Pending:
         self.num_bytes += len(work.body)
 
     def begin(self, work_ids: Iterable[str]) -> None:
-        """They are computed from now on."""
+        """Count the start of these works."""
         self.attempts.update(work_ids)
 
     def end(self, work_ids: Iterable[str]) -> None:
-        """They ended in this process, however: that does not count."""
+        """Undo `begin`: the works ended within this process, in whatever way."""
         for work_id in work_ids:
             self.attempts[work_id] -= 1
             if self.attempts[work_id] <= 0:  # it may be done
                 del self.attempts[work_id]
 
     def is_suspect(self, work: Command) -> bool:
-        """Whether it is computed alone: the process ended with it, and perhaps because of it."""
-        return self.attempts[work.id] >= _most(work) - 1
+        """True if it must run alone: the process died with it, and perhaps because of it."""
+        return self.attempts[work.id] >= _max_attempts(work) - 1
 
     def is_given_up(self, work: Command) -> bool:
-        """Whether it is not computed again: the process ended with it alone."""
-        return self.attempts[work.id] >= _most(work)
+        """True if it must not run again: the process died while it ran alone."""
+        return self.attempts[work.id] >= _max_attempts(work)
 
     def set_durable(self, work_id: str, seq: int) -> None:
-        """Note the journal's number of a work, which stays in the journal while it is pending."""
+        """Record a work's number in the journal, which keeps it while the work is pending."""
         if work_id in self._works:
             self._seqs[work_id] = seq
 
     def seq(self, work_id: str) -> int | None:
-        """Its number in the journal; None when it is done, or not durable."""
+        """Return its number in the journal; None if it is done or not durable."""
         return self._seqs.get(work_id)
 
     def remove(self, work_id: str) -> bool:
-        """It is done; False when it was before."""
+        """Remove a done work; False if it was removed before."""
         work = self._works.pop(work_id, None)
         self._seqs.pop(work_id, None)
         self.attempts.pop(work_id, None)
@@ -203,33 +202,33 @@ class Pending:
         return True
 
 
-def _most(work: Command) -> int:
+def _max_attempts(work: Command) -> int:
     return SAMPLE_ATTEMPTS if work.kind in SAMPLING else ATTEMPTS
 
 
 ALL = 1 << 30
-"""So wide is the turn of a work that is computed alone."""
+"""Width of the turn of a work that runs alone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ServiceContext:
-    """One of these per service. Only code in the event loop touches it."""
+    """Shared state of one service. Only code in the event loop touches it."""
 
     config: ServiceConfig
     backends: Mapping[str, Backend]
-    """By the names that clients may use for base models."""
+    """Base models, by the names that clients may use."""
     format: Format
-    """What clients write, and read."""
+    """Format of requests and results."""
     wal: Wal
     metrics: Metrics
     state: State = field(default_factory=State)
     futures: Futures = field(default_factory=Futures)
     pending: Pending = field(default_factory=Pending)
     turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(ALL))
-    """Whoever computes something."""
+    """Turns for all computation."""
 
     answers: Counter[str] = field(default_factory=Counter)
-    """By tenant: bytes of answers that were written for one client, and are not read yet."""
+    """Bytes of written answers that their client has not read yet, by tenant."""
 
     def backend(self, base_model: str) -> Backend:
         backend = self.backends.get(base_model)
@@ -240,9 +239,9 @@ class ServiceContext:
 
     @asynccontextmanager
     async def computing(self, works: Sequence[Command]) -> AsyncIterator[None]:
-        """Around all computing. The journal knows of the works before they begin, and suspects are
-        computed while nothing else is, so that nothing else is blamed. None: a request that is not
-        computed again after a restart."""
+        """Wrap all computation of these works. The journal knows of the works before they begin. A
+        suspect runs while nothing else does, so that no other work is blamed. No works: a request
+        that a restart does not repeat."""
         pending, ids = self.pending, [work.id for work in works]
         width = ALL if any(map(pending.is_suspect, works)) else 1
         async with self.turns.take("", tokens=1, width=width):
@@ -251,7 +250,7 @@ class ServiceContext:
                 if ids:
                     await self.wal.append({"entry": "began", "ids": ids})
                 yield
-            except asyncio.CancelledError:  # the service ends in order, or its client gave it up
+            except asyncio.CancelledError:  # the service ends in order, or the client gave up
                 if ids:
                     self.wal.append({"entry": "ended", "ids": ids})
                 raise
@@ -259,7 +258,7 @@ class ServiceContext:
                 pending.end(ids)
 
     def sentence(self, error: Exception) -> str:
-        """What clients are told of an error: nothing of where the service's folder is."""
+        """Return the text of an error for clients, without the service's folder."""
         folder, text = self.wal.run.path, str(error)
         for path in (folder.resolve(), folder):
             text = text.replace(f"{path}/", "")

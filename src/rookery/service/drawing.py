@@ -1,4 +1,4 @@
-"""Samples and prompt scores from an engine, whoever asks: the SDK, plain HTTP or OpenAI clients."""
+"""Samples and prompt scores from an engine, for the SDK, plain HTTP and OpenAI clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -55,8 +55,8 @@ __all__ = [
     "read_draw",
 ]
 
-# Sampler weights in an engine: loaded when first asked for, the idle ones unloaded, and loaded
-# again by themselves when they are asked for later.
+# Sampler weights in an engine: loaded on first use, unloaded when idle, and loaded again on their
+# next use.
 #
 #     async with residency.use(digest) as ref: await engine.sample(...)
 
@@ -64,13 +64,13 @@ __all__ = [
 @dataclass(slots=True)
 class _Resident:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is loaded or unloaded."""
+    """Held during a load or unload."""
     ref: ModelRef | None = None
     num_users: int = 0
 
 
 class BlobResidency:
-    """Which blobs are loaded, in order of their last use."""
+    """Blobs in an engine, least recently used first."""
 
     def __init__(
         self, folders: AdapterFolders, *, folder_of: Callable[[str], Path], limit: int
@@ -83,9 +83,9 @@ class BlobResidency:
 
     @asynccontextmanager
     async def use(self, blob: str) -> AsyncIterator[ModelRef]:
-        """The model of a blob, which stays loaded inside the block."""
+        """Yield the model of a blob, which stays loaded inside the block."""
         resident = self._residents.pop(blob, None) or _Resident()
-        self._residents[blob] = resident  # at the end: used last
+        self._residents[blob] = resident  # at the end: most recently used
         resident.num_users += 1
         try:
             async with resident.lock:
@@ -99,8 +99,8 @@ class BlobResidency:
             resident.num_users -= 1
 
     async def _unload_idle(self) -> None:
-        """Down to the limit; more than the limit stay while they are all in use. Whoever asks for
-        one meanwhile waits for the lock, and loads it again; several calls may unload the same."""
+        """Unload idle blobs down to the limit; blobs in use stay. A caller that needs one meanwhile
+        waits for the lock and loads it again. Concurrent calls may pick the same blob."""
         num_over = len(self._residents) - self._limit
         idle = [(blob, one) for blob, one in self._residents.items() if one.num_users == 0]
         for blob, resident in idle[: max(num_over, 0)]:
@@ -121,22 +121,21 @@ STOPPING = "The service stops: send the request again when it has started."
 
 
 class Drawing:
-    """The engines behind fair turns."""
+    """Access to the engines, in fair turns."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self.turns = FairSemaphore(context.config.samples_in_flight)
         self._residencies: dict[int, BlobResidency] = {}
-        """By the identity of the backend: names may share one."""
+        """Residencies by the identity of the backend, which several names may share."""
         self.throughput = Throughput()
-        """In tokens that were asked for: answers that end early make it higher."""
+        """Speed in requested tokens: answers that end early make it higher."""
         self._limits: set[asyncio.Timeout] = set()
-        """Of the draws that are waited for."""
+        """Timeouts of the draws in progress."""
         self._is_stopped = False
 
     async def draw(self, draw: DrawWork) -> Drawn:
-        """Wait for a turn, then for the engine. Refused when the service stops before the answer:
-        nobody draws it at the next start."""
+        """Wait for a turn, then draw. Refused if the service stops: no restart repeats it."""
         if self._is_stopped:
             raise Refusal(503, STOPPING)
         try:
@@ -153,15 +152,15 @@ class Drawing:
             raise Refusal(503, STOPPING) from error
 
     def stop(self) -> None:
-        """End every `draw`, also later ones."""
+        """End every current and later `draw`."""
         self._is_stopped = True
         for limit in self._limits:
             limit.reschedule(0)
 
     @asynccontextmanager
     async def drawn(self, draw: DrawWork) -> AsyncIterator[Drawn]:
-        """The same, for who computes on inside the block: others have the turn meanwhile, and the
-        request is blamed for what happens there."""
+        """Draw, and yield the result to a block that computes further. The turn is free then, but a
+        crash still counts against this request."""
         params, work = draw.params, self._context.pending.get(draw.id)
         async with AsyncExitStack() as computing:
             async with self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id):
@@ -195,7 +194,7 @@ class Drawing:
     async def scored(
         self, work: Command, sampler: SamplingSession, body: ScoreBody
     ) -> AsyncIterator[Score]:
-        """Log-probabilities of given tokens, in their turn; as `drawn`."""
+        """Score given tokens in turn, like `drawn`."""
         num_tokens = len(body.tokens)
         async with AsyncExitStack() as computing:
             async with self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id):
@@ -208,7 +207,7 @@ class Drawing:
             yield score
 
     def max_tokens(self, base_model: str, *, asked: int | None, num_prompt: int) -> int:
-        """How many tokens may follow the prompt; a refusal when none may."""
+        """Return how many tokens may follow the prompt; refuse a prompt that leaves none."""
         context_tokens = self._context.backend(base_model).engine.context_tokens
         if context_tokens is None:
             if asked is None:
@@ -241,7 +240,7 @@ class Drawing:
             score = await self._score(draw, model)
             unscored = len(draw.prompt) - len(score.logprobs)
             logprobs = [*[None] * unscored, *score.logprobs]
-            # The engine also gives the row behind the prompt.
+            # The engine also returns the row after the prompt.
             rows = score.top_logprobs[: len(score.logprobs)]
             top = [*[()] * unscored, *rows] if draw.top_k else None
         targets, alternatives = await together(
@@ -267,17 +266,17 @@ class Drawing:
         if draw.targets is None:
             return []
         rows = [tuple(row[row >= 0].tolist()) for row in draw.targets]
-        asked = [place for place, row in enumerate(rows) if row]
+        asked_places = [place for place, row in enumerate(rows) if row]
         requests = [
             ScoreRequest(
                 model=model, tokens=draw.prompt[: place + 1], start=place + 1, labels=rows[place]
             )
-            for place in asked
+            for place in asked_places
         ]
         engine = self._context.backend(draw.base_model).engine
         scores = await self._in_slices(engine.score, requests, width=1)
         answers: Array = np.full(draw.targets.shape, np.nan, dtype="<f4")
-        for place, score in zip(asked, scores, strict=True):
+        for place, score in zip(asked_places, scores, strict=True):
             answers[place, draw.targets[place] >= 0] = score.label_logprobs
         return [answers]
 
@@ -311,8 +310,7 @@ class Drawing:
         *,
         width: int,
     ) -> list[Answer]:
-        """A request for every position of a prompt, so many at a time that others are served
-        beside them."""
+        """Send a request per position in slices, so that other requests run in between."""
         step = max(1, self._context.config.samples_in_flight // width)
         answers: list[Answer] = []
         for start in range(0, len(requests), step):
@@ -320,17 +318,15 @@ class Drawing:
         return answers
 
 
-# Accepted samples and scores -> the engine -> results, each in a task of its own that waits for
-# its turn.
+# Accepted samples and scores -> the engine -> results, each in a task that waits its turn.
 
 
 ANSWER_MIB = 256
-"""The most that one answer may have: the journal takes no entry of more than 500 MB, and what it
-cannot take ends the service."""
+"""Limit on one answer: one that the journal cannot take (over 500 MB) ends the service."""
 
 
 class OpenSamples:
-    """The samples that wait or are drawn. The task group ends them with the service."""
+    """Samples that wait or are drawn. The task group ends them with the service."""
 
     def __init__(self, context: ServiceContext, drawing: Drawing) -> None:
         self._context = context
@@ -347,7 +343,7 @@ class OpenSamples:
         return list(self._tasks.values())
 
     async def cancel(self, work: Command) -> None:
-        """Give a sample up: its result says so, unless it has one."""
+        """Cancel a sample: its result says so, unless it has one already."""
         if self._context.futures.is_storing(work.id):
             return
         if (task := self._tasks.get(work.id)) is not None:
@@ -355,7 +351,7 @@ class OpenSamples:
         await self._finish(work, failed("The sample was cancelled by its client.", "user"))
 
     def describe(self, work: Command) -> tuple[str, str]:
-        """Its queue state and a sentence."""
+        """Return a sample's queue state and a sentence about it."""
         place = self._drawing.turns.place(work.id)
         if place is None:
             return "active", "It is being drawn."
@@ -397,8 +393,8 @@ class OpenSamples:
             return Result(await asyncio.to_thread(encode, document))
 
     async def _finish(self, work: Command, result: Result) -> None:
-        """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
-        until the journal has its result: a snapshot has the one or the other."""
+        """Store the first result of a work; ignore a second one, as from a late cancellation. The
+        work is pending until the journal has its result, so that a snapshot has one of the two."""
         futures = self._context.futures
         if futures.is_storing(work.id) or work.id not in self._context.pending:
             return
@@ -411,7 +407,7 @@ class OpenSamples:
             "is_failure": result.is_failure,
         }
         stored = self._context.wal.append(header, result.payload)
-        # Also when whoever waits here is cancelled.
+        # Also if the waiting caller is cancelled.
         stored.add_done_callback(lambda done: self._stored(work, result, done))
         await asyncio.shield(stored)
 
@@ -422,12 +418,12 @@ class OpenSamples:
 
 
 def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
-    """Texts as tokens. A long one takes seconds: not in the event loop."""
+    """Encode texts as tokens. A long text takes seconds: never in the event loop."""
     return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
 def read_draw(context: ServiceContext, drawing: Drawing, work: Command) -> DrawWork:
-    """What an accepted sample asks for; a refusal when it can never be drawn."""
+    """Read an accepted sample request; refuse it if it can never be drawn."""
     sampler = context.state.sampler(work.tenant, work.owner)
     max_tokens = partial(drawing.max_tokens, sampler.base_model)
     return context.format.read_draw(work, sampler, max_tokens=max_tokens)

@@ -1,8 +1,8 @@
-"""Whose work is next: fair between tenants by tokens, in order within a tenant.
+"""The order of work: fair between tenants by tokens, first come first served within a tenant.
 
-A tenant's clock advances by the tokens of its work as that is taken; the tenant whose clock is
-furthest behind is next. One that comes back after a pause starts at the clock of those who are
-there: time that was not used is not saved up.
+When work of a tenant is taken, the tenant's clock advances by the work's tokens. The tenant with
+the earliest clock is next. After a pause, a tenant starts at the clock of the others: unused time
+is not saved up.
 
     ada queues 100 works of 10 tokens, then bob one of 10: bob's is taken second.
 """
@@ -29,13 +29,13 @@ __all__ = [
 
 Item = TypeVar("Item", bound=Hashable)
 _CHANGES_PER_LINE = 8
-"""How many changes there are for each line before `place` looks at all lines anew, as a divisor: of
-2,000 tenants, one in eight may have moved on by an item."""
+"""`place` measures all lines anew after one change per this many lines: with 2,000 tenants, one in
+eight may have moved by an item."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """Where an item is: how many are taken before it, and how many tokens those have."""
+    """Position of an item: how many items precede it, and their tokens."""
 
     ahead: int
     tokens_ahead: int
@@ -43,7 +43,7 @@ class QueuePlace:
 
 @dataclass(slots=True)
 class _Line(Generic[Item]):
-    """The items of one tenant; `tokens_in` and `tokens_out` count since the line began."""
+    """Items of one tenant; the counters run since the line began."""
 
     clock: float
     items: deque[tuple[Item, int]] = field(default_factory=deque)
@@ -58,34 +58,34 @@ class _Line(Generic[Item]):
 
 
 class _Sizes:
-    """Sizes of all lines, to add up the part of each that is taken before something."""
+    """Sizes of all lines, to sum the part of each line that precedes an item."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:
         self._sorted = sorted(sizes)
         self._sums = list(accumulate(self._sorted, initial=0))
 
     def total(self, most: int) -> int:
-        """The sum of `min(size, most)`."""
+        """Return the sum of `min(size, most)`."""
         num_whole = bisect_right(self._sorted, most)
         return self._sums[num_whole] + most * (len(self._sorted) - num_whole)
 
 
 class FairQueue(Generic[Item]):
-    """Not bounded itself: who fills it refuses what is too much. Costs grow with the logarithm of
-    the number of tenants, not with that of items."""
+    """An unbounded queue, whose callers refuse what is too much. Costs grow with the logarithm of
+    the number of tenants, not with the number of items."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[Item]] = {}
         self._order: list[tuple[float, int, str]] = []
-        """A heap with every line once: its clock, its age, its tenant."""
+        """Heap of all lines: clock, age, tenant."""
         self._num_lines = 0
-        """That ever began."""
+        """Lines that ever began."""
         self._num_changes = 0
-        """Since `_sizes` were taken."""
+        """Changes since `_sizes` was measured."""
         self._sizes: dict[str, tuple[int, int]] = {}
         self._items, self._tokens = _Sizes(), _Sizes()
         self._entered: dict[Item, tuple[str, int, int]] = {}
-        """Tenant, number and tokens that had entered its line before it."""
+        """Tenant of each item, and the number and tokens of items that entered its line before."""
         self._clock = 0.0
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class FairQueue(Generic[Item]):
 
     @property
     def tokens(self) -> int:
-        """Of all items that wait."""
+        """Tokens of all waiting items."""
         return sum(line.tokens for line in self._lines.values())
 
     def num_items(self, tenant: str) -> int:
@@ -113,7 +113,7 @@ class FairQueue(Generic[Item]):
         line.tokens_in += tokens
 
     def take(self) -> Item | None:
-        """The next item; None when there is none."""
+        """Take the next item; None if the queue is empty."""
         item = self.head()
         if item is not None:
             self._pop()
@@ -121,12 +121,12 @@ class FairQueue(Generic[Item]):
         return item
 
     def head(self) -> Item | None:
-        """What `take` would give."""
+        """Return the item that `take` would give."""
         while self._order:
             tenant = self._order[0][2]
             line = self._lines[tenant]
             if not line.items:
-                # What it paid in advance is not owed by the others: their clocks are behind it.
+                # Its advance payment is dropped: the clocks of the others are behind its own.
                 heappop(self._order)
                 del self._lines[tenant]
                 continue
@@ -137,7 +137,6 @@ class FairQueue(Generic[Item]):
         return None
 
     def _pop(self) -> None:
-        """Take the first item of the first line."""
         _, age, tenant = self._order[0]
         line = self._lines[tenant]
         self._clock = line.clock
@@ -149,24 +148,24 @@ class FairQueue(Generic[Item]):
         self._num_changes += 1
 
     def remove(self, item: Item) -> bool:
-        """Take an item out of its line; False when it does not wait. It pays all the same."""
+        """Remove an item; False if it is not waiting. Its tenant pays for it anyway."""
         return self._entered.pop(item, None) is not None
 
     def place(self, item: Item) -> QueuePlace | None:
-        """An estimate: other tenants are taken in turn with this one. None when not waiting."""
+        """Estimate an item's position, as if all tenants took turns. None if it is not waiting."""
         entered = self._entered.get(item)
         if entered is None:
             return None
         tenant, number, tokens_before = entered
         line = self._lines[tenant]
         ahead, tokens = number - line.num_out, tokens_before - line.tokens_out
-        self._look_at_sizes()
+        self._measure_sizes()
         own_items, own_tokens = self._sizes.get(tenant, (0, 0))
         others = self._items.total(ahead + 1) - min(own_items, ahead + 1)
         tokens_of_others = self._tokens.total(tokens + 1) - min(own_tokens, tokens + 1)
         return QueuePlace(ahead=ahead + others, tokens_ahead=tokens + tokens_of_others)
 
-    def _look_at_sizes(self) -> None:
+    def _measure_sizes(self) -> None:
         if self._num_changes > len(self._sizes) // _CHANGES_PER_LINE:
             self._sizes = {
                 name: (len(line.items), line.tokens) for name, line in self._lines.items()
@@ -176,20 +175,20 @@ class FairQueue(Generic[Item]):
             self._num_changes = 0
 
 
-# Turns at something of limited width, fair between tenants by tokens.
+# A semaphore of limited width, fair between tenants by tokens.
 #
 #     async with turns.take("ada", tokens=200, width=4, id="req-1"): ...      # four samples at once
 #
-# A turn wider than all there is is given when nothing else runs.
+# A turn wider than the whole width runs when nothing else does.
 
 
 Answer = TypeVar("Answer")
 READERS = 2
-"""Who read and write large bodies at a time: other threads wait for the disk."""
+"""Number of large bodies read or written at a time: other threads wait for the disk."""
 
 
 class FairSemaphore:
-    """Who waits is woken in fair order when enough width is free."""
+    """Wakes waiting callers in fair order, as soon as enough width is free."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -199,13 +198,13 @@ class FairSemaphore:
         self._waiting: dict[str, tuple[asyncio.Future[None], int]] = {}
         self._numbers = itertools.count()
         self._next: str | None = None
-        """Taken from the queue, and waiting for enough width."""
+        """Id of the turn that left the queue and waits for enough width."""
 
     @asynccontextmanager
     async def take(
         self, tenant: str, *, tokens: int, width: int, id: str = ""
     ) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the block. `place` finds it by its id."""
+        """Wait for a turn, which lasts for the block. `place` finds it by its id."""
         id = id or f"turn-{next(self._numbers)}"
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[id] = (turn, width)
@@ -224,12 +223,12 @@ class FairSemaphore:
             self._wake()
 
     async def in_thread(self, tenant: str, call: Callable[[], Answer], *, tokens: int) -> Answer:
-        """Call in a thread, in turn. Who is cancelled waits for its end."""
+        """Run a function in a thread, in turn. A cancelled caller waits for its end."""
         async with self.take(tenant, tokens=tokens, width=1):
             return await run_in_thread(call)
 
     def place(self, id: str) -> QueuePlace | None:
-        """Where it is in the queue; None when it has its turn."""
+        """Return the position in the queue; None once it has its turn."""
         if id == self._next:
             return QueuePlace(0, 0)
         place = self._queue.place(id)
@@ -254,7 +253,7 @@ class FairSemaphore:
             if self._next is None:
                 return
             turn, width = self._waiting[self._next]
-            if turn.cancelled():  # who waited has not run since, and cleans up when it does
+            if turn.cancelled():  # its caller has not run since, and cleans up when it does
                 self._next = None
                 continue
             if self._used and self._used + width > self._width:

@@ -1,7 +1,7 @@
 """Results to be fetched: a future per accepted request, held until its result was fetched.
 
-The keys of futures make requests happen once: `MODEL_ID#7` names the seventh request of a model,
-and whoever sends it again gets the same future.
+The keys of futures make requests idempotent: `MODEL_ID#7` names the seventh request of a model, and
+a resent one gets the same future.
 """
 
 import asyncio
@@ -20,37 +20,37 @@ __all__ = ["Future", "Futures"]
 
 _CURSOR_RANGE = 1 << 32
 LOST_S = 60.0
-"""A client that did not get an answer asks again within this; the SDK waits 45 s for one."""
+"""Within this time a client that missed an answer asks again; the SDK waits 45 s for one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Future:
-    """One accepted request and, sooner or later, its result."""
+    """One accepted request and its eventual result."""
 
     id: str
     tenant: str
     key: str
-    """What makes it unique to its client; "" when nothing does."""
+    """Identifies the request to its client; empty if nothing does."""
     digest: str
-    """Of the request's content: the same key with another content is a mistake."""
+    """Hash of the request's content: the same key with other content is an error."""
     owner: str
     reply: dict[str, Any]
-    """What was answered when it was accepted, and is answered again."""
+    """Reply given at acceptance, and again to a resent request."""
     durable: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the journal has it; before that nobody may be told of it."""
+    """Set when the journal has the request; no client may hear of it earlier."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
     finished: float = 0.0
-    """When it got its result, by the monotonic clock."""
+    """Time of its result, by the monotonic clock."""
     storing: Result | None = None
-    """Its result on the way to the journal: a snapshot holds it, and nobody may fetch it yet."""
+    """Result on its way to the journal: snapshots include it, clients may not fetch it yet."""
     fetched: float | None = None
-    """When it was first fetched, or nobody could fetch it any more, by the monotonic clock."""
+    """Time of the first fetch, or when fetching became impossible, by the monotonic clock."""
 
 
 @dataclass(slots=True)
 class _Finished:
-    """Ids of finished futures in order of finishing, without the first ones that were dropped."""
+    """Ids of finished futures in order of finishing, without the oldest ones that were dropped."""
 
     ids: list[str] = field(default_factory=list)
     num_dropped: int = 0
@@ -72,14 +72,14 @@ class Futures:
         self._futures: dict[str, Future] = {}
         self._keys: dict[str, str] = {}
         self._finished: dict[str, _Finished] = {}
-        """By owner: what pollers ask for."""
+        """Finished futures by owner, for pollers."""
         self._epoch = int(time.time())
-        """Part of cursors: one of before a restart counts from the beginning."""
+        """Part of cursors: cursors from before a restart start from the beginning."""
         self._changed: dict[str, asyncio.Event] = {}
-        """Set and replaced when a future of this owner is finished."""
+        """Set and replaced when a future of this owner finishes."""
         self._num_unfetched: Counter[str] = Counter()
         self._bytes_unfetched: Counter[str] = Counter()
-        """By tenant: results that nobody has fetched yet."""
+        """Sizes of unfetched results, by tenant."""
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -93,7 +93,7 @@ class Futures:
             self._keys[future.key] = future.id
 
     def find(self, key: str, *, digest: str) -> Future | None:
-        """The future that this request already has; a refusal when it was another request."""
+        """Return the future of a resent request; refuse other content under the same key."""
         future = self._futures.get(self._keys.get(key, ""))
         if future is not None and future.digest != digest:
             owner, _, number = key.rpartition("#")
@@ -104,7 +104,7 @@ class Futures:
         return future
 
     def result_of_key(self, key: str, *, tenant: str) -> Result | None:
-        """Of the tenant's own request of this key, while it is kept."""
+        """Return the result of the tenant's request with this key, while it is kept."""
         future = self._futures.get(self._keys.get(key, ""))
         return future.result if future is not None and future.tenant == tenant else None
 
@@ -118,19 +118,18 @@ class Futures:
         return self._futures.get(future_id)
 
     def num_unfetched(self, tenant: str) -> int:
-        """Results of a tenant that are there and were not fetched."""
         return self._num_unfetched[tenant]
 
     def bytes_unfetched(self, tenant: str) -> int:
         return self._bytes_unfetched[tenant]
 
     def is_storing(self, future_id: str) -> bool:
-        """Whether its result is on the way to the journal."""
+        """True if its result is on the way to the journal."""
         future = self._futures.get(future_id)
         return future is not None and future.storing is not None
 
     def finish(self, future_id: str, result: Result) -> None:
-        """Give it its result and wake those who wait; nothing when it was dropped meanwhile."""
+        """Set the result and wake the waiters; do nothing if the future was dropped meanwhile."""
         future = self._futures.get(future_id)
         if future is None or future.result is not None:
             return
@@ -144,7 +143,7 @@ class Futures:
             changed.set()
 
     async def wait(self, future: Future, *, limit_s: float) -> Result | None:
-        """Its result, or None when the time is up."""
+        """Return the result, or None when the time is up."""
         if future.result is None:
             try:
                 async with asyncio.timeout(limit_s):
@@ -156,7 +155,7 @@ class Futures:
         return future.result
 
     def set_fetched(self, future: Future) -> None:
-        """Nobody needs it from now on, but for who asks again."""
+        """Mark a result as fetched: only a client that asks again still needs it."""
         if future.fetched is not None:
             return
         future.fetched = time.monotonic()
@@ -167,7 +166,7 @@ class Futures:
     async def finished_since(
         self, owner: str, *, cursor: int, limit_s: float
     ) -> tuple[list[Future], int]:
-        """Futures of an owner that were finished behind the cursor, and the next cursor."""
+        """Return an owner's futures that finished after the cursor, and the next cursor."""
         epoch, place = divmod(cursor, _CURSOR_RANGE)
         place = place if epoch == self._epoch else 0
         finished = self._finished.setdefault(owner, _Finished())
@@ -184,16 +183,15 @@ class Futures:
         return [future for future in futures if future is not None], next_cursor
 
     def release(self) -> None:
-        """Wake all who wait, also without a result: the service ends."""
+        """Wake all waiters, also without a result, as the service ends."""
         for future in self._futures.values():
             future.done.set()
         for changed in self._changed.values():
             changed.set()
 
     def drop_old(self, *, fetched_s: float, unfetched_s: float) -> int:
-        """Forget results that were fetched this long ago; how many. Those that nobody fetched for
-        `unfetched_s` count as fetched from then on. Requests without a result stay: their numbers
-        are taken."""
+        """Forget results fetched this long ago; return their number. Unfetched results count as
+        fetched after `unfetched_s`. Unanswered requests stay: their numbers are taken."""
         now = time.monotonic()
         done = [future for future in self._futures.values() if future.result is not None]
         old = [f for f in done if f.fetched is not None and f.fetched < now - fetched_s]
@@ -212,8 +210,7 @@ class Futures:
             del self._keys[future.key]
 
     def end_owners(self, owners: Collection[str]) -> None:
-        """Nobody may ask for their results any more: they are dropped like fetched ones, also
-        those that are still to come."""
+        """Treat the owners' results, also later ones, as fetched: nobody may ask for them now."""
         for owner in owners:
             self._finished.pop(owner, None)
             if (changed := self._changed.pop(owner, None)) is not None:
@@ -223,11 +220,11 @@ class Futures:
                 self.set_fetched(future)
 
     def read(self) -> JsonRows:
-        """All of them as they are now, for a document; results that were fetched are left out, with
-        their futures, but for those whose answer may have been lost on its way."""
+        """Return all futures as rows of a document. Fetched results are left out with their
+        futures, unless their answer may have been lost on its way."""
         limit = time.monotonic() - LOST_S
         values = [
-            (future.fetched is not None, future.result or future.storing, _kept(future))
+            (future.fetched is not None, future.result or future.storing, _read_fields(future))
             for future in self._futures.values()
             if future.fetched is None or future.fetched > limit or future.result is None
         ]
@@ -251,14 +248,14 @@ class Futures:
         return futures
 
 
-_KEPT = ("id", "tenant", "key", "digest", "owner", "reply")
-_kept = attrgetter(*_KEPT)
+_STORED_FIELDS = ("id", "tenant", "key", "digest", "owner", "reply")
+_read_fields = attrgetter(*_STORED_FIELDS)
 
 
 def _describe(row: tuple[Any, ...]) -> dict[str, Any]:
-    is_fetched, result, kept = row
+    is_fetched, result, stored = row
     return {
-        **dict(zip(_KEPT, kept, strict=True)),
+        **dict(zip(_STORED_FIELDS, stored, strict=True)),
         "is_fetched": is_fetched,
         "result": None
         if result is None

@@ -1,10 +1,10 @@
-"""API keys: which tenant a key belongs to. Only hashes are stored.
+"""API keys and their tenants. Only hashes are stored.
 
     key = add_key(path, name="ada")           # printed once, `tml-...`
     keys = Keys(path)
-    keys.tenant(key)                          # "ada", also when it was added a moment ago
+    keys.tenant(key)                          # "ada", even if added a moment ago
 
-A key has 256 random bits, so a plain SHA-256 cannot be searched back.
+A key has 256 random bits, so a plain SHA-256 cannot be reversed by search.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from rookery.runtime.file_lock import FileLock
 __all__ = ["Keys", "add_key", "default_key_file", "list_keys", "remove_key"]
 
 PREFIX = "tml-"
-"""The SDK refuses keys that do not begin so."""
+"""Prefix that the SDK requires of keys."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -41,7 +41,7 @@ _FIELDS = ("name", "sha256", "created")
 
 
 def default_key_file() -> Path:
-    """`$ROOKERY_KEYS`, else `rookery/keys.json` under the user's config folder."""
+    """Return `$ROOKERY_KEYS`, else `rookery/keys.json` under the user's config folder."""
     path = os.environ.get("ROOKERY_KEYS")
     if path:
         return Path(path).expanduser()
@@ -57,14 +57,14 @@ def add_key(path: Path, *, name: str) -> str:
         )
     key = PREFIX + secrets.token_urlsafe(32)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    with _alone(path):
+    with _locked(path):
         _write(path, [*list_keys(path), KeyRecord(name=name, sha256=_hash(key), created=created)])
     return key
 
 
 def remove_key(path: Path, *, name: str) -> int:
-    """Forget all keys of a tenant; how many there were."""
-    with _alone(path):
+    """Remove all keys of a tenant; return their number."""
+    with _locked(path):
         records = list_keys(path)
         kept = [record for record in records if record["name"] != name]
         if len(kept) == len(records):
@@ -75,7 +75,7 @@ def remove_key(path: Path, *, name: str) -> int:
 
 
 def list_keys(path: Path) -> list[KeyRecord]:
-    """What is stored of the keys, in order of their making."""
+    """Return the stored records, oldest first."""
     try:
         document = json.loads(path.read_text())
         return [KeyRecord(**{key: str(row[key]) for key in _FIELDS}) for row in document]  # type: ignore[typeddict-item]
@@ -94,7 +94,7 @@ class Keys:
         self._tenants: dict[str, str] = {}
 
     def tenant(self, key: str) -> str | None:
-        """Whose key it is; None when it is nobody's."""
+        """Return the tenant of a key; None if the key is unknown."""
         self._refresh()
         return self._tenants.get(_hash(key))
 
@@ -117,8 +117,8 @@ def _hash(key: str) -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """No other process changes the file inside the block: it would lose what this one adds."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the file inside the block, so that concurrent changes are not lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f"{path.name}.lock"))
@@ -130,7 +130,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, records: list[KeyRecord]) -> None:
-    """Replace the file whole, readable by its owner alone."""
+    """Replace the whole file, readable by its owner only."""
     try:
         handle, scratch = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mode 0600
         with os.fdopen(handle, "w") as file:

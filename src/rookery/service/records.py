@@ -1,4 +1,4 @@
-"""What tenants have: sessions, models in training, sampling sessions, checkpoints, adapters.
+"""Records of tenants: sessions, models in training, sampling sessions, checkpoints, adapters.
 
 A tenant's training run is a model in training; both have the same id, `SESSION:train:0`.
 """
@@ -28,25 +28,24 @@ __all__ = [
 
 # Records of a snapshot: read in one turn of the event loop, written as JSON in a thread.
 #
-#     document = {"state": {"sessions": read_records(state.sessions.values())}, "pending":
-# ["req-1"]}
+#     document = {"state": {"sessions": read_records(state.sessions.values())}, "pending": [...]}
 #     data = encode(document)              # in a thread
 #
 # With thousands of tenants, `asdict` of all records takes seconds. In a thread it would see changes
-# that came after the snapshot, and one `json.dumps` of everything holds the interpreter until its
-# end, wherever it is called. So records are read as tuples, and written one after another.
+# after the snapshot, and one `json.dumps` of everything holds the interpreter until its end in any
+# thread. So records are read as tuples and written one by one.
 
 
 @dataclass(frozen=True, slots=True)
 class JsonRows:
-    """Values that do not change any more, and what makes JSON of each."""
+    """Values that no longer change, and the function that makes JSON values of each."""
 
     values: Sequence[Any]
     describe: Callable[[Any], Any]
 
 
 def read_records(records: Iterable[Any]) -> JsonRows:
-    """Dataclasses of one kind. What their fields hold is replaced, never changed."""
+    """Read dataclasses of one kind. Their field values must be replaced, never changed in place."""
     kept = list(records)
     names = tuple(field.name for field in fields(kept[0])) if kept else ()
     read = attrgetter(*names) if kept else tuple
@@ -62,12 +61,12 @@ SLICE = 1024
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """JSON of mappings whose ends are JsonRows or plain values."""
+    """Encode mappings whose leaves are JsonRows or plain values as JSON."""
     return b"".join(encode_parts(document))
 
 
 def encode_parts(value: Any) -> Iterator[bytes]:
-    """The same a row at a time, and long lists of plain values a slice at a time."""
+    """Yield the same JSON row by row, and long lists of plain values slice by slice."""
     if isinstance(value, JsonRows):
         yield b"["
         for number, row in enumerate(value.values):
@@ -91,7 +90,7 @@ def encode_parts(value: Any) -> Iterator[bytes]:
 
 
 def _is_short(value: Any) -> bool:
-    """Whether it is written at once."""
+    """True if the value is encoded in one piece."""
     if isinstance(value, Mapping):
         return all(map(_is_short, value.values()))
     return not isinstance(value, JsonRows) and not (
@@ -117,7 +116,7 @@ class Session:
 
 @dataclass(slots=True, kw_only=True)
 class Model:
-    """A model in training, also after its session: its checkpoints are listed under it."""
+    """A model in training. It outlives its session, as its checkpoints are listed under it."""
 
     id: str
     session_id: str
@@ -128,23 +127,23 @@ class Model:
     last_request: float
     metadata: dict[str, Json] | None = None
     next_seq: int = 0
-    """The number of the request that is done next; 0 makes the model."""
+    """Number of the next request; request 0 creates the model."""
     is_live: bool = True
-    """Until its session ends."""
+    """False once its session has ended."""
     failure: str = ""
-    """Why it could not be made."""
+    """Why its creation failed; empty if it did not."""
     snapshot: str = ""
-    """Digest of its saved state; "" before the first."""
+    """Digest of its saved state; empty before the first snapshot."""
     snapshot_bytes: int = 0
     snapshot_seq: int = 0
-    """`next_seq` when the snapshot was taken."""
+    """Value of `next_seq` at the snapshot."""
     has_loaded: bool = False
-    """Whether its weights came from a checkpoint, of layers and a scale of its own."""
+    """True if its weights come from a checkpoint, whose layers and scale may differ."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingSession:
-    """What samples are drawn from. Without a blob it is the base model."""
+    """Source of samples: a blob of weights, or the base model if `blob` is empty."""
 
     id: str
     session_id: str
@@ -179,19 +178,19 @@ class Checkpoint:
 
 @dataclass(slots=True, kw_only=True)
 class CustomLoss:
-    """A loss of a client's own, for the models of its session."""
+    """A client's own loss, for the models of its session."""
 
     id: str
     session_id: str
     tenant: str
     name: str
     inputs: list[dict[str, Json]]
-    """Name and rank of each, the log-probabilities first."""
+    """Name and rank of each input; the log-probabilities come first."""
     graph: dict[str, Json]
 
     @property
     def input_names(self) -> list[str]:
-        """What it reads besides log-probabilities."""
+        """Names of the inputs after the log-probabilities."""
         return [str(entry["name"]) for entry in self.inputs[1:]]
 
 
@@ -206,12 +205,12 @@ class RegisteredAdapter:
     lora_path: str
     created: float
     tinker_path: str = ""
-    """The checkpoint that it is."""
+    """Path of its checkpoint."""
     session_id: str = ""
-    """The session that it ends with."""
+    """Session with which it ends; empty if it stays until removed."""
 
     def document(self) -> dict[str, str]:
-        """As its tenant sees it."""
+        """Return the adapter as its tenant sees it."""
         return {
             "adapter_id": self.adapter_id,
             "lora_path": self.lora_path,
@@ -221,7 +220,7 @@ class RegisteredAdapter:
 
 @dataclass(slots=True, kw_only=True)
 class StoredSequence:
-    """A turn of a chat that its client asked to keep: what was read, and what was drawn."""
+    """A chat turn that its client asked to keep: the prompt and the drawn tokens."""
 
     id: str
     tenant: str
@@ -232,7 +231,7 @@ class StoredSequence:
     logprobs: list[float]
 
     def datum(self) -> dict[str, list[float] | list[int]]:
-        """As training takes it: each token read predicts the next, the drawn ones count."""
+        """Return a training datum: each token predicts the next, drawn ones have weight 1."""
         whole = [*self.prompt, *self.tokens]
         unread = [0.0] * (len(self.prompt) - 1)
         return {

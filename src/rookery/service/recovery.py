@@ -1,9 +1,9 @@
-"""Snapshots of a service, and how one goes on after its process was killed.
+"""Snapshots of a service, and its restart after a kill.
 
     state = document of the last snapshot + entries of the journal since, in their order
 
-Commands are applied again, passes are computed again from the same weights with the same company,
-and samples that were drawn are given as they were. What was accepted and not done is queued.
+Commands are applied again. Passes are computed again from the same weights and with the same
+requests. Drawn samples are answered as they were. Accepted requests that are not done are queued.
 """
 
 import asyncio
@@ -23,13 +23,12 @@ __all__ = ["Restarted", "recover", "take_snapshot"]
 
 
 async def take_snapshot(context: ServiceContext) -> set[str]:
-    """Save what has changed since the last one; the blobs that a restart may ask for. No pass may
-    be running."""
-    for model in list(context.state.models.values()):  # clients make and end models meanwhile
+    """Save all changes between passes; return the blobs that a restart may need."""
+    for model in list(context.state.models.values()):  # clients create and end models meanwhile
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
             model.snapshot, model.snapshot_bytes = await _save(context, model)
             model.snapshot_seq = model.next_seq
-    # A result on the way to the journal has its entry before the snapshot's: it is done.
+    # A result on the way to the journal has an entry before the snapshot's: it is done.
     pending = [work.id for work in context.pending if not context.futures.is_storing(work.id)]
     blobs = set(context.state.blobs())
     document = {
@@ -40,9 +39,9 @@ async def take_snapshot(context: ServiceContext) -> set[str]:
             work_id: num for work_id in pending if (num := context.pending.attempts[work_id])
         },
     }
-    # In the same turn of the event loop as the document: entries before it are in there.
+    # In the same turn of the event loop as the document, so that it holds all earlier entries.
     seq = await context.wal.begin_snapshot()
-    # A work that was done meanwhile is not queued again: its entry comes after the snapshot's.
+    # A work that is done meanwhile is not queued again: its entry comes after the snapshot's.
     seqs = [number for work_id in pending if (number := context.pending.seq(work_id)) is not None]
     await context.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
     context.metrics.snapshots.inc()
@@ -50,29 +49,29 @@ async def take_snapshot(context: ServiceContext) -> set[str]:
 
 
 class Restarted(Protocol):
-    """What a restart asks of the service."""
+    """The service, as seen by a restart."""
 
     @property
     def context(self) -> ServiceContext: ...
 
     def apply(self, command: Command) -> object:
-        """Do a request that is done at once."""
+        """Apply a request that is done at once."""
 
     def enqueue(self, command: Command) -> Future:
         """Put a request into its queue."""
 
     def queue(self, command: Command) -> None:
-        """The same for a request whose future is there."""
+        """Put a request into its queue if its future exists already."""
 
     async def replay(self, record: PassRecord) -> None:
-        """Do a pass again."""
+        """Compute a pass again."""
 
     def resume(self) -> None:
-        """Do what was accepted, now that it is known what is done."""
+        """Start on the accepted requests, once it is known which are done."""
 
 
 async def recover(service: Restarted) -> None:
-    """Bring the service to where it was."""
+    """Restore the service from its journal and snapshot."""
     context = service.context
     restart = await asyncio.to_thread(context.wal.read)
     pending: set[str] = set()
@@ -132,7 +131,7 @@ async def _load_models(context: ServiceContext) -> None:
             continue
         backend = context.backend(model.base_model)
         folder = context.wal.run.blobs.path(model.snapshot, verify=True)
-        # Weights that were loaded may be of other layers than the model was created with.
+        # Loaded weights may have other layers than the model was created with.
         adapter = folder / ADAPTER
         start = adapter if await asyncio.to_thread(adapter.is_dir) else model.lora
         await backend.trainees.create(model.id, start)
@@ -144,7 +143,7 @@ def _has_weights(model: Model) -> bool:
 
 
 async def _save(context: ServiceContext, model: Model) -> tuple[str, int]:
-    """The digest of its state, and how large it is."""
+    """Save a model's state; return its digest and size."""
     blobs = context.wal.run.blobs
     with blobs.stage() as folder:
         state = folder / STATE

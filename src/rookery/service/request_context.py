@@ -1,4 +1,4 @@
-"""What all routes share: the tenant of a key, the body of a request and its limits, an answer."""
+"""Code that all routes share: the tenant of a key, the body of a request, its limits, answers."""
 
 import asyncio
 import hashlib
@@ -47,24 +47,24 @@ __all__ = [
 
 
 ANONYMOUS = "local"
-"""The tenant of everybody, where no keys are asked for."""
+"""Tenant of all clients if no keys are required."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a request holds, and what it costs."""
+    """Content and cost of a request."""
 
     data: bytes
     form: Form = "json"
     tokens: int = 1
     base_model: str = ""
     digest: str = ""
-    """Of the content, where equal contents may have unequal bytes."""
+    """Hash of the content, if equal contents may have different bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The service, and the keys that open it; None: it asks for none."""
+    """The service and the keys that open it; None if it requires none."""
 
     service: Service
     keys: Keys | None
@@ -80,12 +80,12 @@ class RequestContext:
     def command(
         self, kind: str, tenant: str, request: BaseModel, *, owner: str, seq: int
     ) -> Command:
-        """A JSON request of a model as a command."""
+        """Make a command from a JSON request of a model."""
         body = as_json(request)
         return self.work(kind, tenant, Body(body), owner=owner, seq=seq)
 
     def work(self, kind: str, tenant: str, body: "Body", *, owner: str, seq: int) -> Command:
-        """A request of a model or a sampling session as a command."""
+        """Make a command from a request of a model or a sampling session."""
         return Command(
             kind=kind,
             id=new_id("req"),
@@ -105,7 +105,7 @@ class RequestContext:
         return time.time()
 
     def number(self, model_id: str, seq_id: int | None) -> int:
-        """The number of a request; the next one for clients that do not number them."""
+        """Return the number of a request; the next one for clients that send none."""
         if seq_id is None:
             return self.service.training.buffer(model_id).free_seq
         if seq_id < 1:
@@ -113,11 +113,11 @@ class RequestContext:
         return seq_id
 
     def sample_number(self, seq_id: int | None) -> int:
-        """The same for samples, where any number does."""
+        """Return the number of a sample request: any number will do."""
         return secrets.randbelow(2**62) if seq_id is None else seq_id
 
     def check_recipients(self, recipients: Sequence[str]) -> None:
-        """Refuse age recipients that cannot be read, before anything is written."""
+        """Refuse unreadable age recipients before anything is written."""
         for recipient in recipients:
             read_recipient(recipient)
 
@@ -127,7 +127,7 @@ class RequestContext:
 
 
 def tenant_of(request: Request) -> str:
-    """Whose key the request has; 401 when it has none that is known."""
+    """Return the tenant of the request's key; refuse with 401 without a known key."""
     api: RequestContext = request.app.state.api
     if api.keys is None:
         tenant: str | None = ANONYMOUS
@@ -135,7 +135,7 @@ def tenant_of(request: Request) -> str:
         key = key_of(request.headers)
         try:
             tenant = api.keys.tenant(key) if key else None
-        except ConfigError as error:  # it is being edited: nothing of where it is
+        except ConfigError as error:  # it is being edited; do not reveal its path
             raise Refusal(503, "The keys of this service cannot be read now.") from error
     if tenant is None:
         raise Refusal(
@@ -151,19 +151,19 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# What clients may call a model: a base model, an adapter, the path of a checkpoint.
+# Names for models in requests: a base model, an adapter, the path of a checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
 class DrawSource:
-    """What is drawn from; without a blob the base model."""
+    """Weights to draw from; the base model if `blob` is empty."""
 
     base_model: str
     blob: str = ""
 
 
 def find_source(api: RequestContext, tenant: str, name: str | None) -> DrawSource:
-    """The weights of a name; None: the first base model."""
+    """Return the weights of a name; for None, the first base model."""
     context = api.service.context
     if name is None:
         return DrawSource(next(iter(context.backends)))
@@ -180,7 +180,7 @@ def find_source(api: RequestContext, tenant: str, name: str | None) -> DrawSourc
 
 
 def model_names(api: RequestContext, tenant: str) -> list[str]:
-    """Base models, then the tenant's adapters and sampler checkpoints."""
+    """Return base models, then the tenant's adapters and sampler checkpoints."""
     context = api.service.context
     adapters = [name for who, name in context.state.adapters if who == tenant]
     checkpoints = context.state.own_checkpoints(tenant, now=api.now())
@@ -192,10 +192,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
-    """What `APIRouter(route_class=JsonRoute)` makes."""
+    """Route class for `APIRouter(route_class=JsonRoute)`."""
 
     def answering(self, handler: Handler) -> Handler:
-        """What answers requests whose body was read."""
+        """Wrap the handler of requests whose body was read."""
         return handler
 
     def get_route_handler(self) -> Handler:
@@ -213,7 +213,7 @@ class JsonRoute(APIRoute):
                 refuse_half_characters(body)
                 return await handler(request)
             if field is None or "json" not in request.headers.get("content-type", ""):
-                return await handler(request)  # it reads the body itself, or refuses it
+                return await handler(request)  # the handler reads the body itself, or refuses it
             reading: FairSemaphore = request.app.state.reading
             value, errors = await reading.in_thread(
                 tenant,
@@ -228,7 +228,7 @@ class JsonRoute(APIRoute):
 
 
 class _LargeRequest(Request):
-    """A request whose body was read before, and validated: that is not done again."""
+    """A request whose body was already read and validated."""
 
     def __init__(self, request: Request, body: bytes, value: Any) -> None:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -244,14 +244,14 @@ class _LargeRequest(Request):
 
 
 class DrawingRoute(JsonRoute):
-    """Ends what it computes when nobody waits for it: a client that was killed, or lost patience
-    and asks again, would leave answers as long as the context to be drawn."""
+    """Stops computing when the client disconnects: otherwise a killed or impatient client would
+    leave answers as long as the context to be drawn."""
 
     def answering(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
-            await request.body()  # kept for the handler: what is received after it is the end
+            await request.body()  # kept for the handler: the next message is the disconnect
             answering = asyncio.create_task(handler(request))
-            leaving = asyncio.create_task(_left(request))
+            leaving = asyncio.create_task(_wait_disconnected(request))
             try:
                 await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 return await answering if answering.done() else Response(status_code=CLIENT_CLOSED)
@@ -263,28 +263,27 @@ class DrawingRoute(JsonRoute):
         return handle
 
 
-async def _left(request: Request) -> None:
-    """Wait until the client has gone."""
+async def _wait_disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-# Large answers: written beside the event loop, and held once, however many connections read them.
+# Large answers: written outside the event loop, and held once for any number of connections.
 
 
 SLICE_BYTES = 1 << 18
 
 
 class SlicedResponse(Response):
-    """A body that its client gets a slice at a time, the next when it has read the last: a server
-    would copy the whole for every client that does not read."""
+    """Sends its body slice by slice, each after the client has read the previous one: a server
+    would copy the whole body for every client that does not read."""
 
     media_type = "application/json"
 
     def __init__(
         self, data: bytes, *, counts: Counter[str] | None = None, tenant: str = "", **rest: Any
     ) -> None:
-        """Counted for the tenant while it is on its way, unless it is kept elsewhere too."""
+        """`counts` gets the tenant's bytes in flight; None if the body is kept elsewhere too."""
         super().__init__(data, **rest)
         self._counts = Counter[str]() if counts is None else counts
         self._tenant = tenant
@@ -305,7 +304,7 @@ class SlicedResponse(Response):
 async def write_answer(
     api: RequestContext, tenant: str, describe: Callable[[], Mapping[str, Any]]
 ) -> Response:
-    """JSON of what `describe` gives, whose ends may be Rows; both in a thread, and in turn."""
+    """Write JSON of what `describe` returns, with JsonRows as leaves, in a thread and in turn."""
     service = api.service
     service.admission.check_answers(tenant)
     data = await service.reading.in_thread(tenant, lambda: encode_answer(describe()), tokens=1)

@@ -1,5 +1,5 @@
 """JSON requests, one class each, as routes take them and the journal keeps them. Unknown fields are
-ignored: newer clients send more.
+ignored, as newer clients send more.
 
 The docs of the routes are made from these classes.
 """
@@ -49,11 +49,11 @@ __all__ = [
 
 MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-"""Of a checkpoint: it becomes the end of a path."""
+"""Name of a checkpoint: the end of its path."""
 Id = Annotated[str, Field(min_length=1, max_length=400)]
 Metadata = dict[str, Any]
 MOST_METADATA_BYTES, MOST_GRAPH_BYTES = 16 << 10, 256 << 10
-"""As JSON: what is kept in memory for as long as a session, a model or a checkpoint."""
+"""Limits on JSON that stays in memory as long as its session, model or checkpoint."""
 MOST_CHUNKS, MOST_STOPS, MOST_RECIPIENTS = 4096, 1024, 64
 
 
@@ -71,7 +71,7 @@ def _at_most(num_bytes: int) -> AfterValidator:
 
 
 def _is_large(value: Any, num_bytes: int) -> bool:
-    """Whether it surely has more as JSON, told without writing it."""
+    """True if it is certainly larger as JSON, without writing it."""
     rest, size = [value], 0
     while rest and size <= num_bytes:
         one = rest.pop()
@@ -96,7 +96,7 @@ class _Request(BaseModel):
 
 
 class CreateSession(_Request):
-    """The beginning of a client's life; heartbeats follow."""
+    """Starts a session, which heartbeats keep alive."""
 
     tags: Annotated[list[Label], Field(max_length=100)] = []
     user_metadata: UserMetadata | None = None
@@ -106,20 +106,20 @@ class CreateSession(_Request):
 
 
 class SessionId(_Request):
-    """A heartbeat."""
+    """Names a session, such as in a heartbeat."""
 
     session_id: Id
 
 
 class FinishSession(_Request):
-    """The end of a session, as the client sees it."""
+    """Ends a session, with the client's reason."""
 
     reason: Metadata | None = None
     detail: str | None = None
 
 
 class NewLora(_Request):
-    """The shape of a new adapter."""
+    """Shape of a new adapter."""
 
     rank: int = Field(default=32, ge=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
@@ -129,13 +129,13 @@ class NewLora(_Request):
 
 
 class OptimizerConfig(_Request):
-    """Which optimizer; AdamW is what there is."""
+    """Choice of optimizer; only AdamW exists."""
 
     type: str = "adamw"
 
 
 class CreateModel(_Request):
-    """A new adapter to train."""
+    """Creates an adapter to train."""
 
     session_id: Id
     model_seq_id: Seq
@@ -146,13 +146,13 @@ class CreateModel(_Request):
 
 
 class GetInfo(_Request):
-    """What a model in training is."""
+    """Asks for a description of a model in training."""
 
     model_id: Id
 
 
 class AdamParams(_Request):
-    """One AdamW step, with Tinker's defaults."""
+    """Values of one AdamW step, with Tinker's defaults."""
 
     learning_rate: Finite = Field(default=1e-4, ge=0)
     beta1: Finite = Field(default=0.9, ge=0, lt=1)
@@ -170,7 +170,7 @@ class CustomLossInput(_Request):
 
 
 class CreateCustomLoss(_Request):
-    """A loss of the client's own, as a graph of tensor operations."""
+    """Creates a custom loss from a graph of tensor operations."""
 
     session_id: Id
     custom_loss_seq_id: Seq
@@ -180,7 +180,7 @@ class CreateCustomLoss(_Request):
 
 
 class OptimStepRequest(_Request):
-    """Apply the gradients since the last step."""
+    """Applies the gradients since the last step."""
 
     model_id: Id
     seq_id: Seq | None = None
@@ -189,7 +189,7 @@ class OptimStepRequest(_Request):
 
 
 class SaveWeights(_Request):
-    """Weights and optimizer state under a name."""
+    """Saves weights and optimizer state under a name."""
 
     model_id: Id
     path: Name
@@ -200,7 +200,7 @@ class SaveWeights(_Request):
 
 
 class SaveForSampler(_Request):
-    """Weights to sample from: under a name, or for one sampling session."""
+    """Saves weights for sampling, under a name or for one sampling session."""
 
     model_id: Id
     path: Name | None = None
@@ -211,7 +211,7 @@ class SaveForSampler(_Request):
 
 
 class SaveExternal(_Request):
-    """Weights to download."""
+    """Saves weights for download."""
 
     model_id: Id
     path: Name
@@ -219,11 +219,11 @@ class SaveExternal(_Request):
     ttl_seconds: Ttl | None = None
     age_encryption_recipients: list[str] | None = Field(default=None, max_length=MOST_RECIPIENTS)
     merged: bool = False
-    """The whole base model with the adapter in its weights, instead of the adapter."""
+    """Save the whole base model with the adapter merged, instead of the adapter."""
 
 
 class LoadWeights(_Request):
-    """Go on from a checkpoint."""
+    """Continues from a checkpoint."""
 
     model_id: Id
     path: Id
@@ -232,13 +232,13 @@ class LoadWeights(_Request):
 
 
 class WeightsInfo(_Request):
-    """What a checkpoint is of."""
+    """Asks for a description of a checkpoint."""
 
     tinker_path: Id
 
 
 class CopyWeights(_Request):
-    """A checkpoint of one's own, or a published one, as a checkpoint of another model."""
+    """Copies an own or published checkpoint to another model."""
 
     source_path: Id
     session_id: Id | None = None
@@ -247,7 +247,7 @@ class CopyWeights(_Request):
 
 
 class CreateSamplingSession(_Request):
-    """What later samples are drawn from: a base model or a checkpoint."""
+    """Creates a source for samples: a base model or a checkpoint."""
 
     session_id: Id
     sampling_session_seq_id: Seq
@@ -260,7 +260,7 @@ class CreateSamplingSession(_Request):
 
 
 class JoinSamplingSession(_Request):
-    """A copy of a sampling client in another process."""
+    """Registers a copy of a sampling client in another process."""
 
     sampling_session_id: Id
 
@@ -273,12 +273,12 @@ class Chunk(_Request):
 
 
 class PromptPieces(_Request):
-    """Tokens, in pieces."""
+    """Tokens of a prompt, in pieces."""
 
     chunks: list[Chunk] = Field(default=[], max_length=MOST_CHUNKS)
 
     def token_ids(self) -> TokenIds:
-        """All of them, or a refusal of what is not text."""
+        """Return all tokens; refuse pieces that are not text."""
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
                 raise bad(
@@ -291,7 +291,7 @@ class PromptPieces(_Request):
 
 
 class PenaltyOptions(BaseModel):
-    """Penalties on tokens that were there before; the SDK cannot send them."""
+    """Penalties on earlier tokens; the SDK cannot send them."""
 
     repetition_penalty: Finite = Field(default=1.0, gt=0)
     presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
@@ -308,11 +308,11 @@ class PenaltyOptions(BaseModel):
 
 
 MAX_COUNT = 2**31 - 1
-"""Of tokens: servers hold such numbers in 32 bits."""
+"""Limit on token counts, which servers hold in 32 bits."""
 
 
 class DrawOptions(PenaltyOptions):
-    """How to draw, in the words of OpenAI and vLLM."""
+    """Sampling options, in the terms of OpenAI and vLLM."""
 
     n: int = Field(default=1, ge=1, le=4096)
     temperature: Finite = Field(default=1.0, ge=0)
@@ -323,7 +323,7 @@ class DrawOptions(PenaltyOptions):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
     def params(self, *, max_tokens: int, seed: int, **more: Any) -> SamplingParams:
-        """`more`: other fields."""
+        """Return sampling parameters; `more` sets other fields."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         fields: dict[str, Any] = {
             "max_tokens": max_tokens,
@@ -340,7 +340,7 @@ class DrawOptions(PenaltyOptions):
 
 
 class TokenOptions(DrawOptions):
-    """The same, and where to end by tokens."""
+    """The same options, with token ids that end an answer."""
 
     stop_token_ids: Stops[int] | None = None
     ignore_eos: bool = False
@@ -351,7 +351,7 @@ class TokenOptions(DrawOptions):
 
 
 class SamplingOptions(_Request, PenaltyOptions):
-    """How to draw tokens."""
+    """Sampling options of the SDK."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -361,12 +361,12 @@ class SamplingOptions(_Request, PenaltyOptions):
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     stop_tokens: Stops[int] = []
-    """Besides `stop`, and besides the model's own."""
+    """End tokens in addition to `stop` and the model's own."""
     ignore_eos: bool = False
 
 
 class Sample(_Request):
-    """Draw samples, or score the prompt."""
+    """Draws samples, or scores the prompt."""
 
     prompt: PromptPieces
     sampling_params: SamplingOptions = SamplingOptions()
@@ -382,39 +382,39 @@ class Sample(_Request):
     target_prompt_logprobs: Metadata | None = None
     prompt_alt_tokens_k: int = Field(default=0, ge=0, le=1000)
     return_text: bool = False
-    """Answer with texts beside the tokens, for clients without a tokenizer."""
+    """Return texts besides the tokens, for clients without a tokenizer."""
     return_kept: bool = False
-    """Answer with the tokens that top_p, top_k and min_p left, to train on what was drawn."""
+    """Return the tokens left by top_p, top_k and min_p, for training on the samples."""
 
 
 class RetrieveFuture(_Request):
-    """Ask for a result."""
+    """Asks for a result."""
 
     request_id: Id
     allow_metadata_only: bool = False
 
 
 class FuturesTarget(_Request):
-    """Which requests are meant."""
+    """Names the requests that are meant."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
 
 
 class RetrieveFutures(_Request):
-    """Ask which samples of a session are finished."""
+    """Asks which samples of a session are finished."""
 
     target: FuturesTarget
     prev_cursor: int | str | None = None
 
 
 class CancelFuture(_Request):
-    """Give a sample up."""
+    """Cancels a sample."""
 
     request_id: Id
 
 
 class SetTtl(_Request):
-    """When a checkpoint expires; null: never."""
+    """Sets when a checkpoint expires; null: never."""
 
     ttl_seconds: Ttl | None = None

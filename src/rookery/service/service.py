@@ -1,4 +1,4 @@
-"""Service: accepts requests, keeps them durable, and joins the loops that do them.
+"""Service: accepts requests, makes them durable, and joins the loops that compute them.
 
     async with open_service(run, backends, config, format=format) as service:
         reply = await service.change("create_session", tenant, request)
@@ -44,20 +44,20 @@ __all__ = ["Admission", "Service", "new_id", "open_service"]
 
 
 MAX_LOSSES = 256
-"""Of one tenant: their graphs are kept in memory until their sessions end."""
+"""Limit per tenant: the graphs stay in memory until their sessions end."""
 
 
 class Admission:
-    """The limits of the config, per tenant."""
+    """Enforces the configured limits per tenant."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._limits = context.config.limits
         self._credit: dict[str, tuple[float, float]] = {}
-        """Requests that a tenant may still send, and when that was so."""
+        """Requests that a tenant may still send, and the time of that count."""
 
     def check(self, command: Command) -> None:
-        """Refuse what is too much: 429 when it may be sent again later."""
+        """Refuse a request over a limit; 429 if it may be sent again later."""
         num_own = self._context.pending.count(command.tenant)
         if num_own >= self._limits.waiting:
             raise _full(
@@ -71,7 +71,7 @@ class Admission:
             self._check_save(command)
 
     def _check_bytes(self, command: Command) -> None:
-        """Whoever has less than a tenant's share is not refused because others have more."""
+        """Refuse bodies over the limit, unless the tenant is below its equal share."""
         pending, most = self._context.pending, self._limits.waiting_mib * 2**20
         num_bytes = pending.num_bytes_of(command.tenant) + len(command.body)
         share = most / max(pending.num_tenants, 1)
@@ -82,7 +82,7 @@ class Admission:
             )
 
     def check_results(self, tenant: str) -> None:
-        """Refuse new requests of whom does not fetch the results of earlier ones."""
+        """Refuse new requests of a tenant that does not fetch its results."""
         futures, most_mib = self._context.futures, self._limits.results_mib
         num_bytes = futures.bytes_unfetched(tenant) + self._context.answers[tenant]
         num, mib = futures.num_unfetched(tenant), num_bytes / 2**20
@@ -93,7 +93,7 @@ class Admission:
             )
 
     def check_answers(self, tenant: str) -> None:
-        """Refuse to write another answer for whom does not read the earlier ones."""
+        """Refuse another answer to a tenant that does not read the earlier ones."""
         mib = self._context.answers[tenant] / 2**20
         if mib > self._limits.results_mib:
             raise _full(
@@ -108,7 +108,7 @@ class Admission:
             raise bad(f"You have {num} custom losses, the most there may be: end their sessions.")
 
     def check_rate(self, tenant: str) -> None:
-        """Count a request; refuse it when too many came within a second."""
+        """Count a request; refuse it if too many came within a second."""
         rate, now = self._limits.requests_per_s, time.monotonic()
         most = max(rate, 1.0)
         credit, then = self._credit.get(tenant, (most, now))
@@ -118,7 +118,7 @@ class Admission:
         self._credit[tenant] = (credit - 1, now)
 
     def check_draws(self, num_waiting: int, *, num: int) -> None:
-        """Count draws that are answered at once, beside those that wait."""
+        """Refuse immediate draws beyond the limit, counting those that wait."""
         if num_waiting and num_waiting + num > self._limits.waiting:
             raise _full(
                 f"{num_waiting} of your samples are waiting; at most {self._limits.waiting} may."
@@ -133,7 +133,7 @@ class Admission:
             )
 
     def check_samplers(self, tenant: str, sampler_id: str = "") -> None:
-        """Refuse a new sampling session; one that is known may be sent again."""
+        """Refuse a new sampling session over the limit; a known one may be sent again."""
         samplers = self._context.state.samplers
         num = sum(one.tenant == tenant for one in samplers.values())
         if num >= self._limits.samplers and sampler_id not in samplers:
@@ -143,19 +143,19 @@ class Admission:
             )
 
     def check_samples(self, num: int) -> None:
-        """Of one request, its prompts together."""
+        """Refuse too many samples in one request, over all its prompts."""
         if num > self._limits.samples:
             raise bad(f"The request asks for {num} samples; at most {self._limits.samples} may be.")
 
     def check_checkpoints(self, tenant: str) -> None:
         state = self._context.state
         num = sum(checkpoint.tenant == tenant for checkpoint in state.checkpoints.values())
-        num += sum(who == tenant for who, _ in state.adapters)
+        num += sum(owner == tenant for owner, _ in state.adapters)
         if num >= self._limits.checkpoints:
             raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
 
     def _check_save(self, command: Command) -> None:
-        """Weights that are saved without a name are a sampling session."""
+        """Weights saved without a name count as a sampling session."""
         if SaveForSampler.model_validate_json(command.body).path is None:
             self.check_samplers(command.tenant)
 
@@ -183,13 +183,13 @@ def _full(sentence: str) -> Refusal:
 
 HOUSEKEEPING_S = 10.0
 KEPT_SAMPLERS = 8
-"""Of a session, of weights saved without a name, however long nobody draws from them."""
+"""Sampling sessions of unnamed weights kept per session, however long they are unused."""
 KEPT_RUNS = 1000
-"""Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
+"""Models kept per tenant that ended without a checkpoint: they are in every snapshot."""
 STOP_S = 5.0
-"""How long a call of the trainer may still take at the end: it is done again at the next start."""
+"""Wait at the end for a call of the trainer; an unfinished one is repeated at the next start."""
 SECRET = "secret"
-"""The kind of the event that holds what links are signed with."""
+"""Kind of the event that holds the secret for signing links."""
 
 
 def new_id(prefix: str) -> str:
@@ -197,36 +197,34 @@ def new_id(prefix: str) -> str:
 
 
 class Service:
-    """What the routes call. Made by `open_service`."""
+    """Operations for the routes. Made by `open_service`."""
 
     def __init__(
         self, context: ServiceContext, group: asyncio.TaskGroup, *, link_secret: bytes
     ) -> None:
         self.context = context
         self.link_secret = link_secret
-        """What download links are signed with, also after a restart."""
+        """Secret that signs download links, also after a restart."""
         self.training = TrainingLoop(context)
         self.drawing = Drawing(context)
         self.samples = OpenSamples(context, self.drawing)
         self.admission = Admission(context)
         self.blob_lock = asyncio.Lock()
-        """Held by who stores a blob and has not named it in the state yet, and while unused blobs
-        are deleted."""
+        """Held while a stored blob is not in the state yet, and while unused blobs are deleted."""
         self.uploads = FairSemaphore(1)
-        """Adapters are stored one at a time, so that whoever waits for the lock beside them waits
-        for no more than one."""
+        """Stores adapters one at a time, so that a waiter for the lock waits for at most one."""
         self.reading = FairSemaphore(READERS)
-        """Who reads a large body or tokenizes texts, in a thread."""
+        """Limits the threads that read large bodies or tokenize texts."""
         self._group = group
         self._is_open = False
-        """False while what happened before a restart is repeated."""
+        """False while events from before a restart are repeated."""
         self._ended: list[Model] = []
-        """Models whose end was repeated: their last passes are still to be."""
+        """Models whose end was repeated, but whose last passes were not yet."""
         self.last_seen: dict[str, float] = {}
-        """When a session or a sampler was asked last, on the monotonic clock."""
+        """Last use of a session or a sampler, on the monotonic clock."""
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
-        """Do a request that is done at once; its reply."""
+        """Apply a request that is done at once; return its reply."""
         command = Command(
             kind=kind,
             id=new_id("session" if kind == "create_session" else "change"),
@@ -251,13 +249,12 @@ class Service:
         return done.reply
 
     async def replay(self, record: PassRecord) -> None:
-        """Do a pass again that was done before a restart."""
         await self.training.replay(record)
 
     def _finish_at_once(
         self, command: Command, reply: dict[str, Any], *, owner: str
     ) -> dict[str, Any]:
-        """The reply of a change as a result, for clients that ask for one."""
+        """Store the reply of a change as a result, for clients that fetch one."""
         future = Future(
             id=command.id,
             tenant=command.tenant,
@@ -265,7 +262,7 @@ class Service:
             digest="",
             owner=owner,
             reply=reply,
-            # A model that has ended does not end again, and its results with it.
+            # A model's end is idempotent, so its result is not dropped with the model's.
             fetched=time.monotonic() if command.kind == "unload_model" else None,
         )
         self.context.futures.add(future)
@@ -273,7 +270,7 @@ class Service:
         return {"request_id": command.id}
 
     async def accept(self, command: Command) -> dict[str, Any]:
-        """Have a request done in its turn, once: who sends it again gets the same reply."""
+        """Accept a request that takes its turn, once: a resent request gets the same reply."""
         future = (
             self.context.futures.find(command.key, digest=command.digest) if command.key else None
         )
@@ -297,7 +294,7 @@ class Service:
             digest=command.digest,
             owner=command.owner,
             reply=_reply(command),
-            # Nobody asks for the result of a refusal: its client was told at once.
+            # Nobody fetches the result of a refusal: its client was told at once.
             fetched=time.monotonic() if command.kind == "refused" else None,
         )
         self.context.futures.add(future)
@@ -305,7 +302,7 @@ class Service:
         return future
 
     def queue(self, command: Command) -> None:
-        """The same for a request whose future is there."""
+        """Put a request into its queue if its future exists already."""
         if command.kind == "create_model" and command.owner not in self.context.state.models:
             self.context.state.models[command.owner] = _new_model(command)
         self.context.pending.add(command)
@@ -317,7 +314,7 @@ class Service:
             self.samples.add(command, self._group)
 
     def resume(self) -> None:
-        """Do what was accepted before a restart, now that it is known what is done."""
+        """Start on the requests accepted before a restart, once it is known which are done."""
         self._is_open = True
         for model in self._ended:
             self._end_model(model)
@@ -326,8 +323,7 @@ class Service:
                 self.samples.add(work, self._group)
 
     def stop(self) -> None:
-        """Begin nothing any more. Polls end with "not yet", and are sent again to the next
-        process."""
+        """Begin nothing more. Polls end with "not yet"; clients ask the next process."""
         self.training.stop()
         for task in self.samples.tasks:  # they stay pending
             task.cancel()
@@ -335,22 +331,22 @@ class Service:
         self.context.futures.release()
 
     def describe(self, future: Future) -> tuple[str, str]:
-        """Where an unfinished request is: its queue state and a sentence."""
+        """Return an unfinished request's queue state and a sentence about it."""
         work = self.context.pending.get(future.id)
         if work is None:
             return "active", "It is being stored."
         return (self.samples if work.kind in SAMPLING else self.training).describe(work)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Give a sample up; requests of other kinds are done all the same."""
+        """Cancel a sample; requests of other kinds are computed anyway."""
         future = self.context.futures.get(request_id, tenant=tenant)
         work = self.context.pending.get(future.id)
         if work is not None and work.kind in SAMPLING:
-            self.context.futures.set_fetched(future)  # nobody asks for what it gave up
+            self.context.futures.set_fetched(future)  # nobody fetches a cancelled result
             await self.samples.cancel(work)
 
     def check_draws(self, tenant: str, *, num: int) -> None:
-        """Refuse draws without a number of their own when too many of them would wait."""
+        """Refuse unnumbered draws if too many of them would wait."""
         self.admission.check_results(tenant)
         num_waiting = self.drawing.turns.num_waiting_of(tenant)
         self.admission.check_draws(num_waiting, num=num)
@@ -360,22 +356,22 @@ class Service:
         self.last_seen[session_id] = time.monotonic()
 
     async def snapshot(self) -> None:
-        """Take a snapshot. Called between passes."""
+        """Take a snapshot. Call it between passes."""
         saved = await take_snapshot(self.context)
         async with self.blob_lock:
-            # What ended since the snapshot is in its document, and loaded from it after a crash.
+            # Blobs of what ended since the snapshot are still in its document.
             keep = {*saved, *self.context.state.blobs()}
             await run_in_thread(self.context.wal.prune, keep=keep)
 
     async def keep_house(self) -> None:
-        """End what nobody uses any more, until cancelled."""
+        """Clean up every `HOUSEKEEPING_S` seconds until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self.clean_up()
             self.show_queues()
 
     async def clean_up(self) -> None:
-        """End what nobody uses any more. Clients may end the same things meanwhile."""
+        """End everything unused or expired. Clients may end the same things meanwhile."""
         await self._end_silent_sessions()
         now, checkpoints = time.time(), self.context.state.checkpoints
         for checkpoint in list(checkpoints.values()):
@@ -392,7 +388,6 @@ class Service:
             self.training.wake()
 
     def show_queues(self) -> None:
-        """Update the gauges."""
         metrics = self.context.metrics
         metrics.waiting.labels("training").set(self.training.num_waiting)
         metrics.waiting.labels("sampling").set(self.drawing.turns.num_waiting)
@@ -406,7 +401,7 @@ class Service:
                 await self.change("end_session", session.tenant, ended)
 
     async def _end_idle_samplers(self) -> None:
-        """Those that nobody draws from any more, but for the newest."""
+        """End idle sampling sessions, except the newest."""
         now, busy = time.monotonic(), {work.owner for work in self.context.pending}
         named = self.context.config.limits.samplers // 2
         for sampler in self.context.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
@@ -417,7 +412,7 @@ class Service:
                 await self.change("end_sampler", sampler.tenant, ended)
 
     async def _forget_ended_models(self) -> None:
-        """Those that saved nothing and of which no request waits. The newest of a tenant stay."""
+        """Forget models without checkpoints and waiting requests, except a tenant's newest."""
         busy = {work.owner for work in self.context.pending}
         for tenant, model_ids in self.context.state.unsaved_runs().items():
             oldest = [model_id for model_id in model_ids[:-KEPT_RUNS] if model_id not in busy]
@@ -456,7 +451,7 @@ class Service:
 async def open_service(
     run: Run, backends: Mapping[str, Backend], config: ServiceConfig, *, format: Format
 ) -> AsyncIterator[Service]:
-    """The service, running inside the block, with all that was accepted before a restart."""
+    """Run the service inside the block, with everything accepted before a restart."""
     wal = await run_in_thread(Wal, run)
     context = ServiceContext(
         config=config, backends=backends, format=format, wal=wal, metrics=Metrics()
@@ -474,7 +469,7 @@ async def open_service(
             yield service
         finally:
             service.stop()
-            # A call of the trainer that ends must be in the journal when it has.
+            # If a call of the trainer ends, its entry must reach the journal.
             _, unfinished = await asyncio.wait([training], timeout=STOP_S)
             for task in (*others, *unfinished):
                 task.cancel()
@@ -492,7 +487,6 @@ async def _link_secret(run: Run) -> bytes:
 
 
 def _reply(command: Command) -> dict[str, Any]:
-    """What the client is told when its request is accepted."""
     reply: dict[str, Any] = {"request_id": command.id}
     if command.kind not in SAMPLING:
         return {**reply, "model_id": command.owner}

@@ -1,19 +1,19 @@
-"""What the service knows of its tenants, in memory, and the write-ahead log that restores it.
+"""State of all tenants in memory, and the write-ahead log that restores it.
 
-One document saves the state. Lookups name the tenant: what another tenant has looks as if it did
-not exist. The log says what was accepted and what was done, in the journal of a run:
+One document saves the state. Lookups name the tenant: another tenant's things seem not to exist.
+The log records in a run's journal what was accepted and what was done:
 
 | entry    | written                           | after a crash                                 |
 |----------|-----------------------------------|-----------------------------------------------|
 | command  | before the client is told of it   | applied again, or queued again                |
-| began    | before works are computed         | those that are not done were computed then    |
-| ended    | when they are left unfinished     | they were left in order: it does not count    |
+| began    | before works are computed         | works that are not done died in computation   |
+| ended    | when they are left unfinished     | the process did not die: it does not count    |
 | pass     | before its results can be fetched | the same requests are computed together again |
 | answer   | before the sample can be fetched  | the sample is given as it was                 |
 | snapshot | with the document of the state    | entries before it are in the document         |
 
-An entry is written in the same turn of the event loop as the change in memory that it tells of, so
-that the journal has them in the order in which they happened.
+An entry is written in the same turn of the event loop as the change in memory that it records, so
+that the journal has them in order.
 """
 
 import asyncio
@@ -58,15 +58,15 @@ class State:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
-        """By path."""
+        """Checkpoints by path."""
         self.adapters: dict[tuple[str, str], RegisteredAdapter] = {}
-        """By tenant and adapter id."""
+        """Registered adapters by tenant and adapter id."""
         self.losses: dict[str, CustomLoss] = {}
         self.sequences: dict[str, dict[str, StoredSequence]] = {}
-        """By tenant and id; each tenant's oldest first."""
+        """Stored sequences by tenant and id, oldest first."""
 
     def session(self, tenant: str, session_id: str) -> Session:
-        """One that is not over."""
+        """Return an open session."""
         session = self.sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise missing("session", session_id)
@@ -75,7 +75,7 @@ class State:
         return session
 
     def model(self, tenant: str, model_id: str) -> Model:
-        """One that can be trained."""
+        """Return a model that can be trained."""
         model = self.run(tenant, model_id)
         if not model.is_live:
             raise bad(
@@ -85,7 +85,7 @@ class State:
         return model
 
     def run(self, tenant: str, model_id: str) -> Model:
-        """A model, also after its session."""
+        """Return a model, even after its session."""
         model = self.models.get(model_id)
         if model is None or model.tenant != tenant:
             raise missing("model", model_id)
@@ -100,7 +100,7 @@ class State:
     def checkpoint(
         self, tenant: str, path: str, *, now: float, must_own: bool = False
     ) -> Checkpoint:
-        """The tenant's own or, unless they `must_own` it, a published one."""
+        """Return the tenant's own checkpoint or, unless `must_own`, a published one."""
         if _PATH.fullmatch(path) is None:
             raise bad(
                 f"{path!r:.300} is not a checkpoint: write "
@@ -116,7 +116,7 @@ class State:
         return checkpoint
 
     def weights(self, tenant: str, path: str, *, now: float) -> Checkpoint:
-        """A checkpoint to sample from or to train on."""
+        """Return a checkpoint to sample from or to train on."""
         checkpoint = self.checkpoint(tenant, path, now=now)
         if checkpoint.kind == "external_weights":
             raise bad(
@@ -135,21 +135,19 @@ class State:
         return adapter
 
     def loss(self, tenant: str, loss_id: str) -> CustomLoss:
-        """A loss that a client of the tenant made."""
         loss = self.losses.get(loss_id)
         if loss is None or loss.tenant != tenant:
             raise missing("custom loss", loss_id)
         return loss
 
     def sequence(self, tenant: str, sequence_id: str) -> StoredSequence:
-        """A turn that the tenant stored."""
         sequence = self.sequences.get(tenant, {}).get(sequence_id)
         if sequence is None:
             raise missing("sequence", sequence_id)
         return sequence
 
     def own_checkpoints(self, tenant: str, *, now: float) -> list[Checkpoint]:
-        """Those of a tenant that have not expired, newest first."""
+        """Return a tenant's unexpired checkpoints, newest first."""
         checkpoints = [
             checkpoint
             for checkpoint in self.checkpoints.values()
@@ -162,7 +160,7 @@ class State:
         return [model for model in self.models.values() if model.session_id == session_id]
 
     def unsaved_runs(self) -> dict[str, list[str]]:
-        """By tenant: models that ended without a checkpoint, the oldest first."""
+        """Return models that ended without a checkpoint, by tenant, oldest first."""
         saved = {checkpoint.model_id for checkpoint in self.checkpoints.values()}
         runs: dict[str, list[str]] = {}
         for model in self.models.values():
@@ -171,8 +169,8 @@ class State:
         return runs
 
     def older_samplers(self, *, unnamed: int, named: int) -> list[SamplingSession]:
-        """All but the newest: of weights saved without a name so many of each session, of the
-        others of each tenant."""
+        """Return all sampling sessions but the newest: per session, `unnamed` of weights saved
+        without a name; per tenant, `named` of the others."""
         groups: dict[tuple[bool, str], list[SamplingSession]] = {}
         for sampler in self.samplers.values():
             is_named = not sampler.blob or bool(sampler.path)
@@ -184,7 +182,7 @@ class State:
         ]
 
     def blobs(self) -> Iterator[str]:
-        """The digests that are in use."""
+        """Yield the digests of blobs in use."""
         for model in self.models.values():
             if model.is_live and model.snapshot:
                 yield model.snapshot
@@ -197,7 +195,7 @@ class State:
             yield adapter.blob
 
     def read(self) -> dict[str, JsonRows]:
-        """All of it as it is now, for a document."""
+        """Return the whole state as rows of a document."""
         return {
             "sessions": read_records(self.sessions.values()),
             "models": read_records(self.models.values()),
@@ -212,7 +210,7 @@ class State:
 
     @classmethod
     def restore(cls, document: dict[str, Any]) -> "State":
-        """From the document of what `read` gave."""
+        """Restore the state from a document made by `read`."""
         state = cls()
         for row in document["sessions"]:
             state.sessions[row["id"]] = Session(**row)
@@ -237,40 +235,40 @@ SNAPSHOT = "snapshot"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """What a restarted service begins with."""
+    """Snapshot and journal entries for a restart."""
 
     document: dict[str, Any] | None
-    """Of the last snapshot; None when there was none."""
+    """Document of the last snapshot; None if there is none."""
     snapshot_seq: int
-    """Entries up to here are in the document."""
+    """Number of the last entry that the document includes."""
     entries: Sequence[Entry]
-    """Since the oldest request that was not done then."""
+    """Entries since the oldest request that was not done at the snapshot."""
 
 
 class Wal:
-    """The journal and the snapshots of one service."""
+    """Journal and snapshots of one service."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._journal = run.open_journal()
         self.num_bytes = 0
-        """Written since the last snapshot."""
+        """Bytes written since the last snapshot."""
         self._failed = asyncio.Event()
         self._error: RunError | None = None
 
     async def watch(self) -> None:
-        """Ends with the error of the journal, if it has one: nothing can be promised after it."""
+        """Wait for an error of the journal and raise it: nothing is durable after one."""
         await self._failed.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the journal's error, if it has one."""
         if self._error is not None:
             raise RunError(str(self._error)) from self._error
 
     def append(self, header: Mapping[str, Any], body: bytes = b"") -> "asyncio.Future[list[int]]":
-        """Its number, when it is durable. It has its place in the journal when this returns, and
-        keeps it whoever stops waiting."""
+        """Append an entry; the future gives its number once it is durable. The entry has its place
+        in the journal on return, even if the caller stops waiting."""
         data = json.dumps(header).encode() + b"\0" + body
         self.num_bytes += len(data)
         stored: asyncio.Future[list[int]]
@@ -292,28 +290,27 @@ class Wal:
         return self.append({"entry": "command", **command.header()}, command.body)
 
     async def begin_snapshot(self) -> int:
-        """The entry whose number separates what is in the document from what is not."""
+        """Append the entry that separates what the document includes from later entries."""
         self.num_bytes = 0
         return (await self.append({"entry": "snapshot"}))[0]
 
     async def finish_snapshot(
         self, document: Mapping[str, Any], *, seq: int, oldest_pending: int | None
     ) -> None:
-        """Make the document, whose ends may be JsonRows, durable; then drop the entries that nobody
-        needs any more."""
+        """Make the document durable, with JsonRows as leaves; drop the entries it replaces."""
         cut = seq if oldest_pending is None else min(seq, oldest_pending - 1)
         blob = await run_in_thread(lambda: self.run.blobs.put_bytes(encode(document)))
         await self.run.append(SNAPSHOT, {"blob": blob, "journal": seq, "cut": cut})
         await self._journal.cut(through=cut)
 
     def prune(self, *, keep: set[str]) -> int:
-        """Delete blobs that are neither named nor the last snapshot. Waits for the disk."""
+        """Delete blobs except those in `keep` and the last snapshot. Blocks on the disk."""
         last = self.run.last(SNAPSHOT)
         kept = {*keep, *([str(last.payload["blob"])] if last else [])}
         return self.run.blobs.prune(keep=kept & set(self.run.blobs.digests()))
 
     def read(self) -> Restart:
-        """What to begin with. Waits for the disk."""
+        """Return what a restart begins with. Blocks on the disk."""
         last = self.run.last(SNAPSHOT)
         if last is None:
             entries = list(self._journal.entries(after=0))
@@ -328,6 +325,5 @@ class Wal:
 
 
 def read_entry(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the body of an entry."""
     header, _, body = data.partition(b"\0")
     return json.loads(header), body

@@ -1,4 +1,4 @@
-"""Works of one kind as one call of the trainer, and its outputs as outcomes."""
+"""Runs works of one kind as one call of the trainer, and makes their outcomes durable."""
 
 import asyncio
 import shutil
@@ -44,18 +44,18 @@ __all__ = [
     "finish_pass",
 ]
 
-# What came of a work: its result, and what it changed; made durable before it can be fetched.
+# The outcome of a work: its result and its change of the state, durable before it can be fetched.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """An entry of the journal: the works of one call, in order, and what cannot be repeated."""
+    """Journal entry of one call: its works in order, and what a repetition cannot give again."""
 
     ids: Sequence[str]
     effects: Mapping[str, Mapping[str, Any]]
     failures: Mapping[str, tuple[str, Category]]
     dropped: Sequence[str] = ()
-    """Checkpoints that gave way to newer ones: how many are kept may be set anew."""
+    """Checkpoints removed for newer ones: `keep_last` may differ after a restart."""
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> "PassRecord":
@@ -70,13 +70,12 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkOutcome:
-    """Of one work."""
+    """Result of one work, and what it changes."""
 
     work: Command
     result: Result
     effect: Mapping[str, Any] = field(default_factory=dict)
-    """What it changed in the state: {"checkpoint": {...}} or {"sampler": {...}}, and the blob that
-    was loaded."""
+    """State change: {"checkpoint": {...}}, {"sampler": {...}} or {"loaded": blob}."""
     error: tuple[str, Category] | None = None
 
     @classmethod
@@ -87,14 +86,14 @@ class WorkOutcome:
 async def finish_pass(
     context: ServiceContext, outcomes: Sequence[WorkOutcome], record: PassRecord | None
 ) -> None:
-    """Change the state, make the pass durable, then let the results be fetched. A pass that has a
-    record is durable: it is repeated after a restart."""
+    """Change the state, make the pass durable, then publish the results. A pass with a record is
+    durable already: a restart repeats it."""
     if record is not None:
         _check_repeated(outcomes, record)
     for outcome in outcomes:
         _apply(context, outcome)
         context.pending.remove(outcome.work.id)
-    dropped = _outnumbered(context, outcomes) if record is None else record.dropped
+    dropped = _find_surplus(context, outcomes) if record is None else record.dropped
     for path in dropped:
         context.state.checkpoints.pop(path, None)
     if record is None:
@@ -112,7 +111,7 @@ async def finish_pass(
 
 
 def _check_repeated(outcomes: Sequence[WorkOutcome], record: PassRecord) -> None:
-    """What succeeded before a restart must succeed again: without it the weights are others."""
+    """RunError if a work fails that succeeded before a restart: the weights would differ."""
     for outcome in outcomes:
         if outcome.error is not None and outcome.work.id not in record.failures:
             raise RunError(
@@ -146,9 +145,8 @@ def _apply(context: ServiceContext, outcome: WorkOutcome) -> None:
         state.samplers[sampler.id] = sampler
 
 
-def _outnumbered(context: ServiceContext, outcomes: Sequence[WorkOutcome]) -> list[str]:
-    """Paths of all but the last K of a kind that was saved now, where the config says so. Published
-    ones stay."""
+def _find_surplus(context: ServiceContext, outcomes: Sequence[WorkOutcome]) -> list[str]:
+    """Return paths of unpublished checkpoints beyond `keep_last`, of each kind saved now."""
     if context.config.keep_last is None:
         return []
     saved = [(o.work.owner, o.effect["checkpoint"]) for o in outcomes if "checkpoint" in o.effect]
@@ -167,10 +165,10 @@ def _outnumbered(context: ServiceContext, outcomes: Sequence[WorkOutcome]) -> li
 
 Read = TypeVar("Read")
 STATE, ADAPTER = "state", "adapter"
-"""What a checkpoint is made of: the trainer's state as a file, the weights as a PEFT folder."""
+"""Parts of a checkpoint: the trainer's state as a file, the weights as a PEFT folder."""
 
 VERSION_DIGITS = 16
-"""Of a content hash, to tell weights apart."""
+"""Length of a content hash that tells weights apart."""
 _KINDS = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
@@ -179,7 +177,7 @@ _KINDS = {
 
 
 class TrainerCalls:
-    """What the training loop asks of the trainers."""
+    """Calls of the trainers, for the training loop."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
@@ -187,8 +185,8 @@ class TrainerCalls:
     def sort_out(
         self, works: Sequence[Command], record: PassRecord | None
     ) -> tuple[list[Command], list[WorkOutcome]]:
-        """The works that can be computed, and outcomes of the others: refused when they came,
-        failed before the restart, or of a model that is gone."""
+        """Return the works to compute, and outcomes of the others: refused on arrival, failed
+        before the restart, or of a model that has ended."""
         doable: list[Command] = []
         outcomes: list[WorkOutcome] = []
         for work in works:
@@ -215,7 +213,7 @@ class TrainerCalls:
         return doable, outcomes
 
     async def call(self, works: Sequence[Command], record: PassRecord | None) -> list[WorkOutcome]:
-        """Works of one kind and one base model; one outcome each."""
+        """Compute works of one kind and one base model; return one outcome each."""
         match works[0].kind:
             case "forward_backward" | "forward":
                 return await self._train(works)
@@ -254,8 +252,8 @@ class TrainerCalls:
     def _read_each(
         self, works: Sequence[Command], read: Callable[[Command], Read]
     ) -> tuple[list[Read], list[WorkOutcome]]:
-        """What the works ask for, and outcomes of those that cannot be read: what was right when it
-        came may not be any more, as its loss may be gone. That is the result of this work alone."""
+        """Read the works; return their requests, and outcomes of unreadable ones. A work that was
+        valid on arrival may fail alone, as its loss may be gone."""
         requests: list[Read] = []
         failures: list[WorkOutcome] = []
         for work in works:
@@ -305,7 +303,7 @@ class TrainerCalls:
     async def _store(
         self, model: Model, *, has_state: bool, recipients: Sequence[str], is_merged: bool
     ) -> tuple[str, int]:
-        """The digest and size of its weights, and the trainer's state if it is to be trained on."""
+        """Store weights, and the trainer's state if `has_state`; return digest and size."""
         backend, blobs = self._context.backend(model.base_model), self._context.wal.run.blobs
         with blobs.stage() as folder:
             if has_state:
@@ -402,7 +400,7 @@ def _effect(
 
 
 def _saved(work: Command, effect: Any) -> WorkOutcome:
-    """The result of a save, made of what it changed."""
+    """Build the result of a save from its effect."""
     document: dict[str, Any] = {"type": work.kind}
     if (sampler := effect.get("sampler")) is not None:
         document["sampling_session_id"] = sampler["id"]
@@ -416,7 +414,7 @@ def _saved(work: Command, effect: Any) -> WorkOutcome:
 
 
 def _merge(backend: Backend, folder: Path) -> None:
-    """Replace an adapter by the model that it is merged into."""
+    """Replace an adapter by the base model merged with it."""
     adapter = folder.rename(folder.with_name("unmerged"))
     backend.merge(adapter, folder)
     shutil.rmtree(adapter)

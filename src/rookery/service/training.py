@@ -8,7 +8,7 @@
 | the loop | ready works         | outcomes            | works; the trainer                 |
 | commit   | outcomes            | entries, results    | the disk                           |
 
-One loop serves all models. A request that fails has a result that says so, and touches no other.
+One loop serves all models. A failed request has a result that says so, and affects no other.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ __all__ = [
 #     buffer.add(2, "b")        # -> []          2 waits for 1
 #     buffer.add(1, "a")        # -> ["a", "b"]
 #
-# The SDK sends the chunks of one call side by side, the first of them last.
+# The SDK sends the chunks of one call concurrently, the first of them last.
 
 
 Item = TypeVar("Item")
 
 
 class ReorderBuffer(Generic[Item]):
-    """The numbers of one model that have not been released yet."""
+    """Requests of one model that were not released yet."""
 
     def __init__(self, *, next_seq: int) -> None:
         self.next_seq = next_seq
-        """The number that is released next."""
+        """Number that is released next."""
         self._waiting: dict[int, Item] = {}
 
     def add(self, seq: int, item: Item) -> list[Item]:
-        """Take an item in; the items that can go now, in order."""
+        """Add an item; return the items released by it, in order."""
         self._waiting[seq] = item
         return self._release()
 
     def skip(self, through: int) -> tuple[list[Item], list[Item]]:
-        """Wait for no number up to this one any more: the items that waited up to it, and those
-        that can go now, in order."""
+        """Stop waiting for numbers up to `through`; return the items that waited up to it, and the
+        items released by it, in order."""
         lost = [self._waiting.pop(seq) for seq in sorted(self._waiting) if seq <= through]
         self.next_seq = max(self.next_seq, through + 1)
         return lost, self._release()
@@ -72,38 +72,38 @@ class ReorderBuffer(Generic[Item]):
 
     @property
     def free_seq(self) -> int:
-        """The number for an item that came without one: behind all others."""
+        """Number for an item without one: after all others."""
         return max(self._waiting, default=self.next_seq - 1) + 1
 
     @property
     def waiting(self) -> list[Item]:
-        """The items that wait for an earlier number."""
+        """Items that wait for an earlier number."""
         return list(self._waiting.values())
 
     def clear(self) -> list[Item]:
-        """Give up what still waits, and return it."""
+        """Drop and return the waiting items."""
         waiting, self._waiting = self.waiting, {}
         return waiting
 
 
-# Which works are computed together: stages of one kind, each model's works in their order.
+# Works that are computed together: stages of one kind, with each model's works in order.
 #
 #     ada:  fb fb step        stage 1   forward_backward   ada ada bob
 #     bob:  fb step           stage 2   optim_step         ada bob cyd
 #     cyd:  step
 #
 # Gradients of all models come before steps, so that as many models as possible share a call. A work
-# that may have ended the service before is alone.
+# that may have killed the service before runs alone.
 
 
 _TOGETHER = ("forward_backward", "forward")
-"""All that a model has at its head go into one call."""
+"""Kinds of which all leading works of a model go into one call."""
 
 
 def stages(
     works: Sequence[Command], *, is_alone: Callable[[Command], bool] = lambda _: False
 ) -> Iterator[list[Command]]:
-    """Calls in order: each has works of one kind and one base model."""
+    """Yield the calls in order, each with works of one kind and one base model."""
     lines: dict[str, deque[Command]] = {}
     for work in works:
         lines.setdefault(work.owner, deque()).append(work)
@@ -134,30 +134,29 @@ def _call(work: Command) -> tuple[str, str]:
 
 
 def _rank(call: tuple[str, str]) -> tuple[int, str]:
-    """Making and loading first, then gradients, steps last."""
+    """Rank creation and loading first, then gradients, then steps."""
     order = {"forward_backward": 1, "forward": 2, "optim_step": 3}
     return order.get(call[0], 0), call[1]
 
 
 FIRST_PASS_TOKENS = 1024
-"""Of the first pass, before it is known how many are computed in a second."""
+"""Size of the first pass, when the speed is unknown."""
 LEAST_PASS_TOKENS = 64
-"""So few take hardly longer together than one request alone, however slow the machine."""
+"""So few tokens hardly take longer together than one request alone, on any machine."""
 COMPUTED = ("forward_backward", "forward", "optim_step", "refused")
-"""What takes as long as its tokens. The others, which make, load and save models, count as a pass
-of their own."""
+"""Kinds whose time depends on their tokens; making, loading and saving cost a whole pass."""
 LEAST_JOURNAL_BYTES = 8 << 20
-"""The journal may become half as large as the snapshots, and this large in any case."""
+"""Lower bound on the journal size that triggers a snapshot, in bytes."""
 
 
 class TrainingLoop:
-    """Takes works in, and gives each of them a result. Run by one task."""
+    """Takes works, and gives each a result. One task runs it."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._calls = TrainerCalls(context)
         self._buffers: dict[str, ReorderBuffer[Command]] = {}
-        # Filled by `add`, drained by `run`; bounded by the limits that are looked at before.
+        # Filled by `add`, drained by `run`; bounded by limits that are checked before.
         self._queue: FairQueue[str] = FairQueue()
         self._changed = asyncio.Event()
         self._removals: list[Model] = []
@@ -168,7 +167,7 @@ class TrainingLoop:
         self.trained_s = 0.0
         """Seconds in the trainer since the last snapshot."""
         self._snapshot_bytes = 0
-        """Of all models, when the last snapshot was taken: there may be many that have ended."""
+        """Size of all live models' snapshots at the last one; many models may have ended since."""
 
     def buffer(self, model_id: str) -> ReorderBuffer[Command]:
         buffer = self._buffers.get(model_id)
@@ -180,7 +179,7 @@ class TrainingLoop:
         return buffer
 
     def add(self, work: Command) -> None:
-        """Queue a work, and those that waited for it."""
+        """Queue a work, and the works that waited for it."""
         self._put(self.buffer(work.owner).add(work.seq, work))
 
     def _put(self, ready: Sequence[Command]) -> None:
@@ -189,17 +188,17 @@ class TrainingLoop:
         self._changed.set()
 
     def give_up_gaps(self, *, before: float) -> None:
-        """Have requests fail that came before this time and still wait for an earlier one."""
+        """Fail requests from before this time that still wait for an earlier one."""
         for model_id, buffer in self._buffers.items():
             overdue = [work.seq for work in buffer.waiting if work.time < before]
-            # What was released is done first: a model's numbers go up.
+            # Released works come first, as a model's numbers only go up.
             if overdue and self._context.state.models[model_id].next_seq == buffer.next_seq:
                 lost, ready = buffer.skip(max(overdue))
                 self._overdue += lost
                 self._put(ready)
 
     def end_model(self, model: Model) -> list[Command]:
-        """Forget a model; the works that wait for numbers that never came are returned."""
+        """Forget a model; return its works that wait for numbers that never came."""
         self._removals.append(model)
         self._changed.set()
         buffer = self._buffers.pop(model.id, None)
@@ -208,7 +207,7 @@ class TrainingLoop:
         return [*given_up, *(buffer.clear() if buffer is not None else [])]
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
-        """Serve until `stop`; `snapshot` is called between passes when it is time."""
+        """Serve until `stop`; call `snapshot` between passes when one is due."""
         self._measure_snapshots()
         while not self._is_stopping:
             await self._changed.wait()
@@ -236,18 +235,18 @@ class TrainingLoop:
         self._snapshot_bytes = sum(model.snapshot_bytes for model in models if model.is_live)
 
     def wake(self) -> None:
-        """See whether a snapshot is due, also when nothing is trained."""
+        """Check whether a snapshot is due, even if nothing is trained."""
         self._changed.set()
 
     def stop(self) -> None:
-        """End after the call that is running; what is queued stays pending."""
+        """End after the running call; queued works stay pending."""
         self._is_stopping = True
         self._changed.set()
 
     async def replay(self, record: PassRecord) -> None:
-        """Do again what was done in a pass before a restart."""
+        """Compute a pass from before a restart again."""
         works = [self._context.pending[work_id] for work_id in record.ids]
-        for work in works:  # those that were given up may still wait
+        for work in works:  # works that were given up may still wait
             lost, ready = self.buffer(work.owner).skip(work.seq)
             self._overdue += [one for one in lost if one.id not in record.ids]
             self._put(ready)
@@ -256,7 +255,7 @@ class TrainingLoop:
         await self._perform(works, record)
 
     def describe(self, work: Command) -> tuple[str, str]:
-        """Its queue state and a sentence."""
+        """Return a work's queue state and a sentence about it."""
         if work.id in self._running:
             return "active", "It is being computed."
         place = self._queue.place(work.id)
@@ -277,7 +276,6 @@ class TrainingLoop:
         return self._queue.tokens
 
     async def _cycle(self) -> None:
-        """Compute some works in stages."""
         works = self._take()
         self._running = frozenset(work.id for work in works)
         for stage in stages(works, is_alone=self._context.pending.is_suspect):
@@ -287,8 +285,8 @@ class TrainingLoop:
         self._running = frozenset()
 
     def _take(self) -> list[Command]:
-        """Works in fair order for a pass of `pass_s` seconds; at least one. Who comes now waits for
-        no more than that, however much others have queued."""
+        """Take works in fair order for a pass of `pass_s` seconds, at least one. So new requests
+        wait no longer than that, however long the queue is."""
         room, works, tokens = self._pass_tokens, list[Command](), 0
         while (work_id := self._queue.head()) is not None:
             work = self._context.pending[work_id]
@@ -305,7 +303,7 @@ class TrainingLoop:
 
     @property
     def _pass_tokens(self) -> int:
-        """That are computed in `pass_s`."""
+        """Tokens that the trainer computes in `pass_s`."""
         config = self._context.config
         per_pass = config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS
         return int(min(config.pass_tokens, max(per_pass, LEAST_PASS_TOKENS)))
@@ -324,7 +322,7 @@ class TrainingLoop:
     async def _outcomes(
         self, works: Sequence[Command], record: PassRecord | None
     ) -> list[WorkOutcome]:
-        """One per work, in order. Whatever goes wrong in a call is the result of its works."""
+        """Compute the works; return an outcome each, in order. Errors become outcomes."""
         doable, outcomes = self._calls.sort_out(works, record)
         if doable:
             is_new = record is None
@@ -359,6 +357,6 @@ class TrainingLoop:
     async def _remove_models(self) -> None:
         while self._removals:
             model = self._removals.pop()
-            # One that was never made may be of a base model that is not served any more.
+            # A model that was never created may be of a base model that is no longer served.
             if (backend := self._context.backends.get(model.base_model)) is not None:
                 await backend.trainees.remove(model.id)

@@ -1,11 +1,11 @@
-"""Request bodies: their size and compression, and records of the ports as JSON, both ways.
+"""Request bodies: their size and compression, and records of the ports to and from JSON.
 
     body = train_body("S:train:0", 3, request, forward_only=False)     # at the client
     call = read_record_call(json.loads(body))                          # at the service
     call.request == request
 
-The SDK's messages cannot carry all that a Datum has (positions, the tokens that a target was drawn
-from, columns of the trainer) nor the trainer's own losses.
+The SDK's messages lack some fields of a Datum (positions, the tokens that a target was drawn from,
+columns of the trainer) and the trainer's own losses.
 """
 
 import io
@@ -61,22 +61,21 @@ __all__ = [
 ]
 
 
-# Large JSON documents, parsed in slices with room for other threads between them.
+# Large JSON documents, parsed in slices so that other threads can run between them.
 #
 #     document = await asyncio.to_thread(load_json, body)
 #
-# `json.loads` of 64 MiB holds the interpreter for seconds, in whatever thread it is called. Here
-# objects and lists of them are read in Python, and lists of numbers, which is what large bodies are
-# made of, by `json.loads` a slice at a time.
+# `json.loads` of 64 MiB holds the interpreter for seconds in any thread. Here Python reads objects
+# and nested lists, and `json.loads` reads lists of numbers, the bulk of large bodies, slice by
+# slice.
 
 
 LARGE_BYTES = 1 << 15
-"""Smaller documents are parsed at once, in about a millisecond; slices have this many characters.
-"""
+"""Size of a slice in characters. Smaller documents are parsed at once, in about a millisecond."""
 
 
 def load_json(body: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """As `json.loads`."""
+    """Like `json.loads`, for large documents in a thread."""
     if len(body) <= LARGE_BYTES:
         return json.loads(body, parse_constant=parse_constant)
     text = body.decode(json.detect_encoding(body), "surrogatepass")
@@ -93,7 +92,7 @@ class _Decoder(json.JSONDecoder):
     def _array(
         self, start: tuple[str, int], scan_once: Callable[..., Any]
     ) -> tuple[list[Any], int]:
-        """The list behind a `[`, and where it ends."""
+        """Parse the list after a `[`; return it with its end."""
         text, place = start
         end = text.find("]", place)
         if end < 0 or any(text.find(mark, place, end) >= 0 for mark in '[{"'):
@@ -119,19 +118,19 @@ class _Decoder(json.JSONDecoder):
         return values
 
 
-# Long lists of requests, validated in slices with room for other threads between them.
+# Long lists of requests, validated in slices so that other threads can run between them.
 #
 #     tokens: Annotated[list[int], IN_SLICES] = []
 #
-# Pydantic holds the interpreter while it validates a list, in whatever thread it is called, and
-# makes an error of every wrong item: of some millions of items, for half a minute.
+# Pydantic holds the interpreter while it validates a list, in any thread, and makes an error for
+# every wrong item: half a minute for millions of items.
 
 
 SLICE = 1024
 
 
 def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Ends at the first slice that has something wrong."""
+    """Validate slice by slice; stop at the first slice with an error."""
     if not isinstance(value, list | tuple) or len(value) <= SLICE:
         return handler(value)
     parts = []
@@ -147,16 +146,16 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 IN_SLICES = WrapValidator(_validate)
-"""Of a list or a tuple."""
+"""Annotation of a list or a tuple."""
 
 
 WINDOW_BYTES = 1 << 27
-"""Memory that a zstd frame may ask for, whatever its size."""
+"""Memory that a zstd frame may request, whatever its size."""
 
 
 def inflate(body: bytes, *, encoding: str, limit_bytes: int) -> bytes:
-    """The body without its compression. Stops reading at the limit, so a small body that inflates
-    to gigabytes costs no more than one of the limit."""
+    """Decompress a body. Reading stops at the limit, so that a small body that inflates to
+    gigabytes costs no more than one at the limit."""
     data = inflate_head(body, encoding=encoding, num_bytes=limit_bytes + 1)
     if len(data) > limit_bytes:
         raise too_large(limit_bytes)
@@ -164,7 +163,7 @@ def inflate(body: bytes, *, encoding: str, limit_bytes: int) -> bytes:
 
 
 def inflate_head(body: bytes, *, encoding: str, num_bytes: int) -> bytes:
-    """The first bytes of the same, all of them where there are fewer."""
+    """Decompress the first `num_bytes` of a body, or all of it if it is shorter."""
     if encoding in ("", "identity"):
         return body[:num_bytes]
     if encoding != "zstd":
@@ -179,12 +178,12 @@ def inflate_head(body: bytes, *, encoding: str, num_bytes: int) -> bytes:
 
 
 def accepts_protobuf(accept: str) -> bool:
-    """Whether the client reads protobuf: SDKs since 0.18 say so where they do."""
+    """True if the client reads protobuf, which SDKs since 0.18 declare."""
     return "protobuf" in accept
 
 
 def parse_json(body: bytes) -> Any:
-    """The document, or a refusal. NaN and Infinity are not JSON."""
+    """Parse JSON, or refuse it. NaN and Infinity are not JSON."""
     try:
         document = load_json(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -194,8 +193,8 @@ def parse_json(body: bytes) -> Any:
 
 
 def refuse_half_characters(body: bytes) -> None:
-    """Refuse JSON that holds half of a surrogate pair. Python's parser takes it for a string, but
-    it can be neither stored nor hashed nor tokenized. Other bodies are left to their readers."""
+    """Refuse JSON with half of a surrogate pair: Python parses it, but it can be neither stored,
+    hashed nor tokenized. Bodies that are not JSON pass."""
     if b"\\ud" not in body and b"\\uD" not in body and b"\xed" not in body:
         return  # neither escaped nor as bytes
     try:
@@ -212,7 +211,7 @@ def refuse_half_characters(body: bytes) -> None:
 
 
 def _texts(document: Any) -> Iterator[str]:
-    """All keys and values that are texts."""
+    """Yield all keys and values that are texts."""
     rest = [document]
     while rest:
         value = rest.pop()
@@ -226,7 +225,7 @@ def _texts(document: Any) -> Iterator[str]:
 
 
 def as_json(request: BaseModel, *, exclude_none: bool = True) -> bytes:
-    """A request as the journal keeps it; a refusal when it cannot be read back from there."""
+    """Encode a request for the journal; refuse it if it could not be read back."""
     try:
         data = request.model_dump_json(exclude_none=exclude_none).encode()
         type(request).model_validate_json(data)
@@ -273,7 +272,7 @@ class _DatumBody(_Body):
 
 class _RequestBody(_Body):
     data: list[Any] = Field(min_length=1)
-    """Each a `_DatumBody`, validated by itself: all at once would hold the interpreter."""
+    """Each is a `_DatumBody`, validated separately: all at once would hold the interpreter."""
     loss: str = "cross_entropy"
     loss_options: dict[str, Any] = {}
 
@@ -288,7 +287,7 @@ class _CallBody(BaseModel):
 
 
 class CheckLoss(BaseModel):
-    """A loss of the trainer with its options."""
+    """A loss of the trainer, with options to check."""
 
     loss: str
     options: dict[str, Any] = {}
@@ -318,7 +317,7 @@ class ScoreBody(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordCall:
-    """A forward_backward, or a forward, as the trainer takes it."""
+    """A forward_backward or forward request, as the trainer takes it."""
 
     model_id: str
     seq_id: int | None
@@ -331,18 +330,18 @@ class RecordCall:
 
 
 def read_record_call(document: Mapping[str, Any]) -> RecordCall:
-    """A body that has a TrainRequest, or a refusal that says where it is wrong."""
+    """Read a body with a TrainRequest; a refusal says where it is wrong."""
     body = _valid(_CallBody, document, place=())
-    asked = body.train_request
+    train_body = body.train_request
     data = [
         _valid(_DatumBody, datum, place=(KEY, "data", number))
-        for number, datum in enumerate(asked.data)
+        for number, datum in enumerate(train_body.data)
     ]
     request = TrainRequest(
         trainee=body.model_id,
         data=tuple(datum.datum() for datum in data),
-        loss=asked.loss,
-        loss_options=asked.loss_options,
+        loss=train_body.loss,
+        loss_options=train_body.loss_options,
     )
     return RecordCall(
         model_id=body.model_id,
@@ -362,12 +361,12 @@ def _valid(kind: type[Valid], document: Any, *, place: tuple[str | int, ...]) ->
 
 
 def output_document(output: TrainOutput) -> dict[str, Any]:
-    """What a TrainOutput without an error holds."""
+    """Return the fields of a TrainOutput without an error."""
     return {"metrics": dict(output.metrics), "logprobs": output.logprobs}
 
 
 def score_document(score: Score) -> dict[str, Any]:
-    """All but its model."""
+    """Return all fields but the model."""
     return {
         "logprobs": score.logprobs,
         "label_logprobs": score.label_logprobs,

@@ -1,5 +1,5 @@
-"""The application of a gateway: the routes of `run-api` and those that environments ask the engine
-by, who may call them, how large a body is.
+"""The application of a gateway: the routes of `run-api`, the engine routes of environments, keys
+and body limits.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ __all__ = ["make_atropos_app", "make_engine_router"]
 
 
 MODEL = "policy"
-"""What the policy is listed as."""
+"""Model name under which the policy is listed."""
 DEFAULT_TOKENS = 16
-"""As many as vLLM draws for a request that does not say."""
+"""vLLM's default number of tokens to draw."""
 
 
 class Sampling(TokenOptions):
-    """How to draw, in vLLM's words."""
+    """Sampling options in vLLM's terms."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -63,7 +63,7 @@ class Sampling(TokenOptions):
 
 
 class TokenPrompt(BaseModel):
-    """A prompt that is tokens already."""
+    """A prompt given as tokens."""
 
     prompt_token_ids: list[int] = Field(min_length=1)
 
@@ -75,7 +75,7 @@ class GenerateRequest(Sampling):
 
 
 class TokensRequest(BaseModel):
-    """A request of vLLM's tokens in, tokens out."""
+    """A request of vLLM's route for tokens in and tokens out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -141,8 +141,10 @@ async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
 
 
 async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, Any]:
-    prompt, how = tuple(body.token_ids), body.sampling_params
-    params = how.params(max_tokens=_room(side, how.max_tokens, prompt), seed=_seed(how))
+    prompt, sampling = tuple(body.token_ids), body.sampling_params
+    params = sampling.params(
+        max_tokens=_room(side, sampling.max_tokens, prompt), seed=_seed(sampling)
+    )
     drawn = await side.draw(prompt, params)
     return {
         "request_id": body.request_id or secrets.token_hex(8),
@@ -205,7 +207,7 @@ async def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> To
 
 
 def _room(side: EngineSide, asked: int | None, prompt: TokenIds) -> int:
-    """Tokens to draw at most: what is asked, within the context."""
+    """Return the limit on tokens to draw: as requested, within the context."""
     if side.context_tokens is None:
         return asked or DEFAULT_TOKENS
     room = side.context_tokens - len(prompt)
@@ -222,7 +224,7 @@ def _vllm_logprobs(one: Completion) -> list[list[dict[str, float]]]:
 
 
 def _prompt_logprobs(prompt: TokenIds, score: Score) -> list[dict[str, float] | None]:
-    """Of every token of the prompt with the likeliest beside it; the first has none."""
+    """Return each prompt token's log-probability with the likeliest; None for the first."""
     rows: list[dict[str, float] | None] = [None]
     for place, logprob in enumerate(score.logprobs):
         top = score.top_logprobs[place] if score.top_logprobs else ()
@@ -231,7 +233,7 @@ def _prompt_logprobs(prompt: TokenIds, score: Score) -> list[dict[str, float] | 
 
 
 def _refuse(option: str, *, is_given: bool) -> None:
-    """What `rookery serve` has and environments have no use for."""
+    """Refuse an option that only `rookery serve` supports."""
     if is_given:
         raise bad(f"{option} is not supported: leave it out.")
 
@@ -250,13 +252,13 @@ _OWN_TRAINER = (
 
 
 class EnvIdentifier(BaseModel):
-    """Which environment is asking."""
+    """Names the environment that asks."""
 
     env_id: int
 
 
 def _make_router(gateway: Gateway, delivery: Delivery | None) -> APIRouter:
-    """Without a delivery, batches go to the trainer in this process alone."""
+    """Without a delivery, batches go only to the trainer in this process."""
     router = APIRouter(tags=["atropos"])
     _add_taking_part(router, gateway, delivery)
     _add_groups(router, gateway)
@@ -394,7 +396,7 @@ def _hear_trainer(gateway: Gateway, trainer: str) -> None:
 
 
 def _batch_response(number: int, groups: list[ScoredGroup], *, is_packed: bool) -> Response:
-    """A batch may have millions of tokens: it is written, and compressed, in a thread."""
+    """A batch may have millions of tokens: call this in a thread."""
     text = b'{"batch":%b,"batch_id":%d}' % (_MANY.dump_json(groups), number)
     headers = {"Content-Encoding": "gzip"} if is_packed else None
     content = gzip.compress(text, compresslevel=1) if is_packed else text
@@ -402,7 +404,7 @@ def _batch_response(number: int, groups: list[ScoredGroup], *, is_packed: bool) 
 
 
 async def _read(kind: TypeAdapter[Any], request: Request, gateway: Gateway) -> Any:
-    """Large bodies are parsed in a thread."""
+    """Parse the body in a thread."""
     try:
         return await asyncio.to_thread(kind.validate_json, await request.body())
     except ValidationError as error:
@@ -414,7 +416,7 @@ async def _read(kind: TypeAdapter[Any], request: Request, gateway: Gateway) -> A
 
 
 GZIP_BYTES = 1000
-"""Answers from this size on are compressed for clients that read it."""
+"""Smallest answer in bytes to compress for clients that accept it."""
 NO_KEY = (
     "This gateway asks for a key: send it as Authorization: Bearer KEY, or give its address as "
     "http://any:KEY@HOST:PORT."
@@ -429,7 +431,7 @@ def make_atropos_app(
     key: str,
     limit_bytes: int,
 ) -> FastAPI:
-    """Without a delivery the trainer is in this process; without an engine side there is none."""
+    """Make the app. Without a delivery the trainer is in this process; `side` is the engine."""
     app = make_app(
         "Rookery",
         summary="The Atropos API, with groups that are not lost.",
@@ -447,13 +449,13 @@ def make_atropos_app(
 
 
 def _status(error: Exception) -> int:
-    """Environments send again what failed here (5xx), and drop what they did wrong (4xx)."""
+    """Environments resend requests after 5xx, and drop them after 4xx."""
     status = status_of(error)
     return 422 if status == 400 else status
 
 
 class GunzipMiddleware:
-    """Bodies that came compressed are read whole, and handed on plain."""
+    """Reads compressed bodies whole and passes them on decompressed."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
         self._app = app

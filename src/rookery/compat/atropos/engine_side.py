@@ -1,10 +1,10 @@
-"""What environments ask of the engine: completions of the newest policy, and log-probabilities.
+"""The engine for environments: completions of the newest policy, and log-probabilities.
 
     side = EngineSide(engine, codec=template, samples=gateway.samples)
     side.use(ref, step=3)
     completions = await side.draw((5, 6), SamplingParams(n=4))
 
-While new weights are published, requests wait for them.
+Requests wait while new weights are published.
 """
 
 import asyncio
@@ -36,47 +36,45 @@ __all__ = [
     "ServingEngine",
 ]
 
-# What is known of the completions that environments got: which policy drew them, and how.
+# How the completions of environments were drawn, and by which policy.
 #
-# The Atropos API has no field for it, so that a sequence is found again by its tokens; where the
-# same were drawn in several ways, as for a training and for an evaluation, by its log-
-# probabilities.
+# The Atropos API has no field for this, so a sequence is found again by its tokens. If the same
+# tokens were drawn in several ways, as for training and evaluation, log-probabilities decide.
 
 
 MAX_DRAWS = 200_000
-"""Completions that are remembered, about 100 MB."""
+"""Completions remembered, about 100 MB."""
 MAX_WAYS = 8
-"""In which the same tokens were drawn: the newest are remembered."""
+"""Ways in which the same tokens were drawn; the newest are remembered."""
 NUM_LOGPROBS = 8
-"""Of the last tokens of a completion, to tell ways apart."""
+"""Last tokens of a completion whose log-probabilities tell its ways apart."""
 MAX_KEPT_BYTES = 1 << 30
-"""Of what their tokens were drawn from: at top_p 0.95 some hundred bytes of each."""
+"""Limit on the remembered `kept` tokens: at top_p 0.95 some hundred bytes per token."""
 _NONE = KeptTokens.of(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """How a completion was drawn, or a sequence that has several of them."""
+    """How a completion was drawn, or a sequence with several completions."""
 
     step: int
-    """Of the policy when it was asked for, the first of several: its oldest tokens are of that
-    one."""
+    """Policy step at the time of the request; for several completions the earliest."""
     temperature: float
     is_cut: bool
-    """By top_p, top_k or min_p."""
+    """True if top_p, top_k or min_p cut the distribution."""
     kept: KeptTokens = _NONE
-    """What each drawn token was drawn from, where that was cut; empty: it is not known."""
+    """Tokens that each drawn token was drawn from, if cut; empty if unknown."""
     is_penalised: bool = False
-    """By what was drawn before: the trainer knows the distribution without that."""
+    """True if penalties changed the distribution, which the trainer cannot repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One of those in which the same tokens were drawn."""
+    """One of the ways in which the same tokens were drawn."""
 
     drawn: Drawn
     logprobs: "array[float]"
-    """Of the last tokens."""
+    """Log-probabilities of the last tokens."""
 
     def is_like(self, other: "_Way") -> bool:
         plain, others = (replace(way.drawn, kept=_NONE) for way in (self, other))
@@ -84,17 +82,17 @@ class _Way:
 
 
 class SampleIndex:
-    """The newest completions by prompt and answer."""
+    """Newest completions by prompt and answer."""
 
     def __init__(self) -> None:
         self._ways: OrderedDict[bytes, tuple[_Way, ...]] = OrderedDict()
-        """Of each, the newest last."""
+        """Ways per completion, the newest last."""
         self._with_kept: OrderedDict[bytes, int] = OrderedDict()
-        """The completions whose `kept` is still there, with its size."""
+        """Completions whose `kept` is still stored, with its size in bytes."""
         self._kept_bytes = 0
 
     def note(self, tokens: Sequence[int], drawn: Drawn, logprobs: Sequence[float] = ()) -> None:
-        """`tokens` are the prompt with the answer, `logprobs` those of the answer."""
+        """Remember a completion: `tokens` of prompt and answer, `logprobs` of the answer."""
         key, way = _key(tokens), _Way(drawn, array("d", logprobs[-NUM_LOGPROBS:]))
         others = [other for other in self._ways.get(key, ()) if not other.is_like(way)]
         self._put(key, (*others, way)[-MAX_WAYS:])
@@ -116,23 +114,23 @@ class SampleIndex:
     def find(
         self, tokens: Sequence[int], *, drawn: Sequence[int], logprobs: Sequence[float] = ()
     ) -> Drawn | None:
-        """How a sequence was drawn whose tokens at these places were drawn, with these
-        log-probabilities; None: elsewhere.
+        """Return how a sequence was drawn, given its drawn places and their log-probabilities; None
+        if it was drawn elsewhere.
 
-        `kept` has a row for each place when it is known of every one that was cut, else none. An
-        answer before the last that is not known counts as drawn before it.
+        `kept` has a row per place if it is known for every answer that was cut, else none. An
+        unknown answer before the last counts as one step older.
         """
-        told = dict(zip(drawn, logprobs, strict=False))
+        logprob_at = dict(zip(drawn, logprobs, strict=False))
         *earlier, last = _runs(drawn)
         end = len(tokens)
-        newest = self._nearest(tokens, end, told)
+        newest = self._nearest(tokens, end, logprob_at)
         if newest is None:
             end = last[-1] + 1
-            newest = self._nearest(tokens, end, told)
+            newest = self._nearest(tokens, end, logprob_at)
         if newest is None:
             return None
         ends = [*(run[-1] + 1 for run in earlier), end]
-        each = [*(self._nearest(tokens, place, told) for place in ends[:-1]), newest]
+        each = [*(self._nearest(tokens, place, logprob_at) for place in ends[:-1]), newest]
         rows = list(map(_rows, each, (*earlier, last), ends))
         answers = [answer for answer in each if answer is not None]
         is_cut = any(answer.is_cut for answer in answers)
@@ -144,14 +142,18 @@ class SampleIndex:
             is_penalised=any(answer.is_penalised for answer in answers),
         )
 
-    def _nearest(self, tokens: Sequence[int], end: int, told: Mapping[int, float]) -> Drawn | None:
-        """How the answer that ends there was drawn; in which way, its log-probabilities tell. They
-        do not tell greedy answers from others, which are rarely meant to be trained on."""
+    def _nearest(
+        self, tokens: Sequence[int], end: int, logprob_at: Mapping[int, float]
+    ) -> Drawn | None:
+        """Return how the answer that ends at `end` was drawn, in the way whose log-probabilities
+        are nearest. On a tie, greedy ways come last, as they are rarely meant for training."""
 
         def distance(way: _Way) -> tuple[float, bool]:
             places = range(end - len(way.logprobs), end)
             pairs = zip(places, way.logprobs, strict=True)
-            gaps = [abs(told[place] - logprob) for place, logprob in pairs if place in told]
+            gaps = [
+                abs(logprob_at[place] - logprob) for place, logprob in pairs if place in logprob_at
+            ]
             return round(max(gaps, default=0.0), 5), way.drawn.temperature == 0
 
         ways = self._ways.get(_key(tokens[:end]), ())
@@ -159,13 +161,13 @@ class SampleIndex:
 
 
 def _runs(places: Sequence[int]) -> list[Sequence[int]]:
-    """Places that follow one another: 2 3 6 7 8 are 2 3 and 6 7 8."""
+    """Return the runs of consecutive places: 2 3 6 7 8 are 2 3 and 6 7 8."""
     starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]
     return [places[i:j] for i, j in zip(starts, [*starts[1:], len(places)], strict=True)]
 
 
 def _rows(answer: Drawn | None, run: Sequence[int], end: int) -> list[Sequence[int]] | None:
-    """What the tokens of one answer were drawn from, which ends at `end`; None: it is not known."""
+    """Return the tokens that those of an answer were drawn from; None if unknown."""
     if answer is None or not answer.is_cut:
         return [()] * len(run)
     first = end - len(answer.kept)
@@ -176,7 +178,7 @@ def _rows(answer: Drawn | None, run: Sequence[int], end: int) -> list[Sequence[i
 
 
 def _joined(rows: Sequence[Sequence[Sequence[int]] | None]) -> KeptTokens:
-    """Of all answers; nothing when it is not known of one."""
+    """Join the rows of all answers; empty if one is unknown."""
     known = [row_list for row_list in rows if row_list is not None]
     return KeptTokens.of(
         [row for row_list in known for row in row_list] if len(known) == len(rows) else ()
@@ -184,7 +186,7 @@ def _joined(rows: Sequence[Sequence[Sequence[int]] | None]) -> KeptTokens:
 
 
 def _temperature(answers: Sequence[Drawn]) -> float:
-    """Of all answers; TaskError when they differ, as a sequence is trained on with one."""
+    """Return the common temperature; TaskError if they differ, as training uses one."""
     temperatures = {answer.temperature for answer in answers}
     if len(temperatures) > 1:
         raise TaskError(
@@ -202,26 +204,26 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 LOOK_S = 0.02
-"""How often a request looks whether the weights it waits for are there."""
+"""Seconds between two checks whether the awaited weights are there."""
 PUBLISH_S = 600.0
-"""How long new weights may take: a restart of a server takes minutes."""
+"""Longest wait for new weights: a restart of a server takes minutes."""
 
 
 class ServingEngine(Engine, Protocol):
-    """An engine that tells what it serves."""
+    """An engine that lists its loaded adapters."""
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]: ...
 
 
 class EngineSide:
-    """The engine for environments: they name no model, the newest policy answers."""
+    """The engine for environments. They name no model: the newest policy answers."""
 
     def __init__(
         self, engine: ServingEngine, *, codec: Codec, samples: SampleIndex, num_kept: int | None = 0
     ) -> None:
-        """`num_kept`: of how many tokens the engine can tell that one was drawn from them; None: of
-        any number, 0: nobody asks. Answers that top_p cut are trained on with them."""
+        """`num_kept`: up to how many tokens the engine can report as those drawn from; None for any
+        number, 0 if never needed. Training on answers cut by top_p needs them."""
         self.codec = codec
         self._num_kept = num_kept
         self._has_lowered = False
@@ -231,14 +233,14 @@ class EngineSide:
         self._ref = engine.base
         self._step = 0
         self.num_answers = self.num_tokens = 0
-        """What environments were given so far."""
+        """Totals of what environments received."""
 
     @property
     def context_tokens(self) -> int | None:
         return self._engine.context_tokens
 
     def use(self, ref: ModelRef, *, step: int) -> None:
-        """The policy after so many steps."""
+        """Set the policy after this many steps."""
         self._is_adapter = ref != self._engine.base
         self._ref, self._step = ref, step
 
@@ -251,23 +253,23 @@ class EngineSide:
             )
             return drawn
 
-        completions = await self._asked(ask)
+        completions = await self._ask_policy(ask)
         self.num_answers += len(completions)
         self.num_tokens += sum(len(completion.tokens) for completion in completions)
-        how = Drawn(
+        details = Drawn(
             step=step,
             temperature=params.temperature,
             is_cut=params.is_cut,
             is_penalised=params.penalties is not None,
         )
         for completion in completions:
-            noted = replace(how, kept=KeptTokens.of(completion.kept))
+            noted = replace(details, kept=KeptTokens.of(completion.kept))
             self._samples.note((*prompt, *completion.tokens), noted, completion.logprobs)
         return completions
 
     def _with_kept(self, params: SamplingParams) -> SamplingParams:
-        """Have the engine tell what tokens are drawn from, where it can. Of the likeliest that
-        servers tell half are drawn from: they keep those that are as likely as the last, too."""
+        """Request the tokens drawn from, if the engine can report them. Only half of the reported
+        tokens count towards top_k: servers also keep tokens as likely as the last."""
         if not params.is_cut or self._num_kept == 0:
             return params
         if self._num_kept is None:
@@ -285,26 +287,26 @@ class EngineSide:
         return replace(params, top_k=top_k, return_kept=True)
 
     async def score(self, tokens: TokenIds, *, top_logprobs: int) -> Score:
-        """Of all tokens but the first."""
+        """Score all tokens but the first."""
 
         async def ask(ref: ModelRef) -> Score:
             request = ScoreRequest(model=ref, tokens=tokens, top_logprobs=top_logprobs)
             [score] = await self._engine.score([request])
             return score
 
-        return await self._asked(ask)
+        return await self._ask_policy(ask)
 
-    async def _asked(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
-        """Ask the newest policy; when it is replaced before it could answer, the next."""
+    async def _ask_policy(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
+        """Ask the newest policy; if it is replaced before it answers, ask the next."""
         try:
-            return await self._asked_of_newest(ask)
+            return await self._ask_newest(ask)
         except TimeoutError:
             raise FleetDownError(
                 f"No new weights arrived within {PUBLISH_S:g} s: look at the run's log, and ask "
                 "again."
             ) from None
 
-    async def _asked_of_newest(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
+    async def _ask_newest(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
         async with asyncio.timeout(PUBLISH_S) as limit:
             while True:
                 ref = self._ref if self._is_adapter else self._engine.base

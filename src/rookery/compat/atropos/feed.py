@@ -1,4 +1,4 @@
-"""Batches that environments have played, from the gateway in this process or from one elsewhere.
+"""Batches from environments, through the gateway in this process or one elsewhere.
 
 Each batch is durable before it is trained on.
 
@@ -8,7 +8,7 @@ Each batch is durable before it is trained on.
 | stage   | consumes       | produces            | waits for                    |
 |---------|----------------|---------------------|------------------------------|
 | feed    | groups         | a batch             | environments, within batch_s |
-| filter  | a batch        | groups that teach   | nothing                      |
+| filter  | a batch        | groups to train on  | nothing                      |
 | store   | a batch        | a durable batch     | the disk                     |
 | ack     | a durable one  | room in the queue   | the disk                     |
 """
@@ -51,33 +51,33 @@ __all__ = [
 ]
 
 
-# A gateway or a `run-api` elsewhere, asked by a trainer.
+# Client of a gateway or a `run-api` elsewhere, for a trainer.
 #
 #     async with open_client(url) as client:
 #         await client.register(registration)
 #         number, groups = await client.batch(after=3)
 #
-# A gateway of Rookery gives a batch until the next question names it; a `run-api` gives it once.
+# A gateway of Rookery repeats a batch until a later question names it; a `run-api` sends it once.
 
 
 REQUEST_S = 120.0
 RETRY_S = 60.0
-"""How long a gateway that does not answer is asked again: it may be started anew."""
+"""Seconds to keep asking a gateway that does not answer: it may be restarting."""
 _RETRY = Backoff(first_s=0.1, longest_s=5.0)
 POLL_S = 0.2
 ALIVE_S = 5.0
-"""How often a gateway hears of a trainer, whose steps may take long: it refuses a second one."""
+"""Seconds between signs of life: a gateway refuses a second trainer while it hears of one."""
 _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
-"""What a gateway that is killed leaves of a question, before its answer or in the middle of it."""
+"""Errors from a gateway killed before or during its answer."""
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 
 class _Busy(TaskError):
-    """Another trainer is at work there."""
+    """Another trainer is active there."""
 
 
 class GatewayClient:
-    """One gateway by its URL."""
+    """Client of one gateway, by its URL."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, key: str) -> None:
         self._url = url.rstrip("/")
@@ -85,11 +85,11 @@ class GatewayClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._registration: TrainerRegistration | None = None
         self._number = ""
-        """Which trainer this is."""
+        """Number of this trainer at the gateway."""
 
     async def register(self, registration: TrainerRegistration) -> None:
-        """TaskError when another trainer is at work there, and still is after a while: the one that
-        this one goes on for may have been killed just now."""
+        """Register. TaskError if another trainer is still active after `RETRY_S`: a killed
+        predecessor stays registered for a while."""
         self._registration = registration
         document = registration.model_dump(mode="json")
         answer = await _RETRY.persist(
@@ -98,8 +98,7 @@ class GatewayClient:
         self._number = str(answer.get("uuid", ""))
 
     async def stay_known(self) -> None:
-        """Let the gateway hear of this trainer, until cancelled. What it says to that, it says to
-        the next question too."""
+        """Send signs of life until cancelled. The next question reports errors too."""
         while True:
             await asyncio.sleep(ALIVE_S)
             if self._number:
@@ -107,11 +106,11 @@ class GatewayClient:
                     await self._once("GET", f"/status?trainer={self._number}", None)
 
     async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
-        """The batch that follows number `after`, waited for."""
+        """Wait for the batch after number `after`; return its number and groups."""
         while True:
             answer = await self._next(after)
             if answer.get("status") == "error" and self._registration is not None:
-                # It was started anew, and does not know its trainer.
+                # It was restarted and lost its trainer.
                 await self.register(self._registration)
                 answer = await self._next(after)
             if answer.get("status") == "error":
@@ -169,29 +168,29 @@ async def open_client(url: str, *, key: str = "") -> AsyncIterator[GatewayClient
 
 
 LOOK_S = 0.5
-"""How often a run whose own programs have ended looks who else plays."""
+"""Seconds between checks for other environments after the run's own programs have ended."""
 TELL_S = 30.0
-"""How often a run that waits for a batch says how far it is."""
+"""Seconds between progress messages of a run that waits for a batch."""
 MANY = 4
-"""Batches' worth of answers without a group: the environments send none on purpose."""
+"""Batches' worth of answers without a group that prove that environments send none on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedGroup:
-    """One group, who sent it, and how it was drawn where that is known."""
+    """One group, its environment, and how it was drawn if known."""
 
     number: int
-    """No two groups of a run have the same."""
+    """Number of the group, unique in the run."""
     environment: str
     group: ScoredGroup
     draws: tuple[Drawn | None, ...]
     error: str = ""
-    """Why it cannot be trained on."""
+    """Why it cannot be trained on; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedBatch:
-    """The groups of one step."""
+    """Groups of one step."""
 
     number: int
     groups: tuple[FedGroup, ...]
@@ -199,7 +198,7 @@ class FedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """When a batch was asked for, and what the engine had done until then."""
+    """Time and engine counters when a batch was requested."""
 
     time_s: float
     num_answers: int
@@ -207,23 +206,23 @@ class _Begun:
 
 
 class Feed(Protocol):
-    """Where a training gets its batches from."""
+    """Source of a training's batches."""
 
     def use(self, ref: ModelRef, *, step: int) -> None:
-        """The policy that answers from now on, after so many steps."""
+        """Set the policy that answers from now on, after this many steps."""
         ...
 
     async def take(self, step: int, *, after: int) -> FedBatch:
-        """The batch that follows number `after`, for a step; TaskError when none comes."""
+        """Return the batch after number `after` for a step; TaskError if none comes."""
         ...
 
     async def acknowledge(self, batch: FedBatch) -> None:
-        """It is durable where it is trained on."""
+        """Release a batch that is durable in the run."""
         ...
 
 
 class GatewayFeed:
-    """The gateway of this process."""
+    """The gateway in this process."""
 
     def __init__(
         self,
@@ -234,7 +233,7 @@ class GatewayFeed:
         limit_s: float,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`say` is told how far a batch is that takes long."""
+        """`say` receives progress messages while a batch takes long."""
         self._gateway = gateway
         self._side = side
         self._programs = programs
@@ -261,9 +260,9 @@ class GatewayFeed:
         return FedGroup(number=queued.seq, environment=name, group=queued.group, draws=queued.draws)
 
     async def _before_the_end(self, num_sequences: int) -> Sequence[QueuedGroup]:
-        """A batch, or why there will be none."""
+        """Wait for a batch; TaskError if there will be none."""
         taking = asyncio.create_task(self._gateway.queue.take(num_sequences))
-        ended = asyncio.create_task(self._nobody_is_left())
+        ended = asyncio.create_task(self._wait_all_gone())
         began = _Begun(time.monotonic(), self._side.num_answers, self._side.num_tokens)
         telling = asyncio.create_task(self._tell(began, num_sequences))
         try:
@@ -287,7 +286,7 @@ class GatewayFeed:
             self._say(f"waiting for a batch: {self._pace(began, num_sequences)}")
 
     def _pace(self, began: "_Begun", num_sequences: int) -> str:
-        """How far the batch is, and what the engine does meanwhile."""
+        """Say how far the batch is, and what the engine has done meanwhile."""
         took_s = time.monotonic() - began.time_s
         num = sum(group.size for group in self._gateway.queue.groups)
         answers = self._side.num_answers - began.num_answers
@@ -300,9 +299,9 @@ class GatewayFeed:
             said += "; most environments send no group whose answers are all worth the same"
         return said
 
-    async def _nobody_is_left(self) -> str:
-        """What the last program of this run said, when those that others started are silent too:
-        nothing tells them apart, and few that end say so."""
+    async def _wait_all_gone(self) -> str:
+        """Wait until the run's programs have ended and other environments are silent; return the
+        last program's message. Foreign environments rarely announce their end."""
         said = await self._programs.ended()
         while self._live:  # noqa: ASYNC110 - nobody tells that an environment is silent
             await asyncio.sleep(LOOK_S)
@@ -340,14 +339,14 @@ class ClientFeed:
     def __init__(
         self, client: GatewayClient, *, vocab_size: int, max_tokens: int, limit_s: float
     ) -> None:
-        """`max_tokens`: of a sequence. A `run-api` passes on what is longer."""
+        """`max_tokens` limits a sequence; a `run-api` passes on longer ones."""
         self._client = client
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._limit_s = limit_s
 
     def use(self, ref: ModelRef, *, step: int) -> None:
-        """Environments ask an engine that is not known here."""
+        """Does nothing: the environments' engine is not known here."""
 
     async def take(self, step: int, *, after: int) -> FedBatch:
         try:
@@ -374,11 +373,11 @@ class ClientFeed:
         return FedGroup(number=number, environment=name, group=group, draws=draws, error=error)
 
     async def acknowledge(self, batch: FedBatch) -> None:
-        """Done by the next question."""
+        """The next question does this."""
 
 
 class AtroposSource:
-    """The batches of one run, step by step. Ask for them in order, one at a time."""
+    """Batches of one run, step by step. Request them in order, one at a time."""
 
     def __init__(self, feed: Feed, *, config: GrpoConfig, run: Run) -> None:
         self._feed = feed
@@ -386,18 +385,18 @@ class AtroposSource:
         self._store = BatchStore(run)
 
     def use(self, policy: Policy) -> None:
-        """New weights: environments get answers from them from now on."""
+        """Have environments get answers from new weights."""
         self._feed.use(policy.ref, step=policy.step)
 
     async def batch(self, step: int, *, policy: Policy) -> Batch:
-        """What a step is trained on: found in the run, or waited for and kept."""
+        """Return the batch of a step: read from the run, or waited for and stored."""
         known = await self._store.read(step)
         if known is not None:
             return known
         before = self._store.event(step - 1)
         after = 0 if before is None else int(before.payload["batch_id"])
         fed = await self._feed.take(step, after=after)
-        batch = self._made(step, fed, policy)
+        batch = self._make_batch(step, fed, policy)
         check_failures(step, batch.counts, max_share=self._config.max_failed_share)
         numbers = [group.number for group in fed.groups]
         await self._store.write(batch, groups=numbers, batch_id=fed.number)
@@ -405,14 +404,14 @@ class AtroposSource:
         return batch
 
     async def release(self, *, before: int) -> None:
-        """Steps below `before` are in a checkpoint: remove their rollouts, unless all are kept."""
+        """Remove rollouts of steps below `before`, which a checkpoint has, unless all are kept."""
         if not self._config.keep_rollouts:
             await self._store.release(before=before)
 
-    def _made(self, step: int, fed: FedBatch, policy: Policy) -> Batch:
+    def _make_batch(self, step: int, fed: FedBatch, policy: Policy) -> Batch:
         whole = [group for group in fed.groups if not group.error]
         groups = [_drawn_group(group, self._config) for group in whole]
-        # What is not known is taken for older: the engine then scores some of it anew.
+        # Unknown draws count as older, so that the engine scores some of them anew.
         steps = [
             max(step - 1, 0) if drawn is None else drawn.step
             for group in whole
@@ -429,7 +428,7 @@ class AtroposSource:
 
 
 def _teaches(group: DrawnGroup) -> bool:
-    """Whether rewards differ, or the environment says itself what each token is worth."""
+    """True if rewards differ, or the environment gives a nonzero advantage."""
     if all(rollout.advantages is not None for rollout in group.rollouts):
         return any(any(rollout.advantages or ()) for rollout in group.rollouts)
     rewards = [rollout.reward for rollout in group.rollouts]
@@ -461,7 +460,7 @@ def _with_kept(sequence: TokenSequence, drawn: Drawn | None) -> TokenSequence:
 
 
 def _own_advantages(group: ScoredGroup, row: int, drawn: Sequence[int]) -> tuple[float, ...] | None:
-    """What the environment says, None where it leaves that to the scores."""
+    """Return the environment's own advantages; None if the scores decide."""
     if _override(group, row).get("set_advantage_to_zero"):
         return (0.0,) * len(drawn)
     return _at(group.advantages, row, drawn) or None
@@ -478,16 +477,16 @@ def _override(group: ScoredGroup, row: int) -> Mapping[str, Any]:
 
 
 def _temperature(group: ScoredGroup, row: int, drawn: Drawn | None) -> float | None:
-    """The one the answer was drawn with, from whoever tells it; None: nobody does."""
-    told = (_override(group, row), group.generation_params or {}, group.group_overrides or {})
-    temperature = next((one["temperature"] for one in told if one.get("temperature")), None)
+    """Return the temperature of the answer, from the group or the draw; None if unknown."""
+    sources = (_override(group, row), group.generation_params or {}, group.group_overrides or {})
+    temperature = next((one["temperature"] for one in sources if one.get("temperature")), None)
     if temperature is not None:
         return float(temperature)
     return drawn.temperature if drawn is not None and drawn.temperature > 0 else None
 
 
 def _text(group: ScoredGroup, row: int) -> str:
-    """The last message, where messages are sent along."""
+    """Return the last message, if messages were sent."""
     messages = group.messages[row] if group.messages else []
     return str(messages[-1].get("content", "")) if messages else ""
 

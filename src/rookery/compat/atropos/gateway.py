@@ -5,8 +5,8 @@
     await gateway.accept(group)
     batch = await gateway.queue.take(16)
 
-What was accepted, and who registered, is in the run: environments that were started before a
-restart of the gateway go on after it.
+The run records accepted groups and registrations, so environments keep working across a restart of
+the gateway.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ ENVIRONMENT, GONE = "environment", "environment_gone"
 
 @dataclass(slots=True)
 class Gateway:
-    """One trainer's groups."""
+    """State of one gateway: one trainer, its environments and their groups."""
 
     run: Run
     registry: Registry
@@ -49,13 +49,13 @@ class Gateway:
     samples: SampleIndex
     vocab_size: int
     step: int = 0
-    """Steps that the trainer has begun."""
+    """Number of steps that the trainer has begun."""
     is_started: bool = False
-    """Whether the trainer has asked for a batch: environments wait for that."""
+    """True once the trainer has asked for a batch, for which environments wait."""
     latest: ScoredGroup | None = None
     num_accepted: int = 0
     num_refused: int = 0
-    """Requests with groups that were refused."""
+    """Number of requests whose groups were refused."""
     last_refusal: str = ""
     _registering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -68,7 +68,7 @@ class Gateway:
         vocab_size: int,
         trained: Collection[int] = (),
     ) -> "Gateway":
-        """With what the run remembers; `trained` are groups that durable batches hold."""
+        """Open the gateway of a run; `trained` are the groups in durable batches."""
         registry = Registry(trainer)
         for event in run.events(ENVIRONMENT):
             registry.add(Registration.model_validate(event.payload))
@@ -78,12 +78,12 @@ class Gateway:
         return cls(run, registry, queue, SampleIndex(), vocab_size)
 
     async def register_env(self, registration: Registration) -> Environment | None:
-        """The environment; None: the trainer has not started yet."""
+        """Register an environment; None if the trainer has not started yet."""
         if not self.is_started:
             return None
         payload = registration.model_dump(mode="json")
         async with self._registering:
-            # Its number is its place in the run: first there, one after the other.
+            # Its number is its place in the run: stored there first, one at a time.
             key = str(len(self.registry.environments))
             await self.run.append(ENVIRONMENT, payload, key=key)
             return self.registry.add(registration)
@@ -94,15 +94,14 @@ class Gateway:
         await self.run.append_many([new])
 
     async def accept(self, group: ScoredGroup, *, is_gone: IsGone = stays) -> int | None:
-        """Keep a group until it was trained on; TaskError when it cannot be. Returns as
-        `GroupQueue.add_all`."""
+        """Keep a group until it is trained on; returns like `GroupQueue.add_all`."""
         [buffered] = await self.accept_all([group], is_gone=is_gone)
         return buffered
 
     async def accept_all(
         self, groups: Sequence[ScoredGroup], *, is_gone: IsGone = stays
     ) -> list[int | None]:
-        """All or none of them: who is refused sends all again."""
+        """Accept all or none: a refused sender sends all again."""
         try:
             for group in groups:
                 if group.env_id is not None:
@@ -118,8 +117,7 @@ class Gateway:
         return buffered
 
     def note_refusal(self, sentence: str) -> None:
-        """Environments of atroposlib drop what is refused and do not say why: the log does, the
-        more seldom the more there are."""
+        """Log a refusal, ever less often: environments of atroposlib drop such groups silently."""
         self.num_refused += 1
         self.last_refusal = sentence
         if self.num_refused.bit_count() == 1:
@@ -128,7 +126,7 @@ class Gateway:
             )
 
     def _check(self, group: ScoredGroup) -> list[Drawn | None]:
-        """How its sequences were drawn, where that is known."""
+        """Check a group; return how each sequence was drawn, or None if unknown."""
         trainer = self.registry.trainer
         longest = 0 if trainer is None else trainer.max_token_len
         check_group(group, vocab_size=self.vocab_size, max_tokens=max(longest, 0))
@@ -157,48 +155,48 @@ class Gateway:
         return draws
 
 
-# Batches for a trainer elsewhere: each is given until it is acknowledged.
+# Batches for a trainer elsewhere: each is sent until it is acknowledged.
 #
-# The Atropos API has no acknowledgement. A trainer that knows none acknowledges a batch by asking
-# for the next one; Rookery's own names the last batch that it has (`/batch?after=3`). The first
-# question of a trainer that has just registered acknowledges nothing: what the one before was given
-# may have been lost with it. What a batch holds is durable before it is given: a trainer with it
-# may acknowledge it to the gateway's next process.
+# The Atropos API has no acknowledgement. A trainer of that API acknowledges a batch by asking for
+# the next; Rookery's own names the last batch that it has (`/batch?after=3`). The first question of
+# a newly registered trainer acknowledges nothing: its predecessor may have lost its batch. A
+# batch's contents are durable before it is sent, as the trainer may acknowledge it to a restarted
+# gateway.
 
 
 BATCH, GIVEN = "batch", "given"
-"""Events: acknowledged, and given to a trainer."""
+"""Kinds of events: a batch was acknowledged, or given to a trainer."""
 
 
 def trained_groups(run: Run) -> set[int]:
-    """The numbers of all groups that durable batches of the run hold."""
+    """Return the numbers of all groups in durable batches of the run."""
     return {int(seq) for event in run.events(BATCH) for seq in event.payload.get("groups", ())}
 
 
 class Delivery:
-    """The batches of one gateway, one at a time."""
+    """Hands the batches of one gateway to a trainer, one at a time."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         last = gateway.run.last(BATCH)
         self._number = 0 if last is None else int(last.key)
-        """Of the newest batch that was acknowledged."""
+        """Number of the newest acknowledged batch."""
         self._given: Sequence[QueuedGroup] = []
         last_given = gateway.run.last(GIVEN)
         if last_given is not None and int(last_given.key) == self._number + 1:
             self._given = gateway.queue.take_these(last_given.payload["groups"])
         gateway.step = self._number + bool(self._given)
         self._is_new = False
-        """Whether a trainer has registered that has not asked yet."""
+        """True if a trainer has registered and not asked yet."""
         self._lock = asyncio.Lock()
 
     def begin(self) -> None:
-        """A trainer has registered."""
+        """Note that a trainer has registered."""
         self._is_new = True
 
     async def next(self, after: int | None) -> tuple[int, Sequence[QueuedGroup]]:
-        """The batch that follows number `after`, empty when there is none yet; without a number,
-        the one that follows what was given last."""
+        """Return the batch after number `after`, with its number; empty if there is none yet.
+        Without `after`, the one after the batch given last."""
         trainer = self._gateway.registry.trainer
         assert trainer is not None, "a trainer registers before it asks for batches"
         async with self._lock:
@@ -216,7 +214,7 @@ class Delivery:
         groups = [queued.seq for queued in batch]
         try:
             await self._gateway.run.append(GIVEN, {"groups": groups}, key=str(self._number + 1))
-        except BaseException:  # whatever it was: nobody was given it
+        except BaseException:  # on any failure no trainer was given it
             self._gateway.queue.put_back(batch)
             raise
         self._gateway.step += 1
@@ -225,13 +223,13 @@ class Delivery:
     async def _acknowledge(self) -> None:
         groups = [queued.seq for queued in self._given]
         await self._gateway.run.append(BATCH, {"groups": groups}, key=str(self._number + 1))
-        # Only now: a batch that is not durable as acknowledged is given again by its number.
+        # Only now: a batch without a durable acknowledgement is given again under its number.
         self._number += 1
         done, self._given = self._given, []
         await self._gateway.queue.acknowledge(done)
 
     async def drop_all(self) -> None:
-        """Acknowledge everything that waits, trained or not."""
+        """Acknowledge all waiting groups, trained or not."""
         async with self._lock:
             if self._given:
                 await self._acknowledge()

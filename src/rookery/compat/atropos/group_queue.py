@@ -1,14 +1,14 @@
-"""Groups that were accepted and not trained on yet, durable in the run.
+"""Accepted groups that were not trained on yet, durable in the run.
 
     await queue.add(group)                   # durable when this returns
     batch = await queue.take(16)             # waits for 16 sequences
     ... a batch that names its groups is durable ...
     await queue.acknowledge(batch)           # never given again
 
-A batch that was taken and not acknowledged is given again after a restart, and no group is given
-twice otherwise: what was trained on is known by the caller, who hands it to `GroupQueue.open`.
+After a restart, a batch that was taken and not acknowledged is given again. No group is given twice
+otherwise: the caller knows which were trained on, and passes them to `GroupQueue.open`.
 
-Who takes part: the trainer with its batches, and the environments with their weights.
+Also the registry: the trainer with its batches, and the environments with their weights.
 """
 
 import asyncio
@@ -55,28 +55,27 @@ __all__ = [
 
 
 SILENT_S = 120.0
-"""An environment that says nothing for so long is gone: they ask for their status all the time."""
+"""An environment silent for this long is gone: live ones keep asking for their status."""
 ACTIVE_S = 20.0
-"""A trainer that was heard of this lately is at work: a second one is refused."""
+"""A trainer heard from within this time is active, and a second one is refused."""
 MAX_NUMBER = 10**9
-"""Of all that is registered: products of such numbers are finite, for this environment and the
-others whose parts are computed with it."""
+"""Limit on registered numbers, so that their products are finite."""
 MAX_NAME = 1000
 MIN_WEIGHT = 0.01
-"""So that no environment is left without any groups."""
+"""Lower bound, so that no environment gets no groups at all."""
 
 
 class TrainerRegistration(BaseModel):
-    """What a trainer tells about itself."""
+    """A trainer's description of itself."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     wandb_group: str = ""
     wandb_project: str = ""
     batch_size: int = Field(ge=1, le=MAX_NUMBER)
-    """Sequences of one step."""
+    """Sequences per step."""
     max_token_len: int
-    """The longest sequence; 0 or less: any."""
+    """Longest sequence in tokens; 0 or less for any."""
     checkpoint_dir: str = ""
     save_checkpoint_interval: int = -1
     starting_step: int = Field(default=0, ge=0)
@@ -84,7 +83,7 @@ class TrainerRegistration(BaseModel):
 
 
 class Registration(BaseModel):
-    """What an environment tells about itself."""
+    """An environment's description of itself."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -107,12 +106,12 @@ class Environment:
 
     @property
     def share(self) -> float:
-        """What its weight counts for."""
+        """Weight times longest sequence, which decides its part of all groups."""
         return self.registration.max_token_length * self.registration.weight
 
 
 class Registry:
-    """The trainer and the environments of one gateway."""
+    """Trainer and environments of one gateway."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Registry:
         self._seen_s: dict[int, float] = {}
 
     def enter(self, trainer: TrainerRegistration) -> str:
-        """A trainer registers, and is given its number; TaskError while another one is at work."""
+        """Register a trainer and return its number; TaskError while another one is active."""
         silent_s = self._clock() - self._heard_s
         if self.trainer is not None and silent_s < ACTIVE_S:
             raise TaskError(
@@ -141,8 +140,7 @@ class Registry:
         return self._trainer_id
 
     def hear_trainer(self, trainer_id: str) -> None:
-        """A trainer asks for a batch, or says that it is at work; one that tells its number must be
-        the one that registered last."""
+        """Note a sign of life; TaskError unless the trainer registered last or gives no number."""
         if trainer_id and trainer_id != self._trainer_id:
             raise TaskError(
                 "Another trainer has registered since, and gets the batches: stop one of them."
@@ -150,23 +148,22 @@ class Registry:
         self._heard_s = self._clock()
 
     def leave(self) -> None:
-        """The trainer is forgotten."""
         self.trainer, self._heard_s = None, -math.inf
 
     def note_seen(self, env_id: int) -> Environment:
-        """An environment says something."""
+        """Note a sign of life from an environment."""
         environment = self.find(env_id)
         self._seen_s[env_id] = self._clock()
         return environment
 
     def is_live(self, environment: Environment) -> bool:
-        """Whether it is connected, and was heard of lately."""
+        """True if it is connected and was heard from within `SILENT_S`."""
         silent_s = self._clock() - self._seen_s.get(environment.id, self._clock())
         return environment.is_connected and silent_s < SILENT_S
 
     @property
     def minimums(self) -> dict[int, float]:
-        """`min_batch_allocation` of those that are connected and have one."""
+        """`min_batch_allocation` of live environments that set it."""
         return {
             environment.id: environment.registration.min_batch_allocation
             for environment in self.environments
@@ -200,12 +197,12 @@ class Registry:
         self.environments[env_id] = replace(self.find(env_id), is_connected=False)
 
     def weight(self, environment: Environment) -> float:
-        """Its part of all groups."""
+        """Return its part of all groups."""
         total = sum(e.share for e in self.environments if self.is_live(e))
         return max(MIN_WEIGHT, environment.share / total if total else 1.0)
 
     def status(self, env_id: int, queue: Sequence[ScoredGroup], *, step: int) -> dict[str, object]:
-        """What `/status-env` answers: sizes in groups of this environment."""
+        """Return the answer of `/status-env`, with sizes in groups of this environment."""
         environment = self.note_seen(env_id)
         sizes = [group.size for group in queue if group.env_id == env_id]
         size = max([environment.group_size, *sizes])
@@ -221,7 +218,7 @@ class Registry:
         }
 
     def _from_others(self, env_id: int, queue: Sequence[ScoredGroup], largest: int) -> int:
-        """Sequences of other environments beyond the least that each must have."""
+        """Return other environments' sequences beyond their minimum allocations."""
         if largest == 1 or self.trainer is None:
             return 0
         totals: dict[int | None, int] = {}
@@ -237,47 +234,46 @@ class Registry:
         return free
 
 
-# Groups that are kept while their sender was not told so, and sends them again.
+# Groups that are kept although their sender got no answer, and will send them again.
 #
 #     async with answers.in_turn(digests):
 #         known = answers.find(digests)
 #         ... keep those that are not known ...
 #         answers.settle(digests, seqs, is_told=True)
 #
-# An environment whose connection ended before the answer sends the same group again, and nothing in
-# the Atropos API tells that from another group that is equal. Whether the first was answered does:
-# a group that is equal to a kept one, of the same environment, whose sender was never told, is that
-# one. So for every post that was answered there is a group, and equal groups are all trained on.
+# If the connection ends before the answer, an environment sends its group again. The Atropos API
+# does not distinguish that from another, equal group. The receipts do: a group that equals a kept
+# one of the same environment, whose sender never got an answer, is that one. So there is one group
+# per answered post, and equal groups are all trained on.
 #
-# What was told also survives a kill: the numbers of the newest groups that were told are in a file
-# that is mapped into memory, which takes no wait for the disk. After the machine itself went down
-# they are not known, and then all count as told.
+# Receipts survive a kill: the numbers of the newest answered groups are in a file that is mapped
+# into memory, which needs no wait for the disk. They do not survive a crash of the machine, after
+# which all groups count as answered.
 
 
 MAX_UNTOLD = 100_000
-"""Contents whose sender was not told: older ones are forgotten, and count as new when they come
-again."""
+"""Limit on contents without an answer; the oldest are forgotten, and count as new when resent."""
 NUM_NUMBERS = 4096
-"""In the file: more than are ever on their way at the same time."""
+"""Numbers in the file: more groups are never in flight at once."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_BYTES = 40
 _FILE_BYTES = _BOOT_BYTES + 8 * NUM_NUMBERS
 
 
 class PostReceipts:
-    """Who was told, of one queue."""
+    """Records whose senders got an answer, for one queue."""
 
     def __init__(self, file: mmap.mmap, *, last: int) -> None:
         self._file = file
         self._oldest = last - NUM_NUMBERS
-        """Groups up to this number count as told."""
+        """Groups up to this number count as answered."""
         self._untold: OrderedDict[bytes, list[int]] = OrderedDict()
-        """The numbers of groups that nobody was told of, by their content."""
+        """Numbers of unanswered groups, by content."""
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     @classmethod
     def open(cls, path: Path, *, last: int) -> "PostReceipts":
-        """`last` is the number of the newest group. Waits for the disk."""
+        """Open the file; `last` is the number of the newest group. Blocks on the disk."""
         boot = BOOT.read_bytes().strip() if BOOT.exists() else b""
         boot = boot[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")
         with disk_boundary(f"Opening {path}"):
@@ -285,24 +281,24 @@ class PostReceipts:
             try:
                 if os.fstat(handle).st_size != _FILE_BYTES:
                     os.ftruncate(handle, 0)
-                    os.pwrite(handle, bytes(_FILE_BYTES), 0)  # a full disk is an error here
+                    os.pwrite(handle, bytes(_FILE_BYTES), 0)  # raises on a full disk
                 file = mmap.mmap(handle, _FILE_BYTES)
             finally:
                 os.close(handle)
         answers = cls(file, last=last)
         if file[:_BOOT_BYTES] != boot or not boot.strip(b"\0"):
-            # The numbers first: a kill in between leaves some that do not count.
+            # The numbers first: if killed in between, they do not count.
             for seq in range(max(1, answers._oldest), last + 1):
                 answers._mark_told(seq)
             file[:_BOOT_BYTES] = boot
         return answers
 
     def is_told(self, seq: int) -> bool:
-        """Whether somebody may have been told of a group."""
+        """True if a sender may have got an answer for the group."""
         return seq <= self._oldest or self._file[self._place(seq)] == struct.pack("<Q", seq)
 
     def miss(self, digest: bytes, seq: int) -> None:
-        """A group with this content is kept, and nobody was told."""
+        """Note a kept group whose sender got no answer."""
         numbers = self._untold.setdefault(digest, [])
         if seq not in numbers:
             numbers.append(seq)
@@ -312,8 +308,7 @@ class PostReceipts:
 
     @asynccontextmanager
     async def in_turn(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
-        """Equal groups one after the other: the first may still be written when its sender, who
-        waited long enough, sends it again."""
+        """Take equal groups in turn: a sender may time out and resend one that is being written."""
         async with AsyncExitStack() as stack:
             for digest in sorted(set(digests)):
                 turn = self._turns.setdefault(digest, asyncio.Lock())
@@ -321,7 +316,7 @@ class PostReceipts:
             yield
 
     def find(self, digests: Sequence[bytes]) -> list[int | None]:
-        """The number of each that is a group that is kept already."""
+        """Return the number of each group that is kept already, else None."""
         counted: Counter[bytes] = Counter()
         known: list[int | None] = []
         for digest in digests:
@@ -332,15 +327,15 @@ class PostReceipts:
         return known
 
     def settle(self, digests: Sequence[bytes], seqs: Sequence[int], *, is_told: bool) -> None:
-        """They are kept under these numbers, and their sender is told now; or has gone."""
+        """Record that these groups are kept, and whether their sender gets the answer."""
         for digest, seq in zip(digests, seqs, strict=True):
             if not is_told:
                 self.miss(digest, seq)
                 continue
             self._mark_told(seq)
-            left = [number for number in self._untold.pop(digest, []) if number != seq]
-            if left:
-                self._untold[digest] = left
+            remaining = [number for number in self._untold.pop(digest, []) if number != seq]
+            if remaining:
+                self._untold[digest] = remaining
 
     def _mark_told(self, seq: int) -> None:
         self._file[self._place(seq)] = struct.pack("<Q", seq)
@@ -351,21 +346,21 @@ class PostReceipts:
 
 
 IsGone = Callable[[], Awaitable[bool]]
-"""Whether who sent a group has gone, and hears no answer."""
+"""True if the sender of a group has gone and gets no answer."""
 
 LOOK_S = 1.0
-"""How often a batch is looked for when no group comes: an environment that left, or fell silent, no
-longer holds up the others, and tells nobody."""
+"""Seconds between tries to form a batch when no group arrives: environments that left or fell
+silent stop holding up the others without a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedGroup:
-    """A group with its number, which counts over the whole run."""
+    """A group with its number, unique in the run."""
 
     seq: int
     group: ScoredGroup
     draws: tuple[Drawn | None, ...]
-    """How each sequence was drawn, where that is known."""
+    """How each sequence was drawn; None if unknown."""
 
 
 class GroupQueue:
@@ -377,20 +372,20 @@ class GroupQueue:
         self._registry = registry
         self._waiting: list[QueuedGroup] = []
         self._buffered: defaultdict[int, list[QueuedGroup]] = defaultdict(list)
-        """Groups of other sizes than their environment said, until some make up that size."""
+        """Groups whose size differs from their environment's, until some of them add up to it."""
         self._taken: set[int] = set()
         self._changed = asyncio.Event()
 
     @classmethod
     async def open(cls, run: Run, registry: Registry, *, trained: Collection[int]) -> "GroupQueue":
-        """The queue of a run; `trained` are the numbers of groups that are in durable batches."""
+        """Open the queue of a run; `trained` are the numbers of groups in durable batches."""
         journal = await asyncio.to_thread(run.open_journal)
         receipts = await asyncio.to_thread(
             lambda: PostReceipts.open(run.path / "answered", last=journal.last_seq)
         )
         queue = cls(journal, registry, receipts)
         done = set(trained)
-        # The journal was cut behind no group but these.
+        # The journal was cut only after groups in `done`.
         first = next(seq for seq in count(1) if seq not in done)
 
         def read() -> list[QueuedGroup]:
@@ -405,12 +400,12 @@ class GroupQueue:
 
     @property
     def groups(self) -> Sequence[ScoredGroup]:
-        """Those that wait, oldest first."""
+        """Waiting groups, oldest first."""
         return [queued.group for queued in self._waiting]
 
     @property
     def buffered_sizes(self) -> Sequence[int]:
-        """Of groups that wait for others to make up the size that their environment said."""
+        """Sizes of groups that wait for others to add up to their environment's group size."""
         return [queued.group.size for buffer in self._buffered.values() for queued in buffer]
 
     async def add_all(
@@ -420,9 +415,8 @@ class GroupQueue:
         *,
         is_gone: IsGone,
     ) -> list[int | None]:
-        """Accept groups; they are durable when this returns, and all refused when one cannot be
-        written. Of each None: it waits for a batch, or came before; else how many sequences of its
-        environment wait for others to make up a group."""
+        """Accept groups, all or none; they are durable on return. Per group, return None if it
+        waits for a batch or came before, else its environment's buffered sequences."""
         encoded = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
         digests = [digest for digest, _ in encoded]
         async with self._receipts.in_turn(digests):
@@ -448,7 +442,7 @@ class GroupQueue:
         return sum(other.group.size for other in self._buffered[queued.group.env_id])
 
     def _place(self, queued: QueuedGroup) -> bool:
-        """False: it is of another size than its environment said, and buffered."""
+        """Queue a group; False if its size differs from its environment's, and it is buffered."""
         env_id = queued.group.env_id
         size = None if env_id is None else self._registry.find(env_id).group_size
         if env_id is None or size == queued.group.size:
@@ -464,7 +458,7 @@ class GroupQueue:
         return False
 
     async def take(self, num_sequences: int) -> list[QueuedGroup]:
-        """The next batch, waited for; it stays in the journal until it is acknowledged."""
+        """Wait for the next batch; it stays in the journal until it is acknowledged."""
         while not (batch := self.take_now(num_sequences)):
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -473,7 +467,7 @@ class GroupQueue:
         return batch
 
     def take_now(self, num_sequences: int) -> list[QueuedGroup]:
-        """The next batch, empty when there is none."""
+        """Return the next batch; empty if there is none."""
         sized = [(queued.group.env_id, queued.group.size) for queued in self._waiting]
         minimums = self._registry.minimums
         places = pick_batch(sized, num_sequences=num_sequences, minimums=minimums)
@@ -484,13 +478,13 @@ class GroupQueue:
         return batch
 
     def put_back(self, batch: Sequence[QueuedGroup]) -> None:
-        """A batch that was taken and given to nobody waits again."""
+        """Queue a taken batch again that no trainer got."""
         self._taken.difference_update(queued.seq for queued in batch)
         self._waiting = sorted([*self._waiting, *batch], key=lambda queued: queued.seq)
         self._changed.set()
 
     def take_these(self, seqs: Sequence[int]) -> list[QueuedGroup]:
-        """Groups that wait, by their numbers: a batch that was given before a restart."""
+        """Take waiting groups by number: a batch that was given before a restart."""
         wanted = set(seqs)
         buffers = [self._waiting, *self._buffered.values()]
         by_seq = {q.seq: q for buffer in buffers for q in buffer if q.seq in wanted}
@@ -500,7 +494,7 @@ class GroupQueue:
         return [by_seq[seq] for seq in seqs if seq in by_seq]
 
     def take_rest(self) -> list[QueuedGroup]:
-        """All that wait, whether or not they make a batch."""
+        """Take all waiting groups, whether or not they make a batch."""
         buffered = [queued for buffer in self._buffered.values() for queued in buffer]
         rest, self._waiting = [*self._waiting, *buffered], []
         self._buffered.clear()
@@ -508,14 +502,13 @@ class GroupQueue:
         return rest
 
     async def acknowledge(self, batch: Sequence[QueuedGroup]) -> None:
-        """These groups are in a durable batch: they are not given again, and their room in the
-        journal is given back. Their numbers stay there while an older group waits, which may be for
-        ever: nothing makes up the size of its environment with it."""
+        """Forget groups in a durable batch, and free their space in the journal. Their numbers stay
+        while an older group waits, perhaps forever if its size never adds up."""
         self._taken.difference_update(queued.seq for queued in batch)
         buffered = [queued for buffer in self._buffered.values() for queued in buffer]
-        left = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
+        remaining = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
         newest = max((queued.seq for queued in batch), default=0)
-        through = min(left, default=newest + 1) - 1
+        through = min(remaining, default=newest + 1) - 1
         if through > 0:
             await self._journal.cut(through=through)
         if kept := [queued.seq for queued in batch if queued.seq > through]:
@@ -523,12 +516,12 @@ class GroupQueue:
 
 
 async def stays() -> bool:
-    """Nobody who hears no answer."""
+    """`IsGone` of a sender that always gets its answer."""
     return False
 
 
 def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> tuple[bytes, bytes]:
-    """The digest of what was sent, and what is kept."""
+    """Return the digest of the group, and the bytes to store."""
     known = [None if drawn is None else _drawn_document(drawn) for drawn in draws]
     text = _text(group)
     if "NaN" in text or "Infinity" in text:  # a number, or words of a message

@@ -1,8 +1,8 @@
-"""The options of the Atropos example trainer and its server, as a config of Rookery.
+"""Options of the Atropos example trainer and its server, translated to a config of Rookery.
 
     document, notes = translate(AtroposOptions(model_name="Qwen/Qwen2.5-3B"), os.environ)
 
-A note says what took the place of an option that has no use here.
+A note names the replacement of an option that has no use here.
 """
 
 import sys
@@ -20,7 +20,7 @@ Mode = Literal["none", "shared_vllm", "lora_only"]
 
 @dataclass(frozen=True, kw_only=True)
 class AtroposOptions:
-    """As `example_trainer/grpo.py` and `vllm_api_server.py` have them, with their defaults."""
+    """Options of `example_trainer/grpo.py` and `vllm_api_server.py`, with their defaults."""
 
     model_name: str = ""
     "Hugging Face id or folder."
@@ -31,65 +31,65 @@ class AtroposOptions:
     single_copy: bool = False
     "The same as --weight-bridge-mode shared_vllm."
     vllm_config_path: Path | None = None
-    "Not needed: servers tell their memory when they are asked."
+    "Not needed: servers report their memory."
     vllm_port: int = 9001
-    "Where environments ask the engine."
+    "Port at which environments ask the engine."
     port: int | None = None
     "The same, as the server calls it."
     engine_ports: tuple[int, ...] = (9004, 9005, 9006, 9007)
-    "There too: gsm8k_server.py asks these, whatever it is told."
+    "Further such ports: gsm8k_server.py always asks these."
     training_steps: int = 10
     "Optimizer steps."
     batch_size: int = 2
-    "Sequences of a micro-batch."
+    "Sequences per micro-batch."
     gradient_accumulation_steps: int = 32
-    "Micro-batches of a step: a step has batch_size times as many sequences."
+    "Micro-batches per step: a step has batch_size times as many sequences."
     seq_len: int = 2048
-    "The longest sequence."
+    "Longest sequence, in tokens."
     lr: float = 1e-5
     "Learning rate."
     warmup_steps: int = 0
-    "Steps in which the learning rate rises."
+    "Steps over which the learning rate rises."
     clip_eps: float = 0.2
-    "How far a token's ratio counts."
+    "Distance from 1 at which a token's ratio is clipped."
     save_path: Path = Path("trained_model_checkpoints")
     "The run's folder; checkpoints are in its folder checkpoints."
     checkpoint_interval: int = 3
-    "Steps between checkpoints; 0: one at the end."
+    "Steps between checkpoints; 0: only one at the end."
     vllm_restart_interval: int = 3
     "Steps between restarts, with --weight-bridge-mode none."
     lora_r: int = 16
     "Rank of the adapter."
     lora_alpha: float = 32.0
-    "The adapter's part is multiplied by lora_alpha / lora_r."
+    "The adapter's output is multiplied by lora_alpha / lora_r."
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    "Of the served weights."
+    "Type of the served weights."
     benchmark: bool = False
     "Print step, sync and fetch times and memory."
     use_wandb: bool = False
     "Write the curves to Weights & Biases."
     trainer_rank: int | None = None
-    "Not needed: several processes are started by torchrun."
+    "Not needed: torchrun starts several processes."
     world_size: int | None = None
-    "Not needed: several processes are started by torchrun."
+    "Not needed: torchrun starts several processes."
     atropos_url: str = ""
-    "A run-api or gateway that runs already; else one is started here on port 8000."
+    "A run-api or gateway that already runs; else one is started here on port 8000."
     tensor_parallel_size: int = 1
-    "GPUs of one copy of the model."
+    "GPUs that one copy of the model is spread over."
     pipeline_parallel_size: int = 1
-    "Stages of one copy of the model."
+    "Pipeline stages of one copy of the model."
     gpu_memory_utilization: float | None = None
-    "Of the GPU, for the server; by default what the trainer leaves of it."
+    "Share of the GPU's memory for the server; by default what the trainer leaves."
     max_model_len: int = 4096
-    "Context of the server."
+    "Context of the server in tokens."
     max_lora_rank: int | None = None
-    "The highest rank the server takes; by default --lora-r."
+    "Highest rank that the server takes; by default --lora-r."
     enable_lora: bool = False
     "Implied by --weight-bridge-mode lora_only."
     enforce_eager: bool = False
-    "No CUDA graphs."
+    "Disable CUDA graphs."
     vllm_python: str = sys.executable
-    "The interpreter that has vLLM."
+    "Python interpreter that has vLLM."
     device: Literal["auto", "cuda", "cpu"] = "auto"
     "Where the server computes."
 
@@ -97,7 +97,7 @@ class AtroposOptions:
 def translate(
     options: AtroposOptions, environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config as a document, and what the options that it has no key for became."""
+    """Translate to a config document, and to notes on options that it has no key for."""
     _check(options)
     mode = _mode(options, environment)
     sequences = options.batch_size * options.gradient_accumulation_steps
@@ -133,7 +133,7 @@ def translate(
 
 
 def _check(options: AtroposOptions) -> None:
-    """What a config cannot say: values that it is computed from."""
+    """Check values that the config is computed from and cannot check itself."""
     if bool(options.model_name) == bool(options.model):
         how_many = "both" if options.model else "neither"
         raise ConfigError(f"Got {how_many} of --model-name and --model: give the model once.")
@@ -163,7 +163,7 @@ def _bridge(options: AtroposOptions, mode: Mode) -> str:
 
 
 def _has_parts(options: AtroposOptions) -> bool:
-    """Whether each of several workers has a part of the weights."""
+    """True if each of several workers has a part of the weights."""
     return options.tensor_parallel_size * options.pipeline_parallel_size > 1
 
 

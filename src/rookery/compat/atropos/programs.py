@@ -1,10 +1,10 @@
-"""Environments that run beside a training: started, watched, and stopped with all they started.
+"""Environments as child processes of a training: started, watched, and stopped with theirs.
 
     async with running(commands, words={"gateway": url, ...}, logs=folder) as programs:
-        await programs.ended()            # the sentence why none is left
+        await programs.ended()            # waits, and returns the reason
 
-Each has a process group of its own and a log. One that ends with an error is started again, later
-each time; it is stopped by its id and never by a name.
+Each has its own process group and log. If it ends with an error, it restarts after a growing pause.
+It is stopped by id, never by name.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ __all__ = ["Programs", "check_commands", "running"]
 
 logger = logging.getLogger(__name__)
 STOP_S = 10.0
-"""Seconds between asking a program to end and making it."""
+"""Time between asking a program to end and killing it."""
 RESTARTS = Backoff(first_s=2.0, longest_s=64.0)
-"""Up to a minute: a run would end for want of groups before a longer pause does."""
+"""Pauses up to a minute: after a longer one, the run would have ended for lack of groups."""
 SHOWN_LINES = 5
 _BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -45,15 +45,15 @@ class Programs:
         self._ended = asyncio.Event()
         self._last = ""
         self.pids: dict[int, int] = {}
-        """Of the programs that run, by their place in the config."""
+        """Process ids of running programs, by their index in the config."""
 
     async def ended(self) -> str:
-        """Wait until none is left that could send groups: what the last one said."""
+        """Wait until no program is left; return why the last one ended."""
         await self._ended.wait()
         return self._last
 
     async def keep(self, place: int) -> None:
-        """Run one program to its end, again after an error as often as it may."""
+        """Run one program to its end, and restart it after errors as often as allowed."""
         command = self._commands[place]
         try:
             for attempt in range(command.restarts + 1):
@@ -66,7 +66,7 @@ class Programs:
                 self._ended.set()
 
     async def _is_over(self, place: int, command: EnvironmentCommand) -> bool:
-        """Run it once; whether it has done its work."""
+        """Run a program once; True if it ended without an error."""
         log = self._log(place)
         try:
             status = await self._run(place, command)
@@ -107,7 +107,7 @@ class Programs:
 
 
 def check_commands(commands: Sequence[EnvironmentCommand]) -> None:
-    """ConfigError when one cannot be started."""
+    """ConfigError if a command cannot be started."""
     for place, command in enumerate(commands):
         if not command.folder.is_dir():
             raise ConfigError(
@@ -126,7 +126,7 @@ def check_commands(commands: Sequence[EnvironmentCommand]) -> None:
 async def running(
     commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
 ) -> AsyncIterator[Programs]:
-    """Start them, and stop them at the end of the block, or when this process is killed."""
+    """Start the programs; stop them at the end of the block, or when this process is killed."""
     programs = Programs(commands, words=words, logs=logs)
     tasks = [asyncio.create_task(programs.keep(place)) for place in range(len(commands))]
     try:

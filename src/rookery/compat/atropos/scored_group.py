@@ -4,7 +4,7 @@
     masks               [[-100, -100, 7, 8], ...]      -100 where the model did not draw the token
     inference_logprobs  [[1.0, 1.0, -0.3, -1.2], ...]  1.0 where it did not
 
-Everything that would train on something else than what was drawn is refused with a sentence.
+A group whose training would not match what was drawn is refused with a sentence.
 """
 
 import math
@@ -27,35 +27,35 @@ __all__ = [
 ]
 
 MASKED = -100
-"""The mask of a token that the model read and did not draw."""
+"""Mask of a token that the model read but did not draw."""
 _NOT_DRAWN = 1.0
-"""The log-probability that environments write for such a token."""
+"""Log-probability that environments write for such a token."""
 _LARGEST = 1e12
-"""Of scores and advantages: the squares of larger ones add up to more than float32 holds."""
+"""Limit on scores and advantages: the sum of squares of larger ones overflows float32."""
 _LEAST_LOGPROB = -80.0
-"""Nothing as unlikely is ever drawn, and the ratio to it is more than float32 holds: the loss of
-the step would be infinite, again and again as the batch is durable."""
+"""Tokens this unlikely are never drawn. Their ratio would overflow float32 and make the loss
+infinite, at every repetition of the durable batch."""
 _TEMPERATURES = (1e-6, 1e6)
 
 
 class ScoredGroup(BaseModel):
-    """The fields of the Atropos API; others are dropped, as its own server does."""
+    """Fields of the Atropos API; others are dropped, as by its own server."""
 
-    # A number that JSON has none for is written as it is, and found, instead of as null.
+    # NaN and infinity are written as such rather than as null, so that they are found later.
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     tokens: list[list[int]]
     masks: list[list[int]]
     scores: list[float]
     advantages: list[list[float]] | None = None
-    """Of every token; they take the place of those that follow from the scores."""
+    """Advantages of every token, in place of those computed from the scores."""
     ref_logprobs: list[list[float]] | None = None
-    """Of every token, under the model that a KL term holds the policy to."""
+    """Log-probabilities of every token under the reference model of a KL term."""
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
     inference_logprobs: list[list[float]] | None = None
     overrides: list[dict[str, Any]] | None = None
-    """Of each sequence: `set_advantage_to_zero`, `temperature`."""
+    """Options per sequence: `set_advantage_to_zero`, `temperature`."""
     group_overrides: dict[str, Any] | None = None
     images: Any | None = None
     env_id: int | None = None
@@ -64,14 +64,14 @@ class ScoredGroup(BaseModel):
 
     @property
     def size(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.tokens)
 
 
 def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None:
-    """TaskError when it cannot be trained on, with what was given and what to send instead.
+    """TaskError if it cannot be trained on: what was sent, and what to send instead.
 
-    `max_tokens` is the longest sequence; 0: any length.
+    `max_tokens` limits the length of a sequence; 0: any length.
     """
     if not group.tokens:
         raise TaskError("A group has no sequences: send at least two.")
@@ -111,17 +111,17 @@ def _check_numbers(group: ScoredGroup) -> None:
         group.generation_params or {},
         group.group_overrides or {},
     ):
-        told = options.get("temperature")
+        value = options.get("temperature")
         low, high = _TEMPERATURES
-        if told and not (isinstance(told, int | float) and low <= told <= high):
+        if value and not (isinstance(value, int | float) and low <= value <= high):
             raise TaskError(
-                f"A group was drawn with the temperature {told!r:.40}: send a number from {low:g} "
+                f"A group was drawn with the temperature {value!r:.40}: send a number from {low:g} "
                 f"to {high:g}, or none."
             )
 
 
 def _check_rows(group: ScoredGroup) -> None:
-    """As many of everything as there are sequences, and as long as they are."""
+    """Check that every column has one row per sequence, of the sequence's length."""
     if len(group.scores) != group.size or len(group.masks) != group.size:
         raise TaskError(
             f"A group has {group.size} sequences, {len(group.masks)} masks and "
@@ -178,7 +178,7 @@ def _numbers(rows: Sequence[Sequence[float]] | None) -> list[float]:
 
 
 def drawn_sequences(group: ScoredGroup) -> list[TokenSequence]:
-    """What to train on, one for each sequence of a group that was checked."""
+    """Return the sequences of a checked group for training."""
     assert group.inference_logprobs is not None, "the group was checked"
     sequences = []
     for tokens, mask, logprobs in zip(
@@ -195,25 +195,23 @@ def drawn_sequences(group: ScoredGroup) -> list[TokenSequence]:
     return sequences
 
 
-# Which groups make the next batch: exactly so many sequences, of whole groups.
+# The choice of groups for the next batch: exactly so many sequences, in whole groups.
 #
-# As `run-api` deals them: groups of one size are put into packs of as many sequences as the largest
-# group has, whole packs fill the batch in the order in which they came, and an environment with a
-# `min_batch_allocation` gets at least that part of it. Groups of a size that makes no such pack,
-# which `run-api` never deals, are packs by themselves, unless no batch can be made with them.
+# As in `run-api`, groups of one size form packs with as many sequences as the largest group. Whole
+# packs fill the batch in order of arrival, and an environment with a `min_batch_allocation` gets at
+# least that share. Groups of a size that makes no such pack, which `run-api` never uses, are packs
+# by themselves, unless no batch can be made with them.
 
 
 Sized = tuple[int | None, int]
-"""A group: its environment, and how many sequences it has."""
+"""A group: its environment, and its number of sequences."""
 
 
 def pick_batch(
     queue: Sequence[Sized], *, num_sequences: int, minimums: Mapping[int, float] | None = None
 ) -> list[int]:
-    """The places of the groups that make a batch, empty when there is none yet.
-
-    Groups of sizes 4 2 2 4 and batches of 8: places 0, 1, 2 (a pack of two groups of 2).
-    """
+    """Return the places of groups that make a batch; empty if there is none yet. Groups of sizes 4
+    2 2 4 and batches of 8: places 0, 1, 2 (a pack of two groups of 2)."""
     if sum(size for _, size in queue) < num_sequences:
         return []
     for has_others in (True, False):
@@ -254,7 +252,7 @@ def _picked(
 def _fill(
     first: Sequence[int], packed: Sequence[int], queue: Sequence[Sized], num_sequences: int
 ) -> list[int]:
-    """More groups up to the whole batch; empty when it cannot be made exactly."""
+    """Add groups up to the whole batch; empty if no choice makes it exactly."""
     begun = sum(queue[place][1] for place in first)
     taken = set(first)
     others = [place for place in packed if place not in taken]
@@ -268,15 +266,14 @@ def _fill(
             total += size
     if total == num_sequences:
         return chosen
-    # Sizes that do not divide a batch: others of them may.
+    # Sizes may not divide the batch: try other combinations.
     left = num_sequences - begun
     completing = complete_groups([queue[place][1] for place in others], left)
     return [*first, *(others[place] for place in completing)] if completing else []
 
 
 def _packed(queue: Sequence[Sized], *, by_environment: bool, has_others: bool) -> list[int]:
-    """The places of the groups that are in whole packs, pack by pack; with those of a size that
-    makes none, or without."""
+    """Return groups in whole packs, pack by pack; with `has_others` also sizes without packs."""
     largest = max((size for _, size in queue), default=0)
     open_packs: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
     packed: list[int] = []
@@ -298,7 +295,7 @@ def _needed(
     queue: Sequence[Sized],
     packed: Sequence[int],
 ) -> dict[int, int] | None:
-    """Sequences that each environment must have; None when one of them has no pack."""
+    """Return the sequences each environment must have; None if one of them has no pack."""
     needed = {env: int(num_sequences * part) for env, part in minimums.items()}
     needed = {env: least for env, least in needed.items() if least > 0}
     available = {queue[place][0] for place in packed}
@@ -316,8 +313,8 @@ def _needed(
 
 
 def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
-    """The places of groups that have `target` sequences together, the oldest first; empty when no
-    choice of them does. Sizes 3 2 1 and 4: places 0 and 2."""
+    """Return the places of groups with `target` sequences together, preferring the oldest; empty if
+    there is no such choice. Sizes 3 2 1 and 4: places 0 and 2."""
     oldest: list[int] = []
     total = 0
     for place, size in enumerate(sizes):
@@ -328,7 +325,7 @@ def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
         return oldest
     if sum(sizes) < target:
         return []
-    # Bit t of a number: the groups before a place, or some of them, have t sequences.
+    # Bit t is set if some of the groups before a place have t sequences together.
     reached, within = [1], (2 << target) - 1
     for size in sizes:
         reached.append((reached[-1] | reached[-1] << size) & within)

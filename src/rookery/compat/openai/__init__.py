@@ -1,7 +1,6 @@
-"""For clients of OpenAI and of vLLM: `/v1`, and what vLLM has besides. The service
-knows none of it.
+"""Routes for clients of OpenAI and of vLLM. The service itself does not depend on them.
 
-routes.py   completions and chats: what they ask for, and their answers
+routes.py   completions and chats: requests and answers
 stream.py   the same as server-sent events, with tool calls read on the way
 vllm.py     health, tokens, adapters by name
 """

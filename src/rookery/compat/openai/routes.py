@@ -1,7 +1,7 @@
 """`/v1` for OpenAI clients: completions and chats of base models, adapters and checkpoints.
 
-Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so that what was drawn
-can be trained on. With `stream` they are sent as they are drawn: `stream.py`.
+Answers carry token ids besides texts (`prompt_token_ids`, `token_ids`), for training on them. With
+`stream` they are sent while they are drawn: see `stream.py`.
 """
 
 import json
@@ -81,8 +81,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": (),
 }
-"""Options of OpenAI and vLLM that some route does not have, each with values that ask for nothing.
-"""
+"""Options of OpenAI and vLLM that some route lacks, each with values that have no effect."""
 
 
 class StreamOptions(BaseModel):
@@ -90,7 +89,7 @@ class StreamOptions(BaseModel):
 
 
 class _Options(TokenOptions):
-    """What both kinds of requests share."""
+    """Options of both kinds of requests."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -101,7 +100,7 @@ class _Options(TokenOptions):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unserved(cls, body: Any) -> Any:
-        """What would change the answer, and is not there, is not passed over."""
+        """Refuse unsupported options that would change the answer."""
         if isinstance(body, dict):
             for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & body.keys()):
                 if body[name] not in (None, False, [], {}, *UNSERVED[name]):
@@ -110,7 +109,7 @@ class _Options(TokenOptions):
 
     @property
     def has_usage(self) -> bool:
-        """Whether the last chunk of a stream tells what it cost."""
+        """True if the last chunk of a stream reports the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -135,7 +134,7 @@ class TextPart(BaseModel):
 class CalledFunction(BaseModel):
     name: str
     arguments: str = ""
-    """A JSON object."""
+    """A JSON object as text."""
 
     @model_validator(mode="after")
     def _check(self) -> "CalledFunction":
@@ -145,7 +144,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call that the model made before."""
+    """An earlier call of the model."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -153,7 +152,7 @@ class ToolCall(BaseModel):
 
     @property
     def field(self) -> Json:
-        """As chat templates read it: the arguments are an object."""
+        """The call for chat templates, with its arguments as an object."""
         arguments = read_object(self.function.arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
@@ -184,8 +183,8 @@ class ChatMessage(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
         }
-        told = {name: value for name, value in fields.items() if value is not None}
-        return Message(role=self.role, content=text, fields=told)
+        given_fields = {name: value for name, value in fields.items() if value is not None}
+        return Message(role=self.role, content=text, fields=given_fields)
 
 
 class JsonSchema(BaseModel):
@@ -193,7 +192,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What answers are held to, where the engine can do it."""
+    """Format of the answers, if the engine supports it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -213,7 +212,7 @@ class ChatRequest(_Options):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     store: bool = False
-    """Keep the answers by their `sequence_id`, to train on: /api/v1/sequences."""
+    """Keep the answers under their `sequence_id`, for training: /api/v1/sequences."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
     tools: list[Tool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: ToolChoice = "auto"
@@ -231,7 +230,7 @@ class ChatRequest(_Options):
 
     @property
     def json_schema(self) -> str:
-        """What the answer must match; "" for any text."""
+        """JSON schema that the answer must match; empty for any text."""
         schema = forced_schema(self.tools or (), self.tool_choice)
         if schema is None and self.response_format is not None:
             schema = self.response_format.schema_object
@@ -239,15 +238,15 @@ class ChatRequest(_Options):
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the model is told of."""
+        """Tools that the model is told about."""
         return () if self.tool_choice == "none" else self.tools or ()
 
     def read_calls(self) -> CallReader | None:
-        """What finds tool calls in one answer."""
+        """Return a reader of tool calls for one answer; None without tools."""
         return CallReader(self.offered, self.tool_choice) if self.offered else None
 
     def encode(self, codec: Codec) -> TokenIds:
-        """The chat as tokens. A long one takes seconds: not in the event loop."""
+        """Encode the chat as tokens. A long one takes seconds: never in the event loop."""
         messages = tuple(one.message for one in self.messages)
         tools = [tool.model_dump(exclude_unset=True) for tool in self.offered]  # as they were sent
         return codec.encode_chat(messages, tools=tools)
@@ -255,7 +254,7 @@ class ChatRequest(_Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The prompts of a request, and how each is drawn."""
+    """Prompts of a request, and how to draw each."""
 
     prompts: list[TokenIds]
     max_tokens: int | None
@@ -358,7 +357,7 @@ def _codec(api: RequestContext, tenant: str, body: _Options) -> Codec:
 async def read_chat(
     api: RequestContext, tenant: str, request: Request, read: Callable[[], Answer]
 ) -> Answer:
-    """In turn with other tenants. Whatever the body holds goes through the template."""
+    """Read a body in turn with other tenants, as its whole content goes through the template."""
     num_bytes = len(await request.body())
     try:
         return await api.service.reading.in_thread(tenant, read, tokens=num_bytes)
@@ -375,19 +374,19 @@ async def _stream(
 
 
 def num_prompts(body: CompletionRequest) -> int:
-    """A text or a list of tokens is one."""
+    """Count the prompts; a text or a list of tokens is one."""
     is_one = isinstance(body.prompt, str) or not body.prompt or isinstance(body.prompt[0], int)
     return 1 if is_one else len(body.prompt)
 
 
 def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
-    """Texts or tokens, at least one."""
-    asked = body.prompt
-    if isinstance(asked, str):
-        return [asked]
-    if asked and isinstance(asked[0], int):  # then all are
-        return [tuple(asked)]
-    prompts = [one if isinstance(one, str) else tuple(one) for one in asked if one != 0]  # type: ignore[arg-type]
+    """Return texts or tokens, at least one."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):  # then all are
+        return [tuple(prompt)]
+    prompts = [one if isinstance(one, str) else tuple(one) for one in prompt if one != 0]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")
     return prompts
@@ -396,7 +395,7 @@ def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
 async def _draw(
     api: RequestContext, tenant: str, body: _Options, order: _Order, tell: Tell | None
 ) -> Answers:
-    """The answers to each prompt; `tell` gets what they gain meanwhile."""
+    """Draw the answers to each prompt; `tell` gets new tokens meanwhile."""
     places = range(len(order.prompts))
     tells = [None if tell is None else partial(tell, place) for place in places]
     return await together(
@@ -412,7 +411,7 @@ async def _complete(
     place: int,
     on_delta: Callable[[CompletionDelta], None] | None,
 ) -> tuple[Completion, ...]:
-    """The answers to the prompt at this place."""
+    """Draw the answers to the prompt at `place`."""
     source = find_source(api, tenant, body.model)
     request_id, prompt = new_id("cmpl"), order.prompts[place]
     drawing = api.service.drawing
@@ -450,7 +449,6 @@ async def _store(
 def text_choice(
     codec: Codec, one: Completion, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
-    """One answer to a prompt."""
     return {
         "text": one.text,
         "finish_reason": one.finish_reason,
@@ -463,7 +461,7 @@ def text_choice(
 def chat_choice(
     codec: Codec, body: ChatRequest, one: Completion, prompt: TokenIds
 ) -> dict[str, Any]:
-    """One answer to a chat, with its tool calls apart."""
+    """Format one answer to a chat, with its tool calls separate from the content."""
     message: dict[str, Any] = {"role": "assistant", "content": one.text}
     reason: str = one.finish_reason
     reader = body.read_calls()
@@ -488,8 +486,8 @@ def response_of(
     choice: Callable[[Completion, TokenIds], dict[str, Any]],
     more: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """The answer to a request, with what it cost. Its choices are JsonRows, made as they are
-    written: each may tell a long prompt. `more`: what they have besides."""
+    """Build the answer to a request, with its token usage. Choices are JsonRows, made while they
+    are written, as each may repeat a long prompt. `more` has extra fields per choice."""
     prompts, answers = drawn
     pairs = [
         (one, prompt) for prompt, completions in zip(*drawn, strict=True) for one in completions

@@ -1,4 +1,4 @@
-"""Answers of OpenAI routes as server-sent events, while they are drawn.
+"""Answers of OpenAI routes as server-sent events, sent while they are drawn.
 
     engine --deltas--> DrawStream --chunks--> EventStream --> client
 
@@ -8,8 +8,8 @@
 | `events`      | deltas, completions  | chunks               | a delta, or the drawing's end     |
 | `EventStream` | chunks               | bytes on a socket    | the client                        |
 
-The drawing never waits for the client: what a slow reader has not read yet is kept here, at most
-its own answer. A client that leaves, or is left because it reads nothing, ends the drawing.
+The drawing never waits for the client: unread parts are kept here, at most one whole answer. If the
+client disconnects, or is dropped because it reads nothing, the drawing ends.
 """
 
 import asyncio
@@ -48,23 +48,22 @@ __all__ = [
     "usage_of",
 ]
 
-# Tools of a chat: what a request says of them, and the calls that a model wrote.
+# Tools of a chat: their definitions in a request, and the calls that a model wrote.
 #
-# Two ways of writing calls are read:
+# Two notations of calls are read:
 #
 #     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen
-#     {"name": "add", "parameters": {"a": 1}}                            Llama 3, as the whole
-# answer
+#     {"name": "add", "parameters": {"a": 1}}                            Llama 3, the whole answer
 #
-# Where a request forces calls (`tool_choice`), the answer is held to a JSON schema: the arguments
-# of the named tool, or a list of calls.
+# If a request forces calls (`tool_choice`), the answer must match a JSON schema: the arguments of
+# the named tool, or a list of calls.
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Function(BaseModel):
-    """What a model is told of a function."""
+    """Definition of a function for the model."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -73,7 +72,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function that the model may call; the chat template gets it as it was sent."""
+    """A function that the model may call; the chat template gets it unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -93,11 +92,11 @@ class NamedTool(BaseModel):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
-"""None is auto."""
+"""None means auto."""
 
 
 def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
-    """What an answer must match to be calls; None when the model decides."""
+    """Return the schema of an answer that must be calls; None if the model decides."""
     parameters = {one.function.name: one.function.parameters or {"type": "object"} for one in tools}
     if isinstance(choice, NamedTool):
         return parameters[choice.function.name]
@@ -116,26 +115,25 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] |
 
 
 class CallReader:
-    """Reads one answer as it grows. Text outside of calls is content, as it was written; spaces
-    around calls are left out."""
+    """Reads one answer as it grows: text outside calls is content, spaces around calls are not."""
 
     def __init__(self, tools: Sequence[Tool], choice: ToolChoice) -> None:
         self._names = {one.function.name for one in tools}
         self._choice = choice
         self._is_whole = choice == "required" or isinstance(choice, NamedTool)
-        """The answer is read at its end, as one."""
+        """True if the answer is read as a whole at its end."""
         self._text = ""
-        """What was not read yet; `_more` comes after it, and is not looked at inside of a call."""
+        """Unread text. `_more` comes after it, and is not searched inside a call."""
         self._more: list[str] = []
         self._is_open = False
         self._spaces = ""
-        """Content, unless a call follows."""
+        """Trailing spaces: content, unless a call follows."""
         self._is_bare = True
-        """There is no content yet, or none since the last call."""
+        """True if there was no content yet, or none since the last call."""
         self.num_calls = 0
 
     def add(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls that are certain by now."""
+        """Add text; return the content and calls that are certain by now."""
         self._more.append(text)
         if self._is_whole or (self._is_open and CLOSE[-1] not in text):
             return "", []
@@ -167,13 +165,13 @@ class CallReader:
         return content, calls
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of them."""
+        """Return the remaining content and calls."""
         self._take_more()
         calls = self._read_whole() if self._is_whole else []
         self.num_calls += len(calls)
         if calls:
             return "", calls
-        # An unfinished call is text, and so are spaces that no call follows.
+        # An unfinished call is text, and so are spaces without a call after them.
         rest, self._text = self._text, ""
         return self._content(rest) + ("" if self.num_calls else self._spaces), []
 
@@ -204,7 +202,7 @@ class CallReader:
 
 
 def read_object(text: str) -> Any:
-    """JSON; None when it is none."""
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -212,7 +210,7 @@ def read_object(text: str) -> Any:
 
 
 def _call(document: Any) -> dict[str, Any] | None:
-    """A call as OpenAI writes it; None when this is no call."""
+    """Return a call in OpenAI's form; None if this is no call."""
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
     arguments = document.get("arguments", document.get("parameters"))
@@ -225,17 +223,17 @@ def _call(document: Any) -> dict[str, Any] | None:
 
 
 SLICE, LONG = 64, 1024
-"""Choices that are written at a time, and tokens that take too long in the event loop."""
+"""Choices written at a time, and the number of tokens too slow for the event loop."""
 FLOOR = -9999.0
-"""Of log-probabilities, as OpenAI and vLLM write it: JSON has no infinity."""
+"""Written for minus infinity, as by OpenAI and vLLM: JSON has no infinity."""
 Tell = Callable[[int, CompletionDelta], None]
-"""Of which prompt, and what its completions gained."""
+"""Called with the index of a prompt and the new tokens of its completions."""
 Answers = list[tuple[Completion, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkForm:
-    """How the chunks of one request are written."""
+    """Format of the chunks of one request."""
 
     kind: Literal["text_completion", "chat.completion.chunk"]
     model: str
@@ -245,9 +243,9 @@ class ChunkForm:
     has_logprobs: bool
     has_usage: bool
     read_calls: Callable[[], CallReader | None] = lambda: None
-    """Makes what finds tool calls in an answer; None where there are no tools."""
+    """Makes a reader of tool calls for an answer; returns None without tools."""
     store: Callable[[Completion], Awaitable[str]] | None = None
-    """Keeps an answer, and returns its id."""
+    """Stores an answer and returns its id."""
 
     @property
     def is_chat(self) -> bool:
@@ -267,7 +265,7 @@ class DrawStream:
         self._form = form
         self._sentence = sentence
         self._choices = [ChoiceChunks(form, i) for i in range(len(form.prompts) * form.n)]
-        # Filled by the engine, drained as the client reads; no more than the request's answer.
+        # Filled by the engine, drained as the client reads; never more than the request's answer.
         self._deltas: list[tuple[int, CompletionDelta]] = []
         self._changed = asyncio.Event()
         self._drawing = asyncio.ensure_future(draw(self._tell))
@@ -280,7 +278,7 @@ class DrawStream:
         }
 
     async def begin(self) -> None:
-        """Wait for the first token: an error before it is answered as of any request."""
+        """Wait for the first token: an earlier error gets a normal error answer."""
         try:
             await self._changed.wait()
             if self._drawing.done():
@@ -290,12 +288,12 @@ class DrawStream:
             raise
 
     async def close(self) -> None:
-        """End the drawing, if it still runs."""
+        """Cancel the drawing if it still runs."""
         self._drawing.cancel()
         await asyncio.gather(self._drawing, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream. An error ends it, as an event of its own."""
+        """Yield the stream. An error ends it with an event of its own."""
         try:
             while not self._drawing.done() or self._deltas:
                 await self._changed.wait()
@@ -315,21 +313,26 @@ class DrawStream:
         except RookeryError as error:
             status = status_of(error)
             kind = "server_error" if status >= 500 else "invalid_request_error"
-            told = {"message": self._sentence(error), "type": kind, "param": None, "code": status}
-            yield _event({"error": told})
+            details = {
+                "message": self._sentence(error),
+                "type": kind,
+                "param": None,
+                "code": status,
+            }
+            yield _event({"error": details})
         yield b"data: [DONE]\n\n"
 
     def _tell(self, prompt: int, delta: CompletionDelta) -> None:
         if self._form.store is not None:
-            delta = replace(delta, finish_reason=None)  # it comes with the id of what is stored
+            delta = replace(delta, finish_reason=None)  # comes with the id of the stored answer
         self._deltas.append((prompt * self._form.n + delta.sample, delta))
         self._changed.set()
 
     async def _chunks(
         self, deltas: Sequence[tuple[int, CompletionDelta]], stored: str = ""
     ) -> AsyncIterator[bytes]:
-        """What a slow client has not read yet of a choice is one chunk. The chunks of many choices
-        are written as they are read: each may tell a long prompt."""
+        """Join the unread deltas of a choice into one chunk. Chunks of many choices are written
+        while they are read, as each may repeat a long prompt."""
         by_choice: dict[int, list[CompletionDelta]] = {}
         for index, delta in deltas:
             by_choice.setdefault(index, []).append(delta)
@@ -337,7 +340,7 @@ class DrawStream:
         size = sum(self._choices[i].size(deltas) for i, deltas in choices)
         for start in range(0, len(choices), SLICE):
             write = partial(self._write, choices[start : start + SLICE], stored)
-            # Long ones take time: beside the event loop.
+            # Long ones take time: outside the event loop.
             if part := write() if size < LONG else await asyncio.to_thread(write):
                 yield part
 
@@ -351,7 +354,7 @@ class DrawStream:
 
 
 class ChoiceChunks:
-    """One choice of a stream: deltas in, entries of `choices` out."""
+    """One choice of a stream: converts deltas to entries of `choices`."""
 
     def __init__(self, form: ChunkForm, index: int) -> None:
         self.index = index
@@ -364,7 +367,7 @@ class ChoiceChunks:
         """Tokens whose text is not certain yet."""
 
     def rest(self, completion: Completion) -> CompletionDelta:
-        """What the deltas have not told: all of it where an engine does not stream."""
+        """Return what the deltas left out: everything if the engine does not stream."""
         return CompletionDelta(
             sample=0,
             tokens=completion.tokens[self._num_tokens :],
@@ -375,7 +378,7 @@ class ChoiceChunks:
         )
 
     def size(self, deltas: Sequence[CompletionDelta]) -> int:
-        """About how many tokens are written of these."""
+        """Return about how many tokens these deltas write."""
         num = sum(
             map(len, chain.from_iterable((delta.tokens, *delta.top_logprobs) for delta in deltas))
         )
@@ -413,7 +416,7 @@ class ChoiceChunks:
         return content, [{"index": first + i, **call} for i, call in enumerate(calls)]
 
     def _first(self) -> list[dict[str, Any]]:
-        """Of a chat the role; both tell the prompt."""
+        """Return the first row, with the prompt, and for chats the role."""
         self._has_begun = True
         row = self._row("", [], None)
         if self._form.is_chat:
@@ -443,12 +446,12 @@ class ChoiceChunks:
 
 
 class EventStream(StreamingResponse):
-    """The answer of a route; owns the drawing."""
+    """Streamed answer of a route, which owns the drawing."""
 
     media_type = "text/event-stream"
 
     def __init__(self, stream: DrawStream) -> None:
-        # Proxies would keep what is sent until there is more.
+        # Proxies would buffer the events otherwise.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(stream.events(), headers=headers)
         self._stream = stream
@@ -472,7 +475,7 @@ def usage_of(prompts: Sequence[TokenIds], num_drawn: int) -> dict[str, int]:
 def text_logprobs(
     one: Completion | CompletionDelta, codec: Codec, *, offset: int = 0
 ) -> dict[str, Any]:
-    """Of drawn tokens, as `/v1/completions` has them; the first begins at `offset`."""
+    """Format log-probabilities as `/v1/completions` does; the first token begins at `offset`."""
     texts = [codec.decode((token,)) for token in one.tokens]
     tops = [{codec.decode((t,)): max(lp, FLOOR) for t, lp in row} for row in one.top_logprobs]
     offsets = []
@@ -488,7 +491,7 @@ def text_logprobs(
 
 
 def chat_logprobs(one: Completion | CompletionDelta, codec: Codec) -> dict[str, Any]:
-    """Of drawn tokens, as `/v1/chat/completions` has them."""
+    """Format log-probabilities as `/v1/chat/completions` does."""
     rows: list[TopLogprobs] = list(one.top_logprobs) or [()] * len(one.tokens)
     return {
         "content": [

@@ -1,7 +1,7 @@
-"""Routes of a vLLM server that its clients ask for besides `/v1`: health, tokens, adapters.
+"""Routes of a vLLM server besides `/v1` that its clients use: health, tokens, adapters.
 
-A client of vLLM may be pointed at the service: what it registers is served under its name, also to
-the other programs of its tenant.
+A vLLM client may be pointed at the service. An adapter that it registers is served under its name,
+also to other programs of its tenant.
 """
 
 from importlib.metadata import version as version_of
@@ -28,7 +28,7 @@ __all__ = ["make_router"]
 
 
 class TokenizeRequest(BaseModel):
-    """A text or a chat."""
+    """A text or a chat to tokenize."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -38,7 +38,7 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    """Tokens."""
+    """Tokens to decode."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -47,7 +47,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class LoadLora(BaseModel):
-    """A PEFT folder on the service's machine, under one of the folders that the operator lists."""
+    """Loads a PEFT folder on the service's machine, under a folder that the operator lists."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -56,7 +56,7 @@ class LoadLora(BaseModel):
 
 
 class LoraName(BaseModel):
-    """Which adapter."""
+    """Names an adapter."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -94,7 +94,7 @@ def _add_facts(router: APIRouter) -> None:
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(_: Tenant) -> Response:
-        """Nothing to do: every version of weights has prefixes of its own."""
+        """Does nothing: every version of weights has its own prefixes."""
         return Response()
 
 

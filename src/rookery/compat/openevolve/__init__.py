@@ -1,4 +1,4 @@
-"""OpenEvolve's files: read as they are, and written so that it reads them.
+"""OpenEvolve's files: read unchanged, and written so that OpenEvolve reads them.
 
 config_files.py  the config of an evolution from a file, the environment and flags
 checkpoints.py   checkpoint and `best` folders

@@ -1,4 +1,4 @@
-"""Checkpoints in OpenEvolve's format: the population at one iteration, as folders that it reads."""
+"""Checkpoints in OpenEvolve's format: folders with the population at one iteration."""
 
 import json
 import os
@@ -22,10 +22,9 @@ from rookery.loops.evolve.program import (
 
 __all__ = ["fill_best", "fill_checkpoint", "list_checkpoints", "read_checkpoint"]
 
-# A checkpoint folder, of OpenEvolve or our own, read to start from.
+# Reads a checkpoint folder of OpenEvolve or our own to start from.
 #
-# A folder that was cut off while it was written, or is no checkpoint, is a RunError that names the
-# one to use instead.
+# An incomplete folder, or one that is no checkpoint, is a RunError that names another to use.
 
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -54,14 +53,14 @@ class _Metadata(BaseModel):
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `checkpoint_N` folders in a folder or in its `checkpoints`, by number."""
+    """Return the `checkpoint_N` folders in a folder or in its `checkpoints`, by number."""
     places = [*folder.glob("checkpoint_*"), *folder.glob("checkpoints/checkpoint_*")]
     numbered = [(match, path) for path in places if (match := _NUMBERED.fullmatch(path.name))]
     return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]))]
 
 
 def read_checkpoint(folder: Path) -> ProgramCheckpoint:
-    """The population of a checkpoint. References to programs that are not kept are left out."""
+    """Read the population of a checkpoint, without references to programs that it lacks."""
     if not (folder / "programs").is_dir():
         raise RunError(f"{folder} is not a checkpoint: it has no folder `programs`.{_hint(folder)}")
     metadata = _parse(_Metadata, folder / "metadata.json", folder)
@@ -76,7 +75,7 @@ def read_checkpoint(folder: Path) -> ProgramCheckpoint:
 
 
 def _checkpoint(metadata: _Metadata, programs: dict[str, ProgramRecord]) -> ProgramCheckpoint:
-    """The lists over islands, cut or filled to the number of islands as OpenEvolve does."""
+    """Build the checkpoint; cut or fill lists over islands to their number, as OpenEvolve does."""
     num_islands = len(metadata.islands)
     grids: list[dict[str, str]] = [
         {cell: id for cell, id in grid.items() if id in programs}
@@ -114,10 +113,8 @@ def _read_program(path: Path, folder: Path, island_of: dict[str, int]) -> Progra
 
 
 def _artifact_folder(file: ProgramDocument, folder: Path) -> Path | None:
-    """Where OpenEvolve and we keep large artifacts, whatever path the file names.
-
-    A checkpoint of somebody else must not bring other files of this machine into a prompt.
-    """
+    """Return the folder of large artifacts, ignoring the path that the file names. A foreign
+    checkpoint must not bring other files of this machine into a prompt."""
     if file.artifact_dir is None:
         return None
     output = folder.resolve().parent.parent
@@ -151,11 +148,11 @@ def _hint(folder: Path) -> str:
     return f" Use {' or '.join(names[-2:])}." if names else ""
 
 
-# `checkpoint_N/` and `best/` as OpenEvolve writes them, so that its own `load` reads them.
+# Writes `checkpoint_N/` and `best/` so that OpenEvolve's own `load` reads them.
 #
 #     run.write_folder("best", lambda folder: fill_best(folder, program, options=options))
 #
-# A function fills a folder that is new and empty; whoever calls it makes that whole or absent.
+# A function fills a new, empty folder; the caller makes it appear whole or not at all.
 
 
 def fill_checkpoint(
@@ -166,10 +163,10 @@ def fill_checkpoint(
     options: WriteOptions,
     files: Mapping[str, Path] | None = None,
 ) -> None:
-    """All files of a checkpoint. `place` is the path at which the folder will stand.
+    """Write all files of a checkpoint. `place` is the folder's final path.
 
-    `files` has programs by id as documents that are copied as they are: a large population is
-    neither read nor held in memory for it.
+    `files` maps program ids to documents that are copied unchanged, so that a large population is
+    neither parsed nor held in memory.
     """
     files = files or {}
     (folder / "programs").mkdir()
@@ -187,14 +184,14 @@ def fill_checkpoint(
 
 
 def fill_best(folder: Path, program: ProgramRecord, *, options: WriteOptions) -> None:
-    """`best_program.<suffix>` (a folder's files in `best_program/`) and what is known of it."""
+    """Write `best_program.<suffix>` (a folder's files in `best_program/`) and its info file."""
     _write_code(folder, program, options)
     info = {**_info(program, options), "parent_id": program.parent_id}
     _write_json(folder / "best_program_info.json", info, indent=2)
 
 
 def _link_or_copy(file: Path, folder: Path, name: str, *, earlier: Path | None) -> None:
-    """Never a link to `file` itself, which the run resumes from: people may edit checkpoints."""
+    """Never link to `file` itself, from which the run resumes: people may edit checkpoints."""
     if earlier is not None:
         try:
             os.link(f"{earlier}/{name}", f"{folder}/{name}")
@@ -239,7 +236,7 @@ def _write_program(
 def _split_artifacts(
     artifacts: Mapping[str, str | bytes], *, max_bytes: int
 ) -> tuple[dict[str, str | bytes], dict[str, bytes]]:
-    """Those that stand in the document, and file name to content of the larger ones."""
+    """Split artifacts into small ones for the document, and file name to content of large ones."""
     small: dict[str, str | bytes] = {}
     large: dict[str, bytes] = {}
     for name, value in artifacts.items():

@@ -1,10 +1,10 @@
-"""A config file, the environment and flags as one EvolveConfig, with what in it has no effect.
+"""Reads a config file, the environment and flags as one EvolveConfig, and warns of unused keys.
 
     loaded = read_config(Path("config.yaml"), flags=Flags(iterations=50), environment=os.environ)
     loaded.config, loaded.warnings
 
-Flags go before the file, the file before the environment. Keys of models (`api_key`) are secrets:
-they are not written with the config and are read again when a run is resumed.
+Flags override the file, and the file overrides the environment. Keys of models (`api_key`) are
+secrets: they are not stored with the config, and a resumed run reads them again.
 """
 
 import copy
@@ -35,9 +35,9 @@ __all__ = [
     "with_keys",
 ]
 
-# Keys of a config file that change nothing, each with a sentence that says so.
+# Keys of a config file that have no effect, each with a sentence for its warning.
 #
-# Two kinds: keys that OpenEvolve does not know either, and keys that it has and we do not obey.
+# They are either unknown to OpenEvolve too, or known to it and not implemented here.
 
 
 HINTS = {
@@ -51,7 +51,7 @@ HINTS = {
     "novelty": "write database.similarity_threshold and database.embedding_model",
     "parallel_evaluations": "write evaluator.parallel_evaluations",
 }
-"""Keys that are in many configs and that no version of OpenEvolve reads."""
+"""Common keys that no version of OpenEvolve reads."""
 
 _OTHER_MODELS = "it belongs to command-line providers, which are not supported"
 _KEPT = "the run folder keeps programs and artifacts"
@@ -76,7 +76,7 @@ NOT_BUILT = {
     "prompt.meta_prompt_weight": "there is no meta-prompting",
     "prompt.use_meta_prompting": "there is no meta-prompting",
 }
-"""OpenEvolve's keys that are read and not obeyed. `llm.x` is also each model's own `x`."""
+"""OpenEvolve's keys that are accepted and ignored. `llm.x` also stands for each model's own `x`."""
 
 _MODEL_LISTS = ("models", "evaluator_models")
 _OF_A_MODEL = {"name", "weight"}
@@ -85,7 +85,7 @@ _OF_A_MODEL = {"name", "weight"}
 def drop_unknown(
     model: type[Config], document: Mapping[Any, Any], *, place: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
-    """The document without keys that its model does not have, and their dotted names."""
+    """Return the document without unknown keys, and the dotted names of those."""
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in document.items():
@@ -109,7 +109,7 @@ def drop_unknown(
 
 
 def warn_unknown(model: type[Config], dotted: str) -> str:
-    """Why an unknown key changes nothing, and what to write instead."""
+    """Say that an unknown key has no effect, and what to write instead."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
     near = difflib.get_close_matches(plain, list(_all_keys(model)), n=1, cutoff=0.8)
     hint = HINTS.get(plain) or (f"did you mean {near[0]}?" if near else "")
@@ -117,7 +117,7 @@ def warn_unknown(model: type[Config], dotted: str) -> str:
 
 
 def warn_not_built(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The keys of a document that are known, differ from the default, and are not obeyed."""
+    """Return warnings for known keys that differ from their default and are ignored."""
     warnings = []
     for key, reason in NOT_BUILT.items():
         *sections, name = key.split(".")
@@ -143,7 +143,7 @@ def _drop_in_item(section: type[Section], item: Any, *, place: str) -> tuple[Any
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """The model that a key holds one or a list of. `rookery` is no Section: it is checked."""
+    """Return the model of a key that holds one or a list. `rookery` is no Section: it is strict."""
     kinds = [annotation, *get_args(annotation)]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
@@ -170,12 +170,12 @@ class Flags:
     secondary_model: str | None = None
     overrides: Sequence[str] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over the file, section by section, before the overrides."""
+    """Values laid over the file, section by section, before the overrides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config, and one sentence for each key of its file that changes nothing."""
+    """A config, and a warning for each key of its file that has no effect."""
 
     config: EvolveConfig
     warnings: tuple[str, ...]
@@ -189,10 +189,10 @@ def read_config(
     find: Find | None = None,
     folder: Path | None = None,
 ) -> LoadedConfig:
-    """Read, override, expand, validate. Wrong types and unset variables are a ConfigError.
+    """Read, override, expand, validate. ConfigError for wrong types and unset variables.
 
-    `find` gives the runs of `run:NAME/PART`; None: these are left as they are. `folder` is where
-    paths of a document begin; None: the current one.
+    `find` resolves the runs of `run:NAME/PART`; None leaves these unresolved. `folder` is the base
+    of relative paths in a document; None: the current folder.
     """
     flags = flags or Flags()
     path, document = None, {}
@@ -218,7 +218,7 @@ def read_config(
 
 
 def _without_empty_sections(document: Mapping[str, Any]) -> dict[str, Any]:
-    """`database:` with nothing below it is the default section."""
+    """Drop sections without content: `database:` with nothing below it is the default."""
     defaults = EvolveConfig().model_dump()
     is_section = {key for key, value in defaults.items() if isinstance(value, dict)}
     return {k: v for k, v in document.items() if not (v is None and k in is_section)}
@@ -227,7 +227,7 @@ def _without_empty_sections(document: Mapping[str, Any]) -> dict[str, Any]:
 def with_keys(
     config: EvolveConfig, keeper: EvolveConfig | None, *, environment: Mapping[str, str]
 ) -> EvolveConfig:
-    """A config that was written without its secret keys, with those of the config it came from."""
+    """Return a stored config with the secret keys of the config that it came from."""
     keeper_llm = keeper.llm if keeper is not None else None
     key = keeper_llm.api_key if keeper_llm is not None else None
     if key is None and environment.get("OPENAI_API_KEY"):
@@ -257,7 +257,7 @@ def _merge(document: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _override(document: dict[str, Any], flags: Flags) -> list[str]:
-    """Returns the keys that flags have given."""
+    """Apply the flags; return the keys that they set."""
     pairs = parse_overrides(flags.overrides)
     alone: dict[str, Any] = {}
     override(EvolveConfig, alone, [pair for pair in pairs if not re.search(r"\.\d+\.", pair[0])])
@@ -277,7 +277,7 @@ def _override(document: dict[str, Any], flags: Flags) -> list[str]:
 
 
 def _expand(llm: object, environment: Mapping[str, str], place: str = "llm") -> None:
-    """Put the values of variables in place of `${NAME}` in the keys and URLs of models."""
+    """Replace `${NAME}` in keys and URLs of models by environment variables."""
     if not isinstance(llm, dict):
         return
     for key in ("api_key", "api_base"):
@@ -298,7 +298,7 @@ def _expand(llm: object, environment: Mapping[str, str], place: str = "llm") -> 
 
 
 def _complete(config: EvolveConfig, flags: Flags, environment: Mapping[str, str]) -> EvolveConfig:
-    """Lay flags over the models, and the environment below all."""
+    """Apply flags to the models, and the environment as the last fallback."""
     llm = config.llm.with_models(primary=flags.primary_model, secondary=flags.secondary_model)
     if flags.api_base:
         llm = llm.with_api_base(flags.api_base)
@@ -315,7 +315,7 @@ def _complete(config: EvolveConfig, flags: Flags, environment: Mapping[str, str]
 
 
 def _with_engine_models(config: EvolveConfig) -> EvolveConfig:
-    """An engine alone is asked for all its models, each as often as the others."""
+    """Without configured models, use all models of the engine with equal weight."""
     names = config.rookery.engine_models
     if not names or config.llm.models or config.llm.primary_model:
         return config
@@ -356,7 +356,7 @@ def _check_url(url: str, named: str) -> None:
 
 
 def _beside(config: EvolveConfig, base: Path) -> EvolveConfig:
-    """Paths in a config file are relative to its folder."""
+    """Resolve paths relative to the config file's folder."""
     rookery = config.rookery
     changes: dict[str, Any] = {
         "first_programs": tuple(_absolute(base, name) for name in rookery.first_programs),
@@ -371,7 +371,7 @@ def _beside(config: EvolveConfig, base: Path) -> EvolveConfig:
     folder = config.prompt.template_dir
     if folder is None:
         return config
-    # OpenEvolve's are relative to the current folder.
+    # OpenEvolve's own are relative to the current folder.
     tried = dict.fromkeys(Path(_absolute(start, str(folder))) for start in (base, Path.cwd()))
     existing = next((each for each in tried if each.is_dir()), None)
     if existing is None:
@@ -382,8 +382,7 @@ def _beside(config: EvolveConfig, base: Path) -> EvolveConfig:
 
 
 def _taskset_beside(base: Path, name: str) -> str:
-    """A file that is there, beside the config or in the current folder; else the name as it is. A
-    file may have options behind it."""
+    """Resolve a file (maybe with options) beside the config or in the current folder."""
     file, mark, options = name.partition("?")
     for start in (base, Path.cwd()):
         if (path := expanded(file, start)).exists():

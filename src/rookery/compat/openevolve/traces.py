@@ -1,9 +1,9 @@
-"""evolution_trace: a line for each child beside its parent, in OpenEvolve's format.
+"""evolution_trace: one line per child with its parent, in OpenEvolve's format.
 
     with TraceWriter(output, config=config.evolution_trace) as trace:
         trace.append(step)
 
-Lines are appended as they come. The formats `json` and `hdf5` are made of the lines at the end.
+Lines are appended at once. The formats `json` and `hdf5` are made from the lines at the end.
 """
 
 import gzip
@@ -29,7 +29,7 @@ _MAX_ATTRIBUTE_CHARS = 15_000
 
 
 def trace_entry(step: ChildStep, *, config: TraceConfig) -> dict[str, Any]:
-    """The line of a step. What is unknown or not asked for is left out."""
+    """Return the line of a step, without unknown or unrequested fields."""
     parent, child = step.parent, step.child
     entry: dict[str, Any] = {
         "iteration": child.iteration,
@@ -56,14 +56,14 @@ def trace_entry(step: ChildStep, *, config: TraceConfig) -> dict[str, Any]:
 
 
 def trace_path(output: Path, *, config: TraceConfig) -> Path:
-    """The file that is there at the end."""
+    """Return the path of the final file."""
     path = Path(config.output_path or output / f"evolution_trace.{config.format}")
     is_packed = config.compress and config.format == "jsonl"
     return path.with_suffix(".jsonl.gz") if is_packed and path.suffix != ".gz" else path
 
 
 class TraceWriter:
-    """Appends entries, each child once: after a crash, append again what may be missing."""
+    """Appends entries, each child once: after a crash, entries may be appended again."""
 
     def __init__(self, output: Path, *, config: TraceConfig) -> None:
         if config.format == "hdf5" and importlib.util.find_spec("h5py") is None:
@@ -79,7 +79,7 @@ class TraceWriter:
         self._known = self._recover()
 
     def append(self, step: ChildStep) -> None:
-        """Keep the entry of a step; every `buffer_size` of them are written."""
+        """Buffer the entry of a step; every `buffer_size` entries are written."""
         if step.child.id in self._known:
             return
         self._known.add(step.child.id)
@@ -88,14 +88,13 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept."""
         if self._buffer:
             with _open(self._lines, "at") as file:
                 file.writelines(self._buffer)
             self._buffer.clear()
 
     def close(self) -> None:
-        """Write what is kept, and make the file of the format. Idempotent."""
+        """Write the buffered entries, and make the file of the format. Idempotent."""
         self.flush()
         match self._config.format:
             case "json":
@@ -112,7 +111,7 @@ class TraceWriter:
         self.close()
 
     def _recover(self) -> set[str]:
-        """The children so far. A last line that was cut off is removed from the file."""
+        """Return the children in the file, after removing a torn last line."""
         ids: list[str] = []
         torn: int | None = None
         try:
@@ -163,7 +162,7 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 def _child_id(line: str) -> str | None:
-    """The child that a line tells of; None if the line was cut off."""
+    """Return the child of a line; None if the line was cut off."""
     try:
         return str(json.loads(line)["child_id"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
@@ -188,7 +187,7 @@ def _export_hdf5(entries: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def _improvement(parent: Metrics, child: Metrics) -> dict[str, float]:
-    """Per metric that both have as a number, child minus parent."""
+    """Return child minus parent per metric that is a number in both."""
     both = (name for name in child if is_number(child[name]) and is_number(parent.get(name)))
     return {name: child[name] - parent[name] for name in both}
 

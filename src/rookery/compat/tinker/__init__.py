@@ -1,4 +1,4 @@
-"""The protocol of the `tinker` SDK: what its clients send to the service, and what they get.
+"""The protocol of the `tinker` SDK: requests and answers of its clients.
 
 schema.py           samples; tensors of both formats as arrays
 training.py         forward_backward: body -> the trainer's data and losses, outputs -> body

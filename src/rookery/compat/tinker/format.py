@@ -1,8 +1,8 @@
-"""The protocol of the `tinker` SDK as the service's `Format`, and Rookery's own records beside it.
+"""The protocol of the `tinker` SDK as the service's `Format`, with Rookery's own records beside it.
 
 A span of 3 targets -> sequence SAMPLER:7:0, from its token 2 on -> the result of request 7: data
-may carry spans that name the samples, whose log-probabilities tell how far sampler and trainer are
-apart.
+may carry spans that name their samples. The samples' log-probabilities measure the gap between
+sampler and trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ __all__ = ["drawn_logprobs", "read_draw", "read_training", "write_samples"]
 
 
 def read_training(work: Command, known: Known) -> Training:
-    """A forward_backward or forward of either kind."""
+    """Read a forward_backward or forward of the SDK or of Rookery's own client."""
     call: TrainCall | RecordCall
     if work.form == "proto":
         call = read_train_proto(work.body)[0]
@@ -51,7 +51,7 @@ def read_training(work: Command, known: Known) -> Training:
     request = train_request(call, context_tokens=known.context_tokens, custom=known.loss)
     if isinstance(call, RecordCall):
         return _RecordTraining(request)
-    # Losses of drawn tokens have the sampler's log-probabilities.
+    # Losses of drawn tokens carry the sampler's log-probabilities.
     is_policy = call.loss in LOSSES and LOSSES[call.loss].is_policy
     return _SdkTraining(request, () if is_policy else drawn_logprobs(known.result, call.data))
 
@@ -59,7 +59,7 @@ def read_training(work: Command, known: Known) -> Training:
 def write_samples(
     draw: DrawWork, completions: Sequence[Completion], scores: PromptScores
 ) -> Result:
-    """A SampleResponse."""
+    """Encode a SampleResponse."""
     top_k = draw.params.top_logprobs
     payload = encode_samples(completions, scores, top_k=top_k, has_text=draw.has_text)
     return Result(payload, form="proto")
@@ -67,7 +67,7 @@ def write_samples(
 
 @dataclass(frozen=True, slots=True)
 class _RecordTraining:
-    """It came as the trainer's own record, and is answered as one."""
+    """A request in the trainer's own record, answered with one."""
 
     request: TrainRequest
 
@@ -79,7 +79,7 @@ class _RecordTraining:
 class _SdkTraining:
     request: TrainRequest
     drawn: tuple[Array, ...]
-    """The sampler's log-probabilities of each datum, where the loss does not have them."""
+    """Log-probabilities of the sampler per datum, if the loss does not carry them."""
 
     def result(self, output: TrainOutput) -> Result:
         arrays = output_arrays(self.request, output)
@@ -90,8 +90,8 @@ class _SdkTraining:
 def drawn_logprobs(
     result: Callable[[str], Result | None], data: Sequence[DatumArrays]
 ) -> tuple[Array, ...]:
-    """Of each datum one per target, NaN where it was not drawn here, or its result is not kept any
-    more; empty without spans. A result is read once, however many spans name it."""
+    """Return the sampler's log-probability per target of each datum; empty without spans. NaN for
+    targets not drawn here, or whose result is gone. Each result is read once."""
     read = cache(partial(_result_logprobs, result))
     answers = []
     for datum in data:
@@ -104,7 +104,7 @@ def drawn_logprobs(
 
 
 def _result_logprobs(result: Callable[[str], Result | None], request: str) -> dict[str, Array]:
-    """The log-probabilities of each sequence of `SAMPLER:7`, by its number."""
+    """Return the log-probabilities of each sequence of request `SAMPLER:7`, by its number."""
     owner, _, seq = request.rpartition(":")
     sampled = result(f"{owner}#{seq}")
     if sampled is None or sampled.form != "proto":

@@ -1,4 +1,4 @@
-"""Tensors on the wire as arrays; samples on the wire as requests to the engine, and its answers."""
+"""Converts tensors on the wire to arrays, and samples on the wire to engine requests and back."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,19 +34,19 @@ __all__ = [
 
 # Tensors of the protocol as arrays: dense or CSR, from protobuf or JSON.
 #
-# CSR rows of the tokens [[2, 9], [3, 0]]: values 2 9 3, crow 0 2 3, col 0 1 0. What is not stored
-# is zero, as the SDK leaves zeros out.
+# CSR rows of the tokens [[2, 9], [3, 0]]: values 2 9 3, crow 0 2 3, col 0 1 0. Missing values are
+# zero, as the SDK leaves zeros out.
 
 
 MAX_CELLS = 1 << 26
-"""Cells of one tensor: a few bytes of CSR may claim any shape."""
+"""Limit on the cells of one tensor: a few bytes of CSR may claim any shape."""
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 _NUMPY = {"float32": "<f4", "int64": "<i8", "int32": "<i4", "bfloat16": "<u2"}
 
 
 def proto_tensor(tensor: Any, *, name: str) -> Array:
-    """A Tensor message as float32 or int64."""
+    """Read a Tensor message as float32 or int64."""
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
         raise bad(f"{name} has no dtype; give one of {', '.join(DTYPES)}.")
@@ -60,7 +60,7 @@ def proto_tensor(tensor: Any, *, name: str) -> Array:
 
 
 def json_tensor(document: Any, *, name: str) -> Array:
-    """`{"data": [...], "dtype": "int64", "shape": [3]}`, CSR where it has sparse indices."""
+    """Read `{"data": [...], "dtype": "int64", "shape": [3]}`, or CSR if it has sparse indices."""
     if not isinstance(document, dict) or "data" not in document:
         raise bad(f"{name} is not a tensor: write data, dtype and shape.")
     dtype = document.get("dtype")
@@ -125,8 +125,7 @@ def _check_shape(shape: Sequence[int], name: str) -> None:
 def read_draw(
     work: Command, sampler: SamplingSession, *, max_tokens: Callable[..., int]
 ) -> DrawWork:
-    """Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
-    restart."""
+    """Read a sample request. Without a seed, its id gives one: a restart draws the same."""
     request = Sample.model_validate_json(work.body)
     prompt = request.prompt.token_ids()
     options = request.sampling_params
@@ -149,7 +148,7 @@ def read_draw(
 
 
 def _sampling_params(request: Sample, *, seed: int, max_tokens: int) -> SamplingParams:
-    """The engine's parameters. An empty list of stops means none, not even the end of text."""
+    """Return the engine's parameters. An empty list of stops disables even the end of text."""
     options = request.sampling_params
     stop = options.stop
     texts, tokens = (), ()  # type: tuple[str, ...], tuple[int, ...]
@@ -178,7 +177,7 @@ def _sampling_params(request: Sample, *, seed: int, max_tokens: int) -> Sampling
 
 
 def _target_tokens(request: Sample, *, num_prompt: int) -> Array | None:
-    """[T - 1, K] token ids to score after each prompt position, -1 for none."""
+    """Return [T - 1, K] token ids to score after each prompt position, -1 for none."""
     if request.target_prompt_logprobs is None:
         return None
     targets = json_tensor(request.target_prompt_logprobs, name="target_prompt_logprobs")
@@ -197,7 +196,7 @@ def encode_samples(
     top_k: int = 0,
     has_text: bool = False,
 ) -> bytes:
-    """A SampleResponse."""
+    """Encode a SampleResponse."""
     message = SampleResponse()
     for completion in completions:
         sequence = message.sequences.add(
@@ -226,7 +225,7 @@ def encode_samples(
 
 
 def samples_as_json(payload: bytes) -> dict[str, Any]:
-    """The same for clients of the JSON time."""
+    """Convert a SampleResponse for SDKs that read JSON."""
     message = SampleResponse.FromString(payload)
     names = {number: name for name, number in STOP_REASONS.items()}
     document: dict[str, Any] = {
@@ -251,7 +250,7 @@ def samples_as_json(payload: bytes) -> dict[str, Any]:
 
 
 def _put_top(table: Any, rows: Sequence[TopLogprobs], k: int) -> None:
-    """Row by row; a cell without a token is id 0 with the log-probability of an empty cell."""
+    """Write rows; cells without a token get id 0 and `EMPTY_LOGPROB`."""
     token_ids = np.zeros((len(rows), k), dtype="<i4")
     logprobs = np.full((len(rows), k), EMPTY_LOGPROB, dtype="<f4")
     for place, row in enumerate(rows):

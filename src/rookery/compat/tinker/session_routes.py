@@ -1,4 +1,4 @@
-"""HTTP of the SDK: flags, health, models, sessions; samples, and the results of all requests."""
+"""HTTP for the SDK: flags, health, models, sessions, samples, and results of all requests."""
 
 import json
 import logging
@@ -49,14 +49,14 @@ from rookery.service.work import Backend, Refusal, Result, bad, missing
 __all__ = ["fill_gap", "make_sampling_router", "make_session_router"]
 
 
-# Refused requests keep their number, so that the ones behind them are not held up.
+# A refused request keeps its number, so that later ones are not held up.
 #
-# The SDK numbers the requests of a model before it sends them and goes on with the next number
-# after a refusal: without an entry for the refused one, the service would wait for it for ever.
+# The SDK numbers the requests of a model before it sends them, and goes on with the next number
+# after a refusal. Without an entry for the refused one, the service would wait for it forever.
 
 
 HEAD_BYTES = 1024
-"""Of a message: its model and its number are in these."""
+"""Leading bytes of a message that hold its model and number."""
 _PATHS = frozenset(
     f"/api/v1/{name}"
     for name in (
@@ -72,12 +72,12 @@ _PATHS = frozenset(
 
 
 async def fill_gap(request: Request, status: int, sentence: str) -> None:
-    """Give the number of a request that can never be done to its refusal."""
-    if request.url.path not in _PATHS or status in (401, 429, 503):  # of nobody, or sent again
+    """Record the refusal of a request that can never be done under the request's number."""
+    if request.url.path not in _PATHS or status in (401, 429, 503):  # unowned, or resent
         return
     api: RequestContext = request.app.state.api
     raw = await request.body()
-    with suppress(Refusal):  # of another tenant, done before, or too many wait: nothing to fill
+    with suppress(Refusal):  # another tenant's, done before, or too many wait
         tenant = tenant_of(request)
         number = await api.service.reading.in_thread(
             tenant, lambda: _number(raw, request, api.body_bytes), tokens=len(raw)
@@ -92,7 +92,7 @@ async def fill_gap(request: Request, status: int, sentence: str) -> None:
 
 
 def _number(raw: bytes, request: Request, limit_bytes: int) -> tuple[str, int] | None:
-    """The model and the number that a body names; None when it names none."""
+    """Return the model and number that a body names; None if it names none."""
     encoding = request.headers.get("content-encoding", "")
     try:
         if request.headers.get("content-type", "").startswith(PROTOBUF):
@@ -108,15 +108,14 @@ def _number(raw: bytes, request: Request, limit_bytes: int) -> tuple[str, int] |
 
 
 def _first_fields(head: bytes) -> Any:
-    """The message without its data, which may be too large or damaged: model and number come
-    first."""
+    """Parse a message up to its model and number: the data after them may be damaged."""
     size, place = _varint(head, 1)
     _, end = _varint(head, place + size + 1)
     return ForwardBackwardRequest.FromString(head[:end])
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """A number of protobuf, seven bits in a byte, and where it ends."""
+    """Read a protobuf number, seven bits per byte; return it with its end."""
     value, shift = 0, 0
     while data[place] >= 128:
         value |= (data[place] & 127) << shift
@@ -132,8 +131,8 @@ FLAGS = {
     "sample_use_retrieve_futures": True,
     "custom_loss_server_side": True,
 }
-"""What clients are told to do: chunks of 1,024 data, compressed with zstd, one poll for all samples
-of a session, and losses of their own sent as graphs."""
+"""Settings for clients: chunks of 1,024 data, compressed with zstd; one poll for all samples of a
+session; custom losses sent as graphs."""
 DYNAMIC_FLAGS = {
     "refresh_interval_sec": 300,
     "sample_cancel_enabled": True,
@@ -176,7 +175,7 @@ def _add_facts(router: APIRouter, api: RequestContext) -> None:
 
     @router.get("/engines")
     async def engines(_: Tenant) -> dict[str, Any]:
-        """What Rookery's own client must know of each base model."""
+        """Facts about each base model, for Rookery's own client."""
         return {name: _facts(backend) for name, backend in api.service.context.backends.items()}
 
     @router.post("/telemetry")
@@ -284,7 +283,7 @@ def _add_samplers(router: APIRouter, api: RequestContext) -> None:
 
     @router.delete("/samplers/{sampler_id}", status_code=204)
     async def end_sampler(sampler_id: str, tenant: Tenant) -> Response:
-        """Let the weights of a sampling session go; what waits for it fails."""
+        """Drop the weights of a sampling session; its waiting requests fail."""
         ended = EndSampler(sampling_session_id=sampler_id)
         await service.change("end_sampler", tenant, ended)
         return Response(status_code=204)
@@ -295,7 +294,7 @@ def _add_answers(router: APIRouter, api: RequestContext) -> None:
 
     @router.post("/score")
     async def score(body: ScoreBody, tenant: Tenant) -> dict[str, Any]:
-        """Log-probabilities of given tokens and of labels behind them."""
+        """Score given tokens, and labels after them."""
         service.admission.check_rate(tenant)
         sampler = context.state.sampler(tenant, body.sampling_session_id)
         context_tokens = context.backend(sampler.base_model).engine.context_tokens
@@ -319,13 +318,13 @@ def _add_answers(router: APIRouter, api: RequestContext) -> None:
             raise bad("Give sampling_session_id, as create_sampling_session answers it.")
         sampler = context.state.sampler(tenant, body.sampling_session_id)
         num_prompt = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
-        # Before a body that is much too long is written and read again.
+        # Checked before a far too long body is written and read again.
         service.drawing.max_tokens(sampler.base_model, asked=1, num_prompt=num_prompt)
         seq = api.sample_number(body.seq_id)
         data = as_json(body)
         content = Body(data, base_model=sampler.base_model)
         command = api.work("sample", tenant, content, owner=sampler.id, seq=seq)
-        read_draw(context, service.drawing, command)  # refuses what can never be drawn
+        read_draw(context, service.drawing, command)  # refuses samples that can never be drawn
         return await service.accept(command)
 
 
@@ -336,8 +335,7 @@ def _add_results(router: APIRouter, api: RequestContext) -> None:
 
     @router.post("/retrieve_future")
     async def retrieve(body: RetrieveFuture, request: Request, tenant: Tenant) -> Response:
-        """The result when it is there within the poll's time; 408 with the place in the queue
-        when it is not."""
+        """Return the result if it comes within the poll's time; else 408 with its queue place."""
         future = futures.get(body.request_id, tenant=tenant)
         result = await futures.wait(future, limit_s=limit_s)
         if result is None:
@@ -350,7 +348,7 @@ def _add_results(router: APIRouter, api: RequestContext) -> None:
 
     @router.post("/retrieve_futures")
     async def retrieve_many(body: RetrieveFutures, tenant: Tenant) -> dict[str, Any]:
-        """Which samples of a session are finished since the cursor."""
+        """Return the samples of a session that finished since the cursor."""
         sampler = service.context.state.sampler(tenant, body.target.sampling_session_id)
         cursor = _cursor(body.prev_cursor)
         finished, cursor = await futures.finished_since(sampler.id, cursor=cursor, limit_s=limit_s)

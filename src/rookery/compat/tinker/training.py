@@ -1,6 +1,6 @@
-"""forward_backward on the wire: a body -> the trainer's data, loss and options; outputs -> a body.
+"""forward_backward on the wire: body -> the trainer's data, loss and options; outputs -> body.
 
-Results are kept as protobuf; clients of the JSON time get them converted.
+Results are kept as protobuf and converted for SDKs that read JSON.
 
 | loss                | arrays                              | options                    |
 |---------------------|-------------------------------------|----------------------------|
@@ -8,7 +8,7 @@ Results are kept as protobuf; clients of the JSON time get them converted.
 | importance_sampling | target_tokens, logprobs, advantages |                            |
 | ppo, cispo, gspo    | the same                            | clip_low_/_high_threshold  |
 | dro                 | the same                            | beta                       |
-| custom              | target_tokens, and what it reads    | loss_id                    |
+| custom              | target_tokens, and its own inputs   | loss_id                    |
 
 Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are the trainer's clips
 of 0.2 and 0.2.
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """Targets in a row that are tokens of one sample, from `offset` on; "" names no sample."""
+    """Consecutive targets that are tokens of one sample from `offset` on; "" names no sample."""
 
     sequence_id: str
     offset: int
@@ -56,17 +56,17 @@ class TargetSpan:
 
 @dataclass(frozen=True, slots=True)
 class DatumArrays:
-    """One row as it was sent: the tokens read and the arrays of the loss, by name."""
+    """One datum as sent: its tokens, and the arrays of the loss by name."""
 
     tokens: Array
     inputs: Mapping[str, Array]
     target_spans: tuple[TargetSpan, ...] = ()
-    """Where the targets come from; empty when the client does not say."""
+    """Sources of the targets; empty if the client does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCall:
-    """A forward_backward, or a forward, as it was sent."""
+    """A forward_backward or forward as sent."""
 
     model_id: str
     seq_id: int | None
@@ -82,7 +82,7 @@ class TrainCall:
 
 
 def read_train_proto(body: bytes) -> tuple[TrainCall, bytes]:
-    """The call, and its bytes in the one order that equal calls share."""
+    """Return the call, and its bytes in canonical order, which equal calls share."""
     try:
         message = ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -102,8 +102,8 @@ def read_train_proto(body: bytes) -> tuple[TrainCall, bytes]:
 
 
 def read_train_json(document: Any) -> TrainCall | RecordCall:
-    """A body of SDKs up to 0.24, with the input under forward_input or forward_backward_input; or
-    one of Rookery's own client, with a train_request."""
+    """Read a body of SDKs up to 0.24, with the input under forward_input or forward_backward_input,
+    or one of Rookery's own client, with a train_request."""
     if isinstance(document, dict) and "train_request" in document:
         return read_record_call(document)
     forward_only = isinstance(document, dict) and "forward_input" in document
@@ -130,10 +130,10 @@ def read_train_json(document: Any) -> TrainCall | RecordCall:
 def encode_outputs(
     logprobs: Sequence[Array], metrics: Mapping[str, float], *, type_tag: str = ""
 ) -> bytes:
-    """A ForwardBackwardOutput with the log-probabilities of each datum, shaped as its targets."""
+    """Encode a ForwardBackwardOutput with each datum's log-probabilities, shaped as its targets."""
     message = ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     trailing = {array.shape[1:] for array in logprobs}
-    # Data of one trailing shape fit into one record, others need one each.
+    # Data with one trailing shape fit into one record; others need one each.
     records = [logprobs] if len(trailing) <= 1 else [[array] for array in logprobs]
     for arrays in records:
         record = message.loss_fn_outputs.add(type_tag=type_tag, num_datums=len(arrays))
@@ -149,7 +149,7 @@ def encode_outputs(
 
 
 def outputs_as_json(payload: bytes) -> dict[str, Any]:
-    """The same for clients of the JSON time."""
+    """Convert a ForwardBackwardOutput for SDKs that read JSON."""
     message = ForwardBackwardOutput.FromString(payload)
     outputs: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
@@ -217,7 +217,7 @@ def _json_datum(datum: Any, place: int) -> DatumArrays:
 
 
 def _joined(pieces: Sequence[Array]) -> Array:
-    """One after another; ValueError when one is not a plain list."""
+    """Join the pieces; ValueError if one is not a flat list."""
     return np.concatenate([np.zeros(0, dtype="<i4"), *pieces])
 
 
@@ -285,8 +285,7 @@ def train_request(
     context_tokens: int | None,
     custom: Callable[[str], CustomLoss],
 ) -> TrainRequest:
-    """The trainer's request, or a refusal that names the datum and the array. `custom` finds the
-    losses that clients made."""
+    """Build the trainer's request; a refusal names datum and array. `custom` looks up losses."""
     if isinstance(call, RecordCall):
         for place, datum in enumerate(call.request.data):
             _check_length(len(datum.tokens), place=place, context_tokens=context_tokens)
@@ -342,7 +341,7 @@ def _custom_datum(
     targets = _targets(datum, inputs, "custom", place=place, context_tokens=context_tokens)
     read = {name: _take(datum.inputs, name, "custom", place) for name in loss.input_names}
     for array, entry in zip((targets, *read.values()), loss.inputs, strict=True):
-        # A scalar has no shape on the wire, as an array without one.
+        # On the wire, a scalar has no shape, like an array without one.
         if array.ndim != (entry["rank"] or 1) or (not entry["rank"] and array.size != 1):
             raise bad(
                 f"Datum {place}: {entry['name']} has the shape {list(array.shape)}, and the loss "
@@ -362,7 +361,7 @@ def _custom_datum(
 
 
 def output_arrays(request: TrainRequest, output: TrainOutput) -> list[Array]:
-    """The log-probabilities of each datum in the shape of its targets."""
+    """Return the log-probabilities of each datum, in the shape of its targets."""
     arrays = []
     for datum, logprobs in zip(request.data, output.logprobs, strict=True):
         array: Array = np.asarray(logprobs, dtype="<f4")
@@ -375,11 +374,9 @@ def output_arrays(request: TrainRequest, output: TrainOutput) -> list[Array]:
 def output_metrics(
     request: TrainRequest, output: TrainOutput, drawn: Sequence[Array] = ()
 ) -> dict[str, float]:
-    """`name:reduction` as the SDK merges them over chunks; `loss:sum` is always there.
-
-    Also how far sampler and trainer are apart on drawn tokens. Losses of drawn tokens have the
-    sampler's log-probabilities; of the others `drawn` has them, NaN where they are not known.
-    """
+    """Return metrics as `name:reduction`, which the SDK merges over chunks; always with `loss:sum`.
+    Includes the gap between sampler and trainer on drawn tokens. Losses of drawn tokens carry the
+    sampler's log-probabilities; for others, `drawn` has them, NaN where unknown."""
     metrics = {"loss:sum": output.metrics["train/loss_sum"]}
     for key, value in output.metrics.items():
         if key.startswith("custom/"):
@@ -451,7 +448,7 @@ def _targets(
     place: int,
     context_tokens: int | None,
 ) -> Array:
-    """Taken out of the inputs: [T] or [T, K]."""
+    """Take the targets out of the inputs: [T] or [T, K]."""
     num_tokens = len(datum.tokens)
     _check_length(num_tokens, place=place, context_tokens=context_tokens)
     targets = _take(inputs, "target_tokens", loss, place)
@@ -472,7 +469,7 @@ def _check_length(num_tokens: int, *, place: int, context_tokens: int | None) ->
 
 
 def _positions(targets: Array) -> tuple[int, ...]:
-    """Of each target: the row that it is in."""
+    """Return the row of each target."""
     num_rows = len(targets)
     return tuple(np.repeat(np.arange(num_rows), targets.size // max(num_rows, 1)).tolist())
 
@@ -489,7 +486,7 @@ def _columns(inputs: dict[str, Array], loss: str, targets: Array, place: int) ->
     advantages = _column(inputs, "advantages", loss, targets, place)
     weights = np.ones(targets.shape, dtype="<f4")
     if loss == "gspo":
-        # A sequence's ratio is the mean over its drawn tokens; the prompt has no part in it.
+        # A sequence's ratio is the mean over its drawn tokens, without the prompt.
         drawn = inputs.pop("sequence_ratio_mask", None)
         weights = (advantages != 0 if drawn is None else drawn != 0).astype("<f4")
     return {"weights": weights, "sampled_logprobs": sampled, "advantages": advantages}

@@ -1,4 +1,4 @@
-"""HTTP of the SDK: training, saving and loading; what is kept, with downloads and stored chats."""
+"""HTTP for the SDK: training, saving and loading; checkpoints, downloads and stored chats."""
 
 import asyncio
 import hashlib
@@ -117,14 +117,14 @@ def _add_models(router: APIRouter, api: RequestContext) -> None:
 def _add_losses(router: APIRouter, api: RequestContext) -> None:
     @router.post("/check_loss", status_code=204)
     async def check_loss(body: CheckLoss, tenant: Tenant) -> Response:
-        """Whether the trainer has a loss with these options."""
+        """Check that the trainer has a loss with these options."""
         api.service.admission.check_rate(tenant)
         await _check_loss(api, body.loss, body.options)
         return Response(status_code=204)
 
     @router.post("/create_custom_loss")
     async def create_custom_loss(body: CreateCustomLoss, tenant: Tenant) -> dict[str, Any]:
-        """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
+        """Create a custom loss from a graph of tensor operations that the trainer runs."""
         api.service.admission.check_rate(tenant)
         api.service.context.state.session(tenant, body.session_id)
         api.service.admission.check_losses(tenant)
@@ -138,7 +138,7 @@ def _add_gradients(router: APIRouter, api: RequestContext) -> None:
     @router.post("/forward_backward")
     @router.post("/forward", include_in_schema=False)
     async def forward_backward(request: Request, tenant: Tenant) -> dict[str, Any]:
-        """Gradients (or, with forward_only, none) of a model on data: protobuf or JSON."""
+        """Compute gradients (none with forward_only) of a model on data: protobuf or JSON."""
         api.service.admission.check_rate(tenant)
         raw = await request.body()
         encoding = request.headers.get("content-encoding", "")
@@ -208,7 +208,6 @@ def _add_weights(router: APIRouter, api: RequestContext) -> None:
 
 
 async def _accept(api: RequestContext, kind: str, tenant: str, body: BaseModel) -> dict[str, Any]:
-    """A JSON request of a model, in its turn."""
     api.service.admission.check_rate(tenant)
     fields = body.model_dump(include={"model_id", "seq_id"})
     model: Model = api.service.context.state.model(tenant, fields["model_id"])
@@ -238,7 +237,7 @@ def _read(body: bytes, *, is_proto: bool) -> tuple[TrainCall | RecordCall, Body]
 
 
 URL_S = 3600
-"""How long a download link is good for."""
+"""Lifetime of a download link, in seconds."""
 _TYPES = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -339,7 +338,7 @@ def _add_downloads(router: APIRouter, api: RequestContext, links: "Links") -> No
     async def archive(
         run_id: str, kind: str, name: str, request: Request, tenant: Tenant
     ) -> Response:
-        """SDKs up to 0.35 ask for a tar this way."""
+        """SDKs up to 0.35 request a tar this way."""
         checkpoint = find(tenant, run_id, kind, name)
         expires = int(time.time()) + URL_S
         token = links.sign(checkpoint.blob, expires)
@@ -367,7 +366,7 @@ def _add_downloads(router: APIRouter, api: RequestContext, links: "Links") -> No
 
 
 class Links:
-    """Download links that name a blob, good for a while, without a key: `DIGEST-EXPIRES-SIGN`."""
+    """Signed download links to a blob, valid for a while without a key: `DIGEST-EXPIRES-SIGN`."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -376,12 +375,12 @@ class Links:
         return f"{blob}-{expires}-{self._signature(blob, str(expires))}"
 
     def blob(self, token: str) -> str:
-        """The digest of a link that is still good."""
+        """Return the digest of a valid link."""
         parts = token.split("-")
         is_real = len(parts) == 3 and hmac.compare_digest(
             parts[2].encode(), self._signature(parts[0], parts[1]).encode()
         )
-        if not is_real or int(parts[1]) < time.time():  # signed: a number
+        if not is_real or int(parts[1]) < time.time():  # signed, so it is a number
             raise Refusal(404, "This download link has expired: ask for a new one.")
         return parts[0]
 
@@ -390,12 +389,12 @@ class Links:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All files by their names: the disk is never asked for a name that a client sent."""
+    """Return all files by name: names from clients never reach the disk."""
     return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
 
 
 def _archive(folder: Path) -> Path:
-    """A tar of the folder in a new file, which the caller removes."""
+    """Write a tar of the folder to a new file, which the caller removes."""
     handle, name = tempfile.mkstemp(suffix=".tar")
     os.close(handle)
     try:
@@ -413,7 +412,7 @@ def _path(run_id: str, kind: str, name: str) -> str:
 
 
 def _last_checkpoints(api: RequestContext, tenant: str) -> dict[tuple[str, str], Checkpoint]:
-    """The newest of every model and kind."""
+    """Return the newest checkpoint of every model and kind."""
     newest_first = api.state.own_checkpoints(tenant, now=api.now())
     return {(one.model_id, one.kind): one for one in reversed(newest_first)}
 
@@ -466,7 +465,7 @@ def _add_sequences(router: APIRouter, api: RequestContext) -> None:
 
     @router.get("/sequences/{sequence_id}")
     async def sequence(sequence_id: str, tenant: Tenant) -> dict[str, Any]:
-        """The turn, and `datum`: its arrays as forward_backward takes them."""
+        """Return the turn, with its arrays for forward_backward in `datum`."""
         stored = api.state.sequence(tenant, sequence_id)
         return {**asdict(stored), "datum": stored.datum()}
 

@@ -1,3 +1,3 @@
-"""New base weights for running servers."""
+"""Bridges bring a trainer's new weights to running servers."""
 
 __all__: list[str] = []

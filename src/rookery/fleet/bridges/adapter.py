@@ -1,7 +1,7 @@
 """The `slot` and `adapter` bridges: an adapter in training, published under a new name each time.
 
-With `slot` a server takes it from memory into an idle slot of its own (see `vllm_plugin`); with
-`adapter` it reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
+With `slot`, a server reads it from memory into an idle slot (see `vllm_plugin`); with `adapter`, it
+reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
 """
 
 import json
@@ -33,14 +33,14 @@ from rookery.types import Weights
 
 __all__ = ["AdapterBridge", "CopyBridge", "FolderBridge"]
 
-# The `copy` bridge: the trainer's weights go to the servers of this machine through memory.
+# The `copy` bridge: the trainer's weights reach the servers of this machine through memory.
 #
-# vLLM loads them as it loads a model folder, so that every layout is served: weights spread over
-# several workers, quantised ones, experts.
+# vLLM loads them like a model folder, so that it serves every layout: weights spread over several
+# workers, quantised weights, experts.
 
 
 class CopyBridge:
-    """Gives whole models to servers that have the worker extension."""
+    """Gives whole models to servers with the worker extension."""
 
     def __init__(self, fleet: Fleet, *, canary: Canary) -> None:
         self._fleet = fleet
@@ -48,10 +48,10 @@ class CopyBridge:
         self._file: SharedFile | None = None
 
     async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
-        """Serve these weights in place of the base model; `logprobs` computes with them."""
+        """Serve these weights as the base model; `logprobs` computes with them."""
         ref = ModelRef(name=weights.name, version=weights.version)
         async with self._fleet.updating(), self._update.lock:
-            # Not before: a server that is started again meanwhile is given what is there.
+            # Under the lock: a server that restarts meanwhile is given this file.
             manifest = await run_in_thread(self._write, weights)
 
             async def give(replica: Replica) -> None:
@@ -62,8 +62,8 @@ class CopyBridge:
         return self._fleet.base
 
     def _write(self, weights: ModelWeights) -> str:
-        """The manifest of a file that holds them. The file is kept for the next ones, and for a
-        server that is started again."""
+        """Write the weights to a file and return its manifest. The file is reused for later
+        weights, and kept for servers that restart."""
         tensors: dict[str, torch.Tensor] = dict(weights.tensors)
         manifest: dict[str, Any] = lay_out(tensors)
         if self._file is None or self._file.memory.numel() != manifest["bytes"]:
@@ -73,11 +73,11 @@ class CopyBridge:
         return json.dumps(manifest | {"path": self._file.path})
 
 
-# Whole models by way of a folder: `reload` and `restart` differ in what a server does with it.
+# Whole models through a folder: `reload` and `restart` differ in what a server does with it.
 
 
 WriteFolder = Callable[[Path, Mapping[str, "torch.Tensor"]], None]
-"""Writes a new folder that vLLM can be started on."""
+"""Writes a new folder that vLLM can load."""
 
 
 class FolderBridge:
@@ -92,7 +92,7 @@ class FolderBridge:
         folder: Path,
         give_from: Callable[[Path], Give],
     ) -> None:
-        """`folder` has room for two models: the newest stays for servers that are started again."""
+        """`folder` needs room for two models: the newest stays for servers that restart."""
         self._fleet = fleet
         self._update = BaseUpdate(fleet, canary)
         self._write = write
@@ -101,7 +101,7 @@ class FolderBridge:
         self._newest: Path | None = None
 
     async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
-        """Serve these weights in place of the base model; `logprobs` computes with them."""
+        """Serve these weights as the base model; `logprobs` computes with them."""
         folder = self._folder / f"served-{weights.version}"
         if folder != self._newest:
             await run_in_thread(self._write_new, folder, weights)
@@ -129,27 +129,24 @@ class _Newest:
 
 
 class AdapterBridge:
-    """A Publisher: every server shows that it has the new weights before the old ones are retired.
+    """A Publisher: every server proves that it has the new weights before the old ones are retired.
 
-    Publications of one name follow one another: await one before the next. Those of several names
-    are made side by side.
+    Await one publication of a name before the next; publications of several names run concurrently.
     """
 
     def __init__(self, fleet: Fleet, *, canary: Canary, logprobs: Logprobs | None = None) -> None:
-        """`logprobs` computes with the weights that `publish` is given next."""
+        """`logprobs` computes with the weights of the next `publish`."""
         self._fleet = fleet
         self._canary = canary
         self._logprobs = logprobs
         self._published: dict[str, ModelRef] = {}
         self._newest: dict[str, _Newest] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """By name: takes the version before the newest from the servers; ends before the next
-        comes."""
+        """Tasks that unload the version before the newest, by name; awaited before the next."""
         self._lock = asyncio.Lock()
-        """Held while a server that came back shows what it has."""
+        """Held while a restarted server proves what it has."""
         self._num_showing = 0
-        """Publications that servers show right now: one that comes back meanwhile waits for them
-        and shows the next."""
+        """Publications being proved now, for which a server that comes back waits."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         for replica in fleet.pool.replicas:
@@ -160,28 +157,28 @@ class AdapterBridge:
         return await self.publish_with(weights, self._logprobs)
 
     async def publish_with(self, weights: Weights, logprobs: Logprobs) -> ModelRef:
-        """`publish`, where `logprobs` computes with these weights."""
+        """Run `publish` with a `logprobs` that computes with these weights."""
         adapter = require_adapter(weights)
         await self._retire_leaving(weights.name)
         async with task_group() as group:
-            # The trainer computes while the adapter is handed over.
+            # The trainer computes while the adapter is sent.
             computing = group.create_task(self._compute(logprobs))
             ref = await self._fleet.load(adapter)
             try:
                 async with self._showing():
                     await self._prove(ref, computing)
-            except BaseException:  # whatever it was: nobody will name this version
+            except BaseException:  # on any failure nobody will name this version
                 await self._fleet.unload(ref)
                 raise
         before = self._published.get(weights.name)
         self._published[weights.name] = ref
         if before is not None:
             self._leaving[weights.name] = asyncio.create_task(self._fleet.unload(before))
-            await asyncio.sleep(0)  # it is refused from here on
+            await asyncio.sleep(0)  # now the old version is refused
         return ref
 
     async def _prove(self, ref: ModelRef, computing: asyncio.Task[Sequence[float]]) -> None:
-        """Every server that is up shows that it computes with this version, as the trainer does."""
+        """Prove that every running server computes with this version as the trainer does."""
         replicas = self._fleet.pool.replicas
         async with task_group() as group:
             reading = [group.create_task(self._read_if_open(r, ref)) for r in replicas]
@@ -193,7 +190,7 @@ class AdapterBridge:
 
     @asynccontextmanager
     async def _showing(self) -> AsyncIterator[None]:
-        """Several at a time, and none while a server comes back."""
+        """Run several proofs at a time, but none while a restarted server is checked."""
         async with self._lock:
             self._num_showing += 1
             self._is_idle.clear()
@@ -208,14 +205,14 @@ class AdapterBridge:
         return await logprobs(self._canary)
 
     async def _retire_leaving(self, name: str) -> None:
-        """The version before the last one leaves the servers while the last one is used."""
+        """Wait until the version before the last one has left the servers."""
         leaving = self._leaving.pop(name, None)
         if leaving is not None:
             await asyncio.wait([leaving])
             leaving.result()
 
     async def _read_if_open(self, replica: Replica, ref: ModelRef) -> CanaryRead | None:
-        """None: it shows it when it is back, before it takes requests."""
+        """Return the reading of a running server; None if it must prove the version later."""
         replica.proof.withdraw()
         if not replica.load.is_open:
             return None
@@ -230,7 +227,7 @@ class AdapterBridge:
         return CanaryRead(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
 
     async def _renew(self, replica: Replica) -> None:
-        """A server that is back shows that it computes with the newest versions."""
+        """Let a restarted server take requests once it computes with the newest versions."""
         async with self._lock:
             await self._is_idle.wait()
             try:

@@ -9,11 +9,11 @@
 
 | stage   | what happens                                                               |
 |---------|----------------------------------------------------------------------------|
-| pause   | no call is sent; what is in flight is kept where it is, caches are emptied |
-| ask     | the canary waits at each server                                            |
-| change  | the trainer writes its memory, which is the servers'                       |
-| resume  | what was in flight goes on, and the canary is read, with the new weights   |
-| prove   | each server has shown that it has them, and takes calls again              |
+| pause   | no call is sent; calls in flight are kept at the servers, caches emptied   |
+| ask     | the canary is sent to each server and waits there                          |
+| change  | the trainer writes the memory that it shares with the servers              |
+| resume  | calls in flight and the canary continue with the new weights               |
+| prove   | each server whose canary is right takes calls again                        |
 """
 
 import asyncio
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# A server's own weights by the names of the model's folder: views, no copies.
+# Views of a server's own weights by their names in the model's folder, without copies.
 #
 # | in the folder               | on the server          | view                                    |
 # |-----------------------------|------------------------|-----------------------------------------|
@@ -62,8 +62,8 @@ Shapes = Mapping[str, Sequence[int]]
 def alias_weights(
     served: Mapping[str, "torch.Tensor"], packed: Mapping[str, Sequence[str]], shapes: Shapes
 ) -> dict[str, "torch.Tensor"]:
-    """A view for each name in `shapes`. FleetError names a weight that has none, and one of the
-    server that no view covers: it would stay as it is."""
+    """Return a view for each name in `shapes`. FleetError if a weight has no view, or if no view
+    covers one of the server's weights, which would never change."""
     views = {name: _view(name, served, packed, shapes) for name in shapes}
     covered = {view.untyped_storage().data_ptr() + _begin(view) for view in views.values()}
     for name, tensor in served.items():
@@ -76,8 +76,7 @@ def alias_weights(
 
 
 def fused_name(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str]] | None:
-    """The server's name of the layer that this weight is a part of, with all its parts; None when
-    it is a layer of its own."""
+    """Return the server's name of this weight's fused layer with its parts; None if unfused."""
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     for fused, parts in packed.items():
@@ -127,11 +126,11 @@ def _begin(tensor: "torch.Tensor") -> int:
 
 
 UNFINISHED = "unfinished"
-"""Of weights that are being written for the first time."""
+"""Version of weights that are being written for the first time."""
 
 
 class SharedBase:
-    """The memory of a fleet's base model, seen from this process."""
+    """Memory of a fleet's base model, mapped into this process."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self._packed: Mapping[str, Sequence[str]] = manifest["packed"]
@@ -149,15 +148,15 @@ class SharedBase:
             else:
                 self.served = open_tensors(manifest)
         self.views: Mapping[str, torch.Tensor] = {}
-        """What `find` has found."""
+        """Result of the last `find`."""
 
     def find(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, "torch.Tensor"]:
-        """The weights of the model's folder by their names there, as views."""
+        """Return views of the weights by their names in the model's folder."""
         self.views = alias_weights(self.served, self._packed, shapes)
         return self.views
 
     def sums(self) -> dict[str, int]:
-        """What a server's weights must add up to, by its own names."""
+        """Return the expected bit sums of a server's weights, by its own names."""
         totals: dict[str, int] = {}
         for name, weight in self.views.items():
             fused = None if name in self.served else fused_name(name, self._packed)
@@ -167,9 +166,9 @@ class SharedBase:
 
 
 async def share_base(fleet: Fleet) -> SharedBase:
-    """Have all servers compute with one memory, and open it here; FleetError says why not."""
+    """Have all servers compute with one memory, and map it here; FleetError says why not."""
     first, *others = fleet.pool.replicas
-    await first.client.post("/resume", b"")  # a trainer that was killed may have paused it
+    await first.client.post("/resume", b"")  # A killed trainer may have paused it.
     shared = SharedBase(await _share(first, source=""))
     if shared.file is None and others:
         raise FleetError(
@@ -184,7 +183,7 @@ async def share_base(fleet: Fleet) -> SharedBase:
 
 
 async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
-    what = f"{replica.url} does not share its weights"
+    problem = f"{replica.url} does not share its weights"
     remedy = (
         "Start it here (launch, or `rookery fleet up`) with live_weights: true, or write bridge: "
         "reload."
@@ -192,16 +191,16 @@ async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
     try:
         manifests = await replica.client.call_workers("rookery_share", source=source)
     except FleetError as error:
-        raise FleetError(f"{what}: {error} {remedy}") from error
+        raise FleetError(f"{problem}: {error} {remedy}") from error
     refusals = [m["refusal"] for m in manifests if "refusal" in m]
     if refusals:
-        raise FleetError(f"{what}: {refusals[0]}. Write bridge: copy.")
+        raise FleetError(f"{problem}: {refusals[0]}. Write bridge: copy.")
     manifest: Mapping[str, Any] = manifests[0]
     return manifest
 
 
 class AliasBridge:
-    """What a trainer needs of an engine that shares its memory."""
+    """Changes the base weights in the memory that trainer and servers share."""
 
     def __init__(
         self, fleet: Fleet, shared: SharedBase, *, canary: Canary, logprobs: Logprobs
@@ -211,13 +210,13 @@ class AliasBridge:
         self._shared = shared
         self._canary = canary
         self._logprobs = logprobs
-        has_weights = shared.file is not None  # a GPU's memory goes with the server
+        has_weights = shared.file is not None  # A GPU's memory goes with the server.
         self._update = BaseUpdate(fleet, canary, explain=self._explain, can_renew=has_weights)
 
     @asynccontextmanager
     async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
-        """The weights may change inside the block; it is given what names them anew. After it all
-        servers are proved to have them."""
+        """Pause the servers inside the block, which may change the weights and names them by the
+        function it is given. At the end all servers must prove that they have them."""
         named = [self._fleet.base]
         replicas = self._fleet.pool.replicas
         async with self._update.lock:
@@ -226,12 +225,12 @@ class AliasBridge:
                 yield named.append
                 give = partial(self._name_and_resume, named[-1])
                 await self._update.publish(give, self._logprobs, named[-1], again=self._attach)
-            except BaseException:  # weights may have changed in part: the servers stay out
+            except BaseException:  # Weights may have changed in part: the servers stay out.
                 await run_to_end(self._give_up(replicas))
                 raise
 
     async def _give_up(self, replicas: Sequence[Replica]) -> None:
-        """What waits at the servers, of others too, goes on."""
+        """Resume what waits at the servers, including other clients' requests."""
         await self._update.forget_asked()
         await resume_all(replicas)
 
@@ -243,19 +242,18 @@ class AliasBridge:
                 await replica.mark(UNFINISHED)
             await self._update.ask_ahead(replica)
         except RookeryError as error:
-            # It computes nothing, or is looked after when it is back.
+            # It computes nothing now, or is checked when it is back.
             replica.exclude(f"{replica.url} could not be paused for new weights: {error}")
 
     async def _name_and_resume(self, ref: ModelRef, replica: Replica) -> None:
-        """What goes on can then say which weights drew which of its tokens."""
+        """Name the weights first, so that resumed requests report which weights drew a token."""
         try:
             await self._update.name(replica, ref)
         finally:
             await resume(replica)
 
     async def _attach(self, replica: Replica) -> None:
-        """A server that was started again computes with the memory that is still here. It may have
-        been paused since."""
+        """Attach a restarted server to the memory here; it may have been paused since."""
         if self._shared.file is None:
             raise FleetError(
                 f"{replica.url} was started again, and the weights went with the memory of its "
@@ -276,25 +274,24 @@ if TYPE_CHECKING:
     import torch
 
 
-# The `merge` bridge: an adapter in training is added to the weights that a server computes with.
+# The `merge` bridge: adds an adapter in training to the weights that a server computes with.
 #
-#     bridge = MergeBridge(fleet, shared, base=base, served=served, canary=canary,
-# logprobs=logprobs)
+#     bridge = MergeBridge(fleet, shared, base=base, served=served, canary=canary, logprobs=read)
 #     ref = await bridge.publish(adapter)         # the base model is W + scale * B A from here on
 #
-# The server has one policy and no others: nothing pays for kernels that hold many adapters apart.
-# Sums are made in float32 and rounded once to the server's type, so that the server differs from
-# base and adapter computed apart by the rounding of its weights.
+# The server has one policy and no others, so no kernels for several adapters are needed. Sums are
+# made in float32 and rounded once to the server's type: the server differs from base and adapter
+# computed apart by the rounding of its weights.
 
 
 Linears = Mapping[str, "torch.Tensor"]
-"""Weights of linear layers, by the layers' names."""
+"""Weights of linear layers, by layer name."""
 Expected = Callable[[Adapter], Awaitable[Sequence[float]]]
-"""What base and adapter, computed apart, say after the canary's text."""
+"""Returns the log-probabilities of base and adapter, computed apart, after the canary's text."""
 
 
 class MergeBridge:
-    """A Publisher. An adapter without factors is the base model itself."""
+    """A Publisher. An adapter without factors stands for the base model."""
 
     def __init__(
         self,
@@ -312,7 +309,7 @@ class MergeBridge:
         self._logprobs = logprobs
         self._adapter: Adapter | None = None
         self._changed = frozenset(served)
-        """Layers that may differ from the base model: all of a server that ran before."""
+        """Layers that may differ from the base model; at first all, as an earlier run may have."""
         self._alias = AliasBridge(fleet, shared, canary=canary, logprobs=self._expected)
 
     async def publish(self, weights: Weights) -> ModelRef:

@@ -1,13 +1,13 @@
-"""New base weights for running servers: from a transformers model, checked afterwards.
+"""Loads new base weights into running servers from a transformers model, and checks them.
 
     await update_weights(fleet, model)
     fleet.base                      # ModelRef("base", "Qwen/Qwen3-8B+9c1f03ab77e2d415")
 
-The model is saved in shared memory, or in `adapter_folder` where there is one; every server loads
-it in place, prefix caches are reset. Then the log-probabilities of a few tokens are compared with
-the model's own, as a server can answer "done" and still compute with old weights. A server takes
-requests again only after that; one that failed, or is started again later, takes none until an
-update succeeds there.
+The model is saved in shared memory, or in `adapter_folder` if set. Every server loads it in place
+and resets its prefix cache. Then the log-probabilities of a few tokens are compared with the
+model's own, as a server can answer "done" and still compute with old weights. A server takes
+requests again only after that. If it failed or restarts later, it takes none until an update
+succeeds there.
 """
 
 import asyncio
@@ -42,12 +42,11 @@ __all__ = [
     "update_weights",
 ]
 
-# The `restart` bridge: servers of our own are started again on a folder. The slowest one, which
-# needs nothing of a server.
+# The `restart` bridge: restarts our own servers on a folder. Slowest, but always possible.
 
 
 def require_own_servers(fleet: Fleet) -> None:
-    """FleetError unless this process has started all servers."""
+    """FleetError unless this process started all servers."""
     if any(replica.local is None for replica in fleet.pool.replicas):
         raise FleetError(
             "restart is for servers that are started here, and the fleet has some by URL: write "
@@ -56,7 +55,7 @@ def require_own_servers(fleet: Fleet) -> None:
 
 
 def restart_on(folder: Path) -> Give:
-    """Have a server serve the model in a folder, under the name it had."""
+    """Return a `Give` that restarts a server on the model in a folder, under its old name."""
 
     async def give(replica: Replica) -> None:
         assert replica.local is not None, "require_own_servers was called"
@@ -72,7 +71,7 @@ INSTALL = "pip install 'rookery[vllm]'"
 
 
 def reload_from(folder: Path) -> Give:
-    """Have a server load the weights in a folder."""
+    """Return a `Give` that makes a server load the weights in a folder."""
 
     async def give(replica: Replica) -> None:
         await replica.client.call_workers("reload_weights", weights_path=str(folder))
@@ -84,12 +83,12 @@ def reload_from(folder: Path) -> Give:
 async def update_weights(
     fleet: Fleet, model: Model, *, give_from: Callable[[Path], Give] = reload_from
 ) -> float:
-    """Give all servers the weights; the largest difference seen afterwards, in nats.
+    """Give all servers the weights; return the largest difference seen afterwards, in nats.
 
-    `give_from` brings the weights in a folder to a server. By default the server reads it.
-    Requests in flight are waited for, those that come meanwhile wait. `fleet.base` is a new version
-    then, and requests that name the old one are refused. FleetError when a server failed that took
-    requests before: the others go on with the new weights.
+    `give_from` brings the weights in a folder to a server; by default the server reads it. The
+    update waits for requests in flight, and new requests wait for its end. Then `fleet.base` is a
+    new version, and requests for the old one are refused. FleetError if a server failed that took
+    requests before; the others go on with the new weights.
     """
     if give_from is reload_from:
         require_updates(fleet)
@@ -127,7 +126,7 @@ async def _refuse(replica: Replica) -> None:
 
 
 def require_updates(fleet: Fleet) -> None:
-    """FleetError unless every server takes new weights."""
+    """FleetError unless every server accepts new weights."""
     for replica in fleet.pool.replicas:
         if not replica.capabilities.has_worker_calls:
             raise FleetError(
@@ -137,7 +136,7 @@ def require_updates(fleet: Fleet) -> None:
 
 
 def sees_folder(fleet: Fleet, replica: Replica) -> bool:
-    """Whether a server sees the files that `update_weights` writes."""
+    """True if a server sees the files that `update_weights` writes."""
     return fleet.config.adapter_folder is not None or is_local(replica.url)
 
 
@@ -152,7 +151,7 @@ def require_seen_folder(fleet: Fleet) -> None:
 
 
 def require_torch(device: str) -> None:
-    """ImportError unless weights can be made here, RuntimeError unless the device is here."""
+    """ImportError without torch, RuntimeError if the device is not available."""
     try:
         import torch
     except ImportError as error:
@@ -169,7 +168,7 @@ def _save(model: Model, folder: Path) -> str:
 
 
 def _digest(folder: Path) -> str:
-    """16 hex characters over the weight files."""
+    """Return 16 hex characters over the weight files."""
     files = sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:
         digests = pool.map(_file_digest, files)
@@ -188,13 +187,13 @@ def _is_float32(model: Model) -> bool:
 
 
 def _vocab_size(model: Model) -> int:
-    """As its config tells, else what every vocabulary has."""
+    """Return the size in the model's config, else the smallest that every vocabulary has."""
     size: int = getattr(getattr(model, "config", None), "vocab_size", SMALLEST_VOCABULARY)
     return size
 
 
 def _logprobs(model: Model, canary: Canary) -> list[float]:
-    """The model's own log-probabilities of the canary, without dropout as on a server."""
+    """Return the model's log-probabilities of the canary, without dropout as on a server."""
     import torch
 
     device = next(model.parameters()).device

@@ -1,12 +1,12 @@
-"""New base weights for a server on another machine: vLLM's own weight transfer.
+"""Sends new base weights to a server on another machine by vLLM's own weight transfer.
 
     transfer = await open_transfer(replica, port=51216, device="cuda")
     await update_weights(fleet, model, give_from=transfer.send_from)
     await transfer.close()
 
-Which weights come is said over HTTP, the weights themselves go through a group of processes: this
-one is the first, the server's workers are the others. They meet at `port` of this machine. With
-NCCL, the only such group that vLLM has between machines, both sides need a GPU and vLLM.
+HTTP announces the weights; the weights themselves go through a group of processes: this one is the
+first, the server's workers are the others. They meet at `port` of this machine. Between machines
+vLLM supports only NCCL groups, for which both sides need a GPU and vLLM.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ __all__ = ["Meeting", "TransferGroup", "WeightTransfer", "open_transfer"]
 INIT, CLOSE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 CLOSE_S = 5.0
-"""A server that hangs must not keep a program from ending."""
+"""Longest wait for a server to leave the group, so that a hanging one cannot block the exit."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the processes of a group meet, this one first, and how many they are."""
+    """Where the processes of a group meet, and how many they are; this one is the first."""
 
     address: str
     port: int
@@ -50,7 +50,7 @@ class Meeting:
 
 
 class TransferGroup(Protocol):
-    """This process's end. Both calls wait for the others."""
+    """This process's end of the group. Both calls wait for the other processes."""
 
     def broadcast(self, tensor: "torch.Tensor") -> None: ...
 
@@ -63,7 +63,7 @@ Join = Callable[[Meeting], TransferGroup]
 async def open_transfer(
     replica: Replica, *, port: int, device: str, join: Join | None = None
 ) -> "WeightTransfer":
-    """Form a group with a server's workers. FleetError when it does not take part."""
+    """Form a group with a server's workers; FleetError if the server does not take part."""
     await _require_transfer(replica)
     answer = await replica.client.get("/get_world_size")
     meeting = Meeting(
@@ -90,13 +90,13 @@ class WeightTransfer:
         self._group = group
 
     def send_from(self, folder: Path) -> Give:
-        """Send the server the weights of a model folder."""
+        """Return a `Give` that sends a server the weights of a model folder."""
 
         async def give(replica: Replica) -> None:
             info = await asyncio.to_thread(_describe, folder)
-            # What others have in flight must not meet weights that are half there.
+            # Requests of other clients must not meet weights that are partly written.
             async with paused([replica] if PAUSE_ROUTE in replica.capabilities.routes else []):
-                # The first is for versions that can also take weights as they lie in memory.
+                # Versions that also take weights in their memory layout need the flag.
                 await _post(replica, START, {"is_checkpoint_format": True})
                 send = partial(self._broadcast, folder)
                 await _beside(replica, UPDATE, {"update_info": info}, send)
@@ -106,7 +106,7 @@ class WeightTransfer:
         return give
 
     async def close(self) -> None:
-        """Leave the group; the server is told, where it can be."""
+        """Leave the group, and tell the server if it can be reached."""
         with suppress(FleetError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 if CLOSE in self._replica.capabilities.routes:
@@ -119,7 +119,7 @@ class WeightTransfer:
 
 
 def join_nccl(meeting: Meeting) -> TransferGroup:
-    """The group that vLLM's `nccl` backend waits for."""
+    """Join the group that vLLM's `nccl` backend waits for."""
     try:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -147,7 +147,7 @@ class _NcclGroup:
         stream = torch.cuda.current_stream(self._device)
         sent = tensor.to(self._device)
         self._communicator.broadcast(sent, src=0, stream=stream)
-        stream.synchronize()  # `sent` is not freed before
+        stream.synchronize()  # `sent` must not be freed before
 
     def close(self) -> None:
         self._communicator.destroy()
@@ -175,8 +175,7 @@ async def _post(replica: Replica, path: str, document: Mapping[str, Any]) -> Non
 async def _beside(
     replica: Replica, path: str, document: Mapping[str, Any], work: Callable[[], Result]
 ) -> Result:
-    """What `work` returns, which this process does while the server does its part, for which it is
-    asked."""
+    """Run `work` in this process while the server does its part of `path`; return its result."""
     limit_s = replica.client.config.request_s
     request = asyncio.create_task(_post(replica, path, document))
     done = _in_thread(work)
@@ -193,7 +192,7 @@ async def _beside(
 
 
 def _in_thread(work: Callable[[], Result]) -> "asyncio.Future[Result]":
-    """Run what may wait for other processes in vain: its thread does not keep the program."""
+    """Run `work` in a daemon thread: if it waits forever, the program can still end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -214,7 +213,7 @@ def _in_thread(work: Callable[[], Result]) -> "asyncio.Future[Result]":
 
 
 def _own_address(url: str) -> str:
-    """This machine's address on the way to a server."""
+    """Return this machine's address on the route to a server."""
     parts = urlsplit(url)
     addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, target = addresses[0]
@@ -224,7 +223,7 @@ def _own_address(url: str) -> str:
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """By the names that vLLM knows from such folders."""
+    """Yield the tensors by their names in the folder, which vLLM knows."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
@@ -232,7 +231,7 @@ def _weights(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
 
 
 def _describe(folder: Path) -> dict[str, list[Any]]:
-    """What the server must expect, in order."""
+    """Return names, dtypes and shapes that the server must expect, in order."""
     rows = [
         (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name, tensor in _weights(folder)

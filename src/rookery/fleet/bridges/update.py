@@ -4,9 +4,9 @@
     async with update.lock:
         await update.publish(give, logprobs, ref, again=give)
 
-`give` puts the weights into one server. A server that fails takes no requests; one that is lost, or
-started again later, is given the newest weights when it is back, and takes requests when it has
-shown that it has them.
+`give` puts the weights into one server. A server that fails takes no requests. A server that is
+lost or restarts later gets the newest weights when it is back, and takes requests after it has
+proved that it has them.
 """
 
 import asyncio
@@ -44,53 +44,52 @@ __all__ = [
 ]
 
 
-# The proof that a server computes with the weights it was given: log-probabilities after a fixed
-# text under the trainer's weights and under the server's must agree.
+# The proof that a server computes with the weights it was given: the log-probabilities after a
+# fixed text must agree between trainer and server.
 #
 #     canary = Canary.of(fleet.capabilities, is_float32=True)
-#     expected = await logprobs(canary)                             # by whoever has the weights
-#     found = await canary.read(replica, ref)                       # one prompt, one token
-#     canary.is_far(found, expected), canary.gap(found, expected)   # in nats
+#     expected = await logprobs(canary)                            # computed by the trainer
+#     read = await canary.read(replica, ref)                       # one prompt, one token
+#     canary.is_far(read, expected), canary.gap(read, expected)    # in nats
 #
-# The text is longer than two blocks of the prefix cache and the same every time: a server that
-# still has keys and values of older weights shows it.
+# The text is longer than two blocks of the prefix cache and always the same, so that a server that
+# still has keys and values of older weights is found out.
 
 
 _NUM_IDS = 9
 SMALLEST_VOCABULARY = 1 + _NUM_IDS
-"""Tokens that every vocabulary has."""
+"""Smallest vocabulary size that the canary supports."""
 _NUM_AFTER = 7
 """Tokens after the two blocks: they are computed anew when the blocks are cached."""
 _FLOAT32_NATS = 1e-3
-"""Between two programs that compute in float32; they differ by 1e-5."""
+"""Limit between two programs in float32, which differ by 1e-5."""
 _HALF_NATS = 0.5
-"""Between two programs that compute in half precision: one rounded logit of the likeliest token
-moves all log-probabilities alike, of SmolLM2 in bfloat16 by up to 0.25."""
+"""Limit between two programs in half precision. One rounded logit of the likeliest token moves all
+log-probabilities alike: by up to 0.25 for SmolLM2 in bfloat16."""
 _PLAIN_NATS = 8.0
-"""bfloat16 rounds logits of this size by 0.03."""
+"""Size of a logit that bfloat16 rounds by 0.03."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A text, the tokens whose log-probabilities after it are compared, and how much they may
-    differ.
+    """A text, the tokens compared after it, and how far their log-probabilities may differ.
 
-    With tokens (1, 3, 8) and ids (1, 2) it is about log p(1 | 1 3 8) and log p(2 | 1 3 8).
+    With tokens (1, 3, 8) and ids (1, 2) it compares log p(1 | 1 3 8) and log p(2 | 1 3 8).
     """
 
     tokens: TokenIds
     ids: TokenIds
     limit_nats: float
     num_spared: int = 0
-    """So many ids may differ by more. After a text that no model was trained on, two programs in
-    half precision differ by a nat at single tokens."""
+    """Number of ids that may differ by more. After a text that no model was trained on, two
+    programs in half precision differ by a nat at single tokens."""
 
     @classmethod
     def of(
         cls, capabilities: Capabilities, *, is_float32: bool, vocab_size: int = SMALLEST_VOCABULARY
     ) -> "Canary":
-        """Text and ids are spread over the vocabulary: in half precision a text of a few tokens
-        that repeat is rounded ten times more."""
+        """Spread text and ids over the vocabulary: in half precision, rounding is ten times larger
+        for a text of a few repeated tokens."""
         length = 2 * capabilities.block_tokens + _NUM_AFTER
         if capabilities.max_model_len is not None:
             length = min(length, capabilities.max_model_len - 1)
@@ -104,7 +103,7 @@ class Canary:
 
     @property
     def datum(self) -> Datum:
-        """For a trainer, which answers with the log-probabilities."""
+        """The canary as a datum, for which a trainer returns the log-probabilities."""
         return Datum(
             tokens=self.tokens,
             positions=(len(self.tokens) - 1,) * len(self.ids),
@@ -115,7 +114,7 @@ class Canary:
     async def read(
         self, replica: Replica, ref: ModelRef, adapter: Adapter | None = None
     ) -> Sequence[float]:
-        """What one server says; without an adapter its base model."""
+        """Return what one server reads; without an adapter, from its base model."""
         call = Call(
             ref=ref,
             is_base=adapter is None,
@@ -130,12 +129,12 @@ class Canary:
         return [row.get(token, float("inf")) for token in self.ids]
 
     def gap(self, read: Sequence[float], expected: Sequence[float]) -> float:
-        """The largest difference, in nats."""
+        """Return the largest difference, in nats."""
         return max(abs(a - b) for a, b in zip(read, expected, strict=True))
 
     def is_far(self, read: Sequence[float], expected: Sequence[float]) -> bool:
-        """True if differences exceed rounding error or are NaN. Logits are rounded in proportion
-        to their size: tokens less likely than e^-8 may differ by more, in proportion."""
+        """True if differences exceed rounding error or are NaN. Logits are rounded in proportion to
+        their size, so tokens less likely than e^-8 may differ by proportionally more."""
         num_far = sum(
             not abs(a - b) <= self.limit_nats * max(1.0, abs(b) / _PLAIN_NATS)
             for a, b in zip(read, expected, strict=True)
@@ -144,28 +143,28 @@ class Canary:
 
 
 Logprobs = Callable[[Canary], Awaitable[Sequence[float]]]
-"""What the weights that are published say after the text of a canary, of its ids."""
+"""Returns the log-probabilities of a canary's ids under the weights being published."""
 
 
 # Servers that compute nothing while their weights change.
 #
-# async with paused(replicas):
-#     model.set_weights(weights)                       # memory that the servers compute with
+#     async with paused(replicas):
+#         model.set_weights(weights)                       # memory that the servers compute with
 
 
 PAUSE_ROUTE = "/pause"
 PAUSE = f"{PAUSE_ROUTE}?mode=keep"
-"""vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
+"""vLLM then also forgets cached prefixes and restarts requests in flight from their prompts."""
 
 
 @asynccontextmanager
 async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
-    """None of these computes inside the block, and what one has cached is forgotten: requests of
-    others may be in flight while weights are written."""
+    """Pause these servers inside the block, with empty caches: requests of other clients may be in
+    flight while weights are written."""
     try:
         await together(replica.client.post(PAUSE, b"") for replica in replicas)
         yield
-    except BaseException:  # whatever it was: what waits at the servers goes on
+    except BaseException:  # on any failure, waiting requests continue
         await run_to_end(resume_all(replicas))
         raise
     for answer in await run_to_end(resume_all(replicas)):
@@ -178,7 +177,7 @@ async def resume(replica: Replica) -> None:
 
 
 async def resume_all(replicas: Sequence[Replica]) -> list[Any]:
-    """One that cannot be told does not keep the others; an answer or an error of each."""
+    """Resume all servers, even if some cannot be reached; return an answer or an error of each."""
     return await asyncio.gather(*map(resume, replicas), return_exceptions=True)
 
 
@@ -187,7 +186,7 @@ logger = logging.getLogger(__name__)
 Give = Callable[[Replica], Awaitable[None]]
 """Puts the newest weights into one server."""
 Explain = Callable[[Replica], Awaitable[str]]
-"""Which weight of a server is not what it should be, as the end of a sentence; empty: none."""
+"""Returns which weight of a server is wrong, as the end of a sentence; empty if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,7 @@ class _Newest:
 
 @dataclass(frozen=True, slots=True)
 class CanaryRead:
-    """What a process of a server said."""
+    """Answer of a server's process to the canary."""
 
     process: str
     logprobs: Sequence[float]
@@ -218,7 +217,7 @@ async def _unexplained(_: Replica) -> str:
 
 
 class BaseUpdate:
-    """The weights that a fleet's servers should have. One update at a time."""
+    """Weights that a fleet's servers should have. One update at a time."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class BaseUpdate:
         explain: Explain = _unexplained,
         can_renew: bool = True,
     ) -> None:
-        """`can_renew`: the weights are still there for a server that is lost when it is back."""
+        """`can_renew`: the weights are kept for servers that come back after a loss."""
         self._fleet = fleet
         self._can_renew = can_renew
         self._canary = canary
@@ -236,20 +235,20 @@ class BaseUpdate:
         self._newest: _Newest | None = None
         self._asked: dict[Replica, _Asked] = {}
         self.lock = asyncio.Lock()
-        """Held while weights change: a server that comes back meanwhile gets them afterwards."""
+        """Held while weights change; a server that comes back meanwhile gets them afterwards."""
         for replica in fleet.pool.replicas:
             replica.renew = self._renew
 
     async def ask_ahead(self, replica: Replica) -> None:
-        """Send the canary to a server that is paused: it is read when the server goes on, without
-        a wait for its way there. The caller holds the lock, and publishes or forgets it."""
+        """Send the canary to a paused server ahead of time: it is read as soon as the server
+        resumes, without a round trip. The caller holds the lock, and publishes or forgets it."""
         process = await replica.proof.running()
         if self._newest is None or replica.proof.is_by(process):
             answer = asyncio.create_task(self._canary.read(replica, replica.base))
             self._asked[replica] = _Asked(process, answer)
 
     async def forget_asked(self) -> None:
-        """Nobody reads the canaries that were sent ahead."""
+        """Cancel the canaries that were sent ahead."""
         answers = [asked.answer for asked in self._asked.values()]
         self._asked.clear()
         for answer in answers:
@@ -259,12 +258,12 @@ class BaseUpdate:
     async def publish(
         self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give
     ) -> float | None:
-        """Give all servers the weights; the largest difference seen afterwards, in nats. None: all
-        servers are lost, and get the weights before they take requests again.
+        """Give all servers the weights; return the largest difference seen afterwards, in nats.
+        None if all servers are lost: they get the weights before they take requests again.
 
-        `logprobs` computes with them, while the servers do. `again` is for a server that was
-        started since the last time. `fleet.base` is `ref` then. FleetError when a server failed
-        that took requests before: the others go on with the new weights. The caller holds the lock.
+        `logprobs` computes with the weights meanwhile. `again` is for servers that restarted since
+        the last update. Then `fleet.base` is `ref`. FleetError if a server failed that took
+        requests before; the others go on with the new weights. The caller holds the lock.
         """
         replicas = self._fleet.pool.replicas
         were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
@@ -284,7 +283,7 @@ class BaseUpdate:
         proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
         if proved or None in outcomes:
             self._fleet.rename_base(ref)
-        for replica in proved:  # only now: a request names the base model as the fleet does
+        for replica in proved:  # Only now: a request names the base model as the fleet does.
             replica.include()
         failed = [
             outcome
@@ -300,7 +299,7 @@ class BaseUpdate:
         return max((outcome for outcome in outcomes if isinstance(outcome, float)), default=None)
 
     async def name(self, replica: Replica, ref: ModelRef) -> None:
-        """A server has these weights, and can say which of them drew a token."""
+        """Name the weights on a server, so that it can report which weights drew a token."""
         if replica.local is None:
             await replica.mark(ref.version)
         elif VERSION in replica.capabilities.routes:
@@ -308,7 +307,7 @@ class BaseUpdate:
         replica.base = ref
 
     async def _renew(self, replica: Replica) -> None:
-        """A server that was started again has its first weights: give it the newest."""
+        """Give the newest weights to a restarted server, which has its first ones."""
         async with self.lock:
             newest = self._newest
             if newest is None or await replica.proof.is_current():
@@ -318,7 +317,7 @@ class BaseUpdate:
                 replica.include()
 
     async def _read(self, replica: Replica, give: Give, ref: ModelRef) -> CanaryRead | RookeryError:
-        """What one server says when it has been given the weights; it takes no requests."""
+        """Give one server the weights and read the canary; the server takes no requests."""
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
             if not replica.is_marked:
@@ -326,7 +325,7 @@ class BaseUpdate:
             await give(replica)
             asked = self._asked.pop(replica, None)
             if asked is not None:
-                # A change may take longer than a request may wait: it is asked again then.
+                # A change may outlast a request's time limit: then ask again.
                 with contextlib.suppress(ServerLost):
                     return CanaryRead(asked.process, await asked.answer)
             process = await replica.proof.running()
@@ -339,8 +338,8 @@ class BaseUpdate:
     async def _judge(
         self, replica: Replica, read: CanaryRead | RookeryError, newest: _Newest
     ) -> float | RookeryError | None:
-        """How far one server is off, or why it takes no requests any more; None: it is lost, and is
-        asked again when it is back."""
+        """Return how far one server is off, or why it takes no requests any more. None if it is
+        lost, and must prove itself when it is back."""
         try:
             if isinstance(read, RookeryError):
                 raise read
@@ -359,8 +358,8 @@ class BaseUpdate:
         return gap
 
     async def _is_lost(self, replica: Replica, error: RookeryError) -> bool:
-        """Whether the server may come back: it is not there, or its engine is dead. One that is
-        well and answers with an error would do so again."""
+        """True if the server may come back: it is unreachable or its engine is dead. A healthy
+        server that answers with an error would do so again."""
         if not isinstance(error, ServerLost) or replica.is_given_up or not self._can_renew:
             return False
         return error.is_broken or not await replica.client.is_healthy()
@@ -378,7 +377,7 @@ class BaseUpdate:
 
 
 def _for_either(give: Give, again: Give) -> Give:
-    """`again` for a server that is another process than the one that was proved."""
+    """Return a `Give` that uses `again` for servers with another process than the proved one."""
 
     async def choose(replica: Replica) -> None:
         await (again if await replica.proof.is_of_another() else give)(replica)
@@ -387,8 +386,8 @@ def _for_either(give: Give, again: Give) -> Give:
 
 
 def first_wrong(worker_sums: Sequence[Mapping[str, int]], expected: Mapping[str, int]) -> str:
-    """The first weight whose sum is wrong, given the sums of every worker: their total, or all of
-    them where each has the whole."""
+    """Return a sentence on the first weight whose sum is wrong. Over the workers, a weight's sums
+    must add up to the expected one, or each be equal to it."""
     for name, right in expected.items():
         sums = [worker[name] for worker in worker_sums if name in worker]
         if sums and sum(sums) != right and any(total != right for total in sums):

@@ -1,3 +1,3 @@
-"""One server over HTTP: the client, the bodies of its requests, and what it can do."""
+"""One server over HTTP: the client, its request bodies, and the server's capabilities."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The one connection to an external OpenAI-compatible API: its key, rate limits and retries.
+"""The connection to an external OpenAI-compatible API: its key, rate limits and retries.
 
     async with open_api(ExternalConfig(url="https://api.example.com/v1", model="big")) as api:
         async with api.call():
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Api", "ExternalConfig", "open_api", "read_usage", "tokenize"]
 
-# Texts as token ids, by a server's own tokenizer.
+# Token ids of texts, by a server's own tokenizer.
 #
-# [tokens] = await tokenize(client, ["Once upon a time"])
+#     [tokens] = await tokenize(client, ["Once upon a time"])
 
 
 NUM_CALLS = 32
-"""Texts on their way at the same time: `/tokenize` takes one a call, and most of it is waiting."""
+"""Texts in flight together: `/tokenize` takes one per call, and most of a call is waiting."""
 
 
 async def tokenize(client: Client, prompts: Sequence[str | Sequence[int]]) -> list[TokenIds]:
-    """Each prompt's tokens, in order; those that are token ids already stay as they are."""
+    """Return each prompt's tokens, in order; prompts of token ids stay as they are."""
     places = asyncio.Semaphore(NUM_CALLS)  # filled by every text, drained by its answer
 
     async def ask(text: str) -> TokenIds:
@@ -77,50 +77,50 @@ async def tokenize(client: Client, prompts: Sequence[str | Sequence[int]]) -> li
 MINUTE_S = 60.0
 NO_KEY = frozenset({401, 403})
 NO_CREDIT = frozenset({402, 429})
-"""A 429 that is no busy server: an account may be topped up while a run waits."""
+"""Statuses for an account without credit; it may be topped up while a run waits."""
 MAX_REFUSED = 3
-"""Different requests that an API may refuse before it has answered any."""
+"""An API that refused this many different requests before it answered any refuses all."""
 CHECK_S = 10.0
 MAX_NAMES = 8
-"""Models of an API that a sentence names."""
+"""Names of an API's models that an error message lists."""
 
 
 class ExternalClientConfig(ClientConfig):
     """Time limits of requests to an API."""
 
     busy_s: float = Field(default=300.0, ge=0)
-    """How long a request waits while the API answers 429 or 503; its Retry-After is kept. One that
-    asks for more is given up at once."""
+    """Seconds that a request waits while the API answers 429 or 503; Retry-After is obeyed. If it
+    asks for more, the request fails at once."""
 
 
 class ExternalConfig(Config):
-    """An API that is not ours: it has a key, and limits."""
+    """An external API with a key and rate limits."""
 
     rounding: ClassVar[None] = None
     type: Literal["external"] = "external"
     url: str
-    """Up to and with /v1."""
+    """URL up to and including /v1."""
     model: str
-    """The name of the model at the API."""
+    """Name of the model at the API."""
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; empty: the API has none."""
+    """Environment variable that holds the key; empty if the API needs none."""
     route: Literal["chat", "completions"] = "chat"
-    """`completions` continues a text, `chat` answers it as one message of a user."""
+    """`completions` continues a text; `chat` answers it as one user message."""
     logprobs: bool = False
-    """Ask for log-probabilities; some APIs refuse requests that do. Scoring labels needs them."""
+    """Request log-probabilities, which some APIs refuse. Scoring labels needs them."""
     requests_per_minute: float | None = Field(default=100.0, ge=1)
-    """None: no limit, for servers of one's own."""
+    """Limit on requests per minute; None for no limit, as on one's own servers."""
     tokens_per_minute: float | None = Field(default=None, gt=0)
-    """Prompt and new tokens together, as most providers count; none by default."""
+    """Limit on prompt and new tokens together, as most providers count; None for no limit."""
     max_in_flight: int = Field(default=8, ge=1)
-    """Requests at a time."""
+    """Limit on requests at a time."""
     token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the API calls the limit of an answer. Models that know only `max_completion_tokens`
-    (OpenAI's reasoning models) refuse temperature and top_p: they are left out."""
+    """The API's field for the length of an answer. Models that know only `max_completion_tokens`
+    (OpenAI's reasoning models) refuse temperature and top_p, which are then left out."""
     reasoning_effort: str | None = None
-    """Sent as it is, where set."""
+    """Sent unchanged if set."""
     takes_seed: bool = True
-    """False: the API refuses requests with a seed."""
+    """Write false if the API refuses requests with a seed."""
     client: ExternalClientConfig = ExternalClientConfig()
 
     @field_validator("url")
@@ -131,7 +131,7 @@ class ExternalConfig(Config):
 
 
 class Api:
-    """One API under its limits; counts what it was paid. `open_api` makes one."""
+    """One API under its limits, with counts of the tokens paid for; made by `open_api`."""
 
     def __init__(
         self,
@@ -143,34 +143,33 @@ class Api:
     ) -> None:
         self.config = config
         self.root = "/v1" if config.url.rstrip("/").endswith("/v1") else ""
-        """What the paths of requests begin with: clients take a URL without /v1, and some APIs
-        have another path, such as /v1beta/openai."""
+        """Prefix of request paths: clients take a URL without /v1, and some APIs have no /v1."""
         self.num_answers = 0
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_unreported = 0
-        """Answers without a report of their tokens: the two sums leave them out."""
+        """Answers that reported no token counts, which the two sums leave out."""
         self._client = client
         self._key_hint = key_hint
         self._requests, self._tokens = limits
         self._refused: set[bytes] = set()
         """Requests that were refused before any was answered."""
-        # Filled by every request, drained by its answer; bounds what the provider sees at once.
+        # Filled by every request, drained by its answer; bounds what the provider has at once.
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
         self._calls: set[asyncio.Timeout] = set()
-        """Calls that wait; the timeout of each is when the connection closes, if not before."""
+        """Timeouts of waiting calls, which end when the connection closes."""
         self._is_closed = False
 
     def close(self) -> None:
-        """Tell all who wait, at once."""
+        """Fail all waiting calls at once."""
         self._is_closed = True
         for call in self._calls:
             call.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[asyncio.Timeout]:
-        """A block that waits for answers; it ends when the connection is closed. TimeoutError when
-        it sets itself a limit by the timeout it is given."""
+        """Run a block that waits for answers; it ends when the connection closes. TimeoutError if
+        the block exceeds a limit that it set on the timeout it is given."""
         closed = FleetDownError(f"The connection to {self.config.url} was closed here.")
         if self._is_closed:
             raise closed
@@ -194,9 +193,9 @@ class Api:
         cost: int,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> dict[str, Any]:
-        """One request of `cost` tokens within the limits, and the answer's JSON object.
+        """Send one request of `cost` tokens within the limits; return the answer's JSON object.
 
-        `is_wanted` is asked right before every attempt: FleetError when it says no.
+        `is_wanted` is called before every attempt; FleetError if it returns False.
         """
         if self._tokens is not None and cost > self._tokens.max_rate:
             raise FleetError(
@@ -206,7 +205,7 @@ class Api:
         content = json.dumps(body).encode()
 
         async def admit() -> None:
-            # Those of requests come first: they are the scarcer.
+            # The request limit comes first, as it is scarcer.
             if self._requests is not None:
                 await self._requests.acquire()
             if self._tokens is not None:
@@ -227,8 +226,8 @@ class Api:
         return answer
 
     async def list_models(self) -> tuple[str, ...]:
-        """The names of its models, none where it does not tell. FleetSettingsError if it refuses
-        the key, or wants one; no model is called."""
+        """Return the names of the API's models; empty if it lists none. FleetSettingsError if it
+        refuses the key or requires one. Calls no model."""
         try:
             async with asyncio.timeout(CHECK_S):
                 answer = await self._client.get(f"{self.root}/models")
@@ -241,13 +240,13 @@ class Api:
         rows = answer.get("data") if isinstance(answer, dict) else None
         listed = rows if isinstance(rows, list) else []
         ids = [row.get("id") for row in listed if isinstance(row, dict)]
-        # Some list `models/NAME` and take NAME.
+        # Some list `models/NAME` and accept NAME.
         return tuple(id.removeprefix("models/") for id in ids if isinstance(id, str))
 
     async def _post(self, path: str, content: bytes, admit: Callable[[], Any]) -> Any:
         limit_s = self.config.client.request_s
         try:
-            # Every attempt counts: the provider counts those that it answers with 429 too.
+            # Every attempt counts: providers count those that they answer with 429 too.
             return await self._client.post(path, content, limit_s=limit_s, admit=admit)
         except ServerRefusal as refusal:
             raise await self._classify(refusal, content) from refusal
@@ -292,8 +291,8 @@ class Api:
 async def open_api(
     config: ExternalConfig, *, api_key: str | None = None, key_hint: str = ""
 ) -> AsyncIterator[Api]:
-    """Connect. Where no key is given, that of `api_key_env` must be in the environment. `key_hint`
-    says what to do about a key that is refused."""
+    """Connect. Without `api_key`, the environment must hold the key in `api_key_env`. `key_hint` is
+    the remedy for a refused key."""
     key = api_key
     if key is None:
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -327,7 +326,7 @@ def _no_model(refusal: ServerRefusal, names: Sequence[str], config: ExternalConf
 
 
 def read_usage(answer: Mapping[str, Any]) -> TokenUsage | None:
-    """The tokens that an answer reports as its cost; None when it does not, or not in numbers."""
+    """Return the token counts an answer reports; None if it reports no numbers."""
     usage = answer.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     prompt, new = counts.get("prompt_tokens"), counts.get("completion_tokens")

@@ -1,7 +1,7 @@
-"""What one server can do: read from its own description and from tiny requests, not its version;
-and whether an adapter fits it.
+"""Capabilities of one server, read from its own description and from tiny requests, not its
+version; and the check that an adapter fits it.
 
-Built by `probe.py`; `wire.py` and `replica.py` decide by it which routes and fields to use.
+Built by `probe.py`; `wire.py` and `replica.py` choose routes and fields by it.
 """
 
 import difflib
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-# Whether an adapter fits the servers' model (base, rank, layers, shapes), before it is sent.
+# Checks before sending that an adapter fits the model: its base, rank, layers and shapes.
 #
 # Programs name the layers of one model differently: transformers 5 calls a layer of Gemma 3
 # `model.language_model.layers.0.mlp.up_proj`, its weight files `language_model.model.layers.0...`.
@@ -38,10 +38,10 @@ __all__ = [
 
 
 _HEADER_LIMIT = 100 * 2**20
-"""The safetensors format allows no longer header."""
+"""Longest header that the safetensors format allows."""
 
 _WRAPPERS = frozenset({"model", "language_model", "vision_model"})
-"""Parts of a layer's name that say which object holds the layer, and differ between programs."""
+"""Parts of a layer's name that say which object holds it; they differ between programs."""
 _HEAD = "lm_head"
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -50,34 +50,34 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What adapters must agree with. Empty shapes and a rank of None are not known: not checked."""
+    """Requirements on adapters. Empty shapes and a rank of None are unknown and not checked."""
 
     base_names: frozenset[str]
     max_rank: int | None
     shapes: Shapes
     targets: tuple[str, ...] = ()
-    """The only kinds of layers that the servers adapt, such as q_proj; empty: all."""
+    """Only kinds of layers that the servers adapt, such as q_proj; empty: all."""
     head: Shapes | None = None
-    """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
-    is not known, as servers do not tell: they judge it when they load it."""
+    """Output layer of a model whose weight files hold none because it shares the embeddings. None
+    if unknown: the servers then check it when they load the adapter."""
     has_wrong_head: bool = False
-    """vLLM's own CPU code: base tokens get the output layer of the adapter in the last slot too."""
+    """True for vLLM's CPU code: base tokens get the output layer of the last slot's adapter."""
 
 
 def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
-    """The adapter with its layers named as in `fit.shapes`; AdapterError if it cannot be served."""
-    who = f"adapter {adapter.name!r}"
+    """Return the adapter with layers named as in `fit.shapes`; AdapterError if it does not fit."""
+    label = f"adapter {adapter.name!r}"
     if not adapter.factors:
-        raise AdapterError(f"{who} adapts no layer.")
+        raise AdapterError(f"{label} adapts no layer.")
     if adapter.base and not is_named(adapter.base, fit.base_names):
         raise AdapterError(
-            f"{who} was made for {adapter.base!r}, the servers run "
+            f"{label} was made for {adapter.base!r}, the servers run "
             f"{' or '.join(sorted(fit.base_names))}: load it on its own base model, or correct "
             "base_model_name_or_path in its adapter_config.json if they are the same."
         )
     if fit.max_rank is not None and adapter.rank > fit.max_rank:
         raise AdapterError(
-            f"{who} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
+            f"{label} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
             f"with --max-lora-rank {adapter.rank} (launch.max_lora_rank), or reduce its rank."
         )
     known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
@@ -86,30 +86,30 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
     for name, factors in adapter.factors.items():
         layer = name if name in known else names.get(_plain_name(name), name)
         if layer in named:
-            raise AdapterError(f"{who} adapts {layer} twice, under two names: keep one.")
+            raise AdapterError(f"{label} adapts {layer} twice, under two names: keep one.")
         named[layer] = factors
         a, b = tuple(factors.a.shape), tuple(factors.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-            raise AdapterError(f"{who}: {layer} has A {a} and B {b}; they need one common rank.")
+            raise AdapterError(f"{label}: {layer} has A {a} and B {b}; they need one common rank.")
         if fit.targets and layer.rpartition(".")[2] not in fit.targets:
             raise AdapterError(
-                f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
+                f"{label} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
         is_head = _is_head(layer)
         if is_head and fit.has_wrong_head:
             raise AdapterError(
-                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                f"{label} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
                 "requests for the base model too, unless Rookery starts it (launch). Do that, use "
                 "servers on GPUs or the embedded engine, or train the adapter without it."
             )
         if known and not (is_head and fit.head is None):
-            _check_layer(who, layer, (a[1], b[0]), known)
+            _check_layer(label, layer, (a[1], b[0]), known)
     return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
 
 
 def adapts_head(adapter: Adapter) -> bool:
-    """Whether the output layer is among its layers."""
+    """True if it adapts the output layer."""
     return any(map(_is_head, adapter.factors))
 
 
@@ -117,26 +117,26 @@ def _is_head(layer: str) -> bool:
     return layer.rpartition(".")[2] == _HEAD
 
 
-def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
+def _check_layer(label: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
     expected = shapes.get(layer)
     if expected is None:
         near = difflib.get_close_matches(layer, shapes, n=1)
         hint = f" The nearest is {near[0]}." if near else ""
-        raise AdapterError(f"{who} adapts {layer}, which is not a linear layer here.{hint}")
+        raise AdapterError(f"{label} adapts {layer}, which is not a linear layer here.{hint}")
     if got != expected:
         raise AdapterError(
-            f"{who}: {layer} maps {got[0]} to {got[1]}; this model's maps {expected[0]} to "
+            f"{label}: {layer} maps {got[0]} to {got[1]}; this model's maps {expected[0]} to "
             f"{expected[1]}: it was made for another model."
         )
 
 
 def _plain_name(layer: str) -> str:
-    """`layers.0.mlp.up_proj` for all names that one layer has in different programs."""
+    """Return `layers.0.mlp.up_proj` for all names that programs give this layer."""
     return ".".join(part for part in layer.split(".") if part not in _WRAPPERS)
 
 
 def _by_plain_name(shapes: Shapes) -> dict[str, str]:
-    """Layers by their plain names, where that names one layer only."""
+    """Return layers by their plain names, without ambiguous ones."""
     layers_by_plain: dict[str, list[str]] = {}
     for layer in shapes:
         layers_by_plain.setdefault(_plain_name(layer), []).append(layer)
@@ -144,25 +144,20 @@ def _by_plain_name(shapes: Shapes) -> dict[str, str]:
 
 
 def base_names(*names: str) -> frozenset[str]:
-    """The names that an adapter may know the base model by; a folder's own name too, where a link
-    leads to it."""
+    """Return the names by which adapters may know the base model; folder links are resolved."""
     folders = [str(Path(name).resolve()) for name in names if name and Path(name).is_dir()]
     return model_names(*names, *folders)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Shapes of the linear layers in a model folder, from the headers of its weight files.
-
-    Empty when there are none to read, and for quantised models, whose tensors are packed.
-    """
+    """Read the shapes of a model's linear layers from the headers of its weight files. Empty if
+    there are none, and for quantised models, whose tensors are packed."""
     return {name: size for name, size in _read_matrices(folder).items() if "embed" not in name}
 
 
 def read_head(folder: Path) -> dict[str, tuple[int, int]]:
-    """The output layer of a model whose weight files hold none: it has the embeddings' numbers.
-
-    Empty for other models: `read_shapes` has theirs.
-    """
+    """Return the output layer of a model whose weight files hold none: it shares the embeddings.
+    Empty for other models, whose output layer is in `read_shapes`."""
     matrices = _read_matrices(folder)
     if any(name.endswith(_HEAD) for name in matrices):
         return {}
@@ -171,7 +166,7 @@ def read_head(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _read_matrices(folder: Path) -> dict[str, tuple[int, int]]:
-    """(in, out) of all weights with two axes, by the name of their layer."""
+    """Return (in, out) of all weights with two axes, by layer name."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
@@ -199,39 +194,39 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
 
 
 Route = Literal["extension", "http", "resolver", "none"]
-"""How adapters reach a server, fastest first: tensors through the worker extension, a PEFT folder
-and `load_lora_adapter`, a shared folder that the server searches by name, not at all."""
+"""How adapters reach a server, fastest first: tensors through the worker extension; a PEFT folder
+and `load_lora_adapter`; a shared folder that the server searches by name; not at all."""
 
 LOGPROB_IDS_LIMIT = 128
-"""Most ids that vLLM takes in `logprob_token_ids`; longer lists are asked in several prompts."""
+"""Most ids that vLLM takes in `logprob_token_ids`; longer lists are split over several prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """One server, as probed. Sizes it does not tell are None."""
+    """Capabilities of one server, as probed. Sizes it does not report are None."""
 
     model: str
-    """The name it serves its base model by."""
+    """Name under which it serves its base model."""
     root: str
-    """The folder or id it loaded the base model from; adapters are made for this."""
+    """Folder or id it loaded the base model from, for which adapters must be made."""
     version: str
-    """For people to read; nothing is decided by it."""
+    """For people to read; nothing depends on it."""
     max_model_len: int | None
     max_num_seqs: int | None
     max_logprobs: int
-    """How many of the likeliest tokens it reports at most; vLLM's default is 20."""
+    """Limit on the likeliest tokens it reports; vLLM's default is 20."""
     has_token_ids: bool
-    """Reports tokens as `token_id:17`, so that the ids it drew are known."""
+    """True if it reports tokens as `token_id:17`, which gives the ids it drew."""
     has_label_logprobs: bool
-    """`logprob_token_ids` works: log-probabilities of any given tokens, exactly."""
+    """True if `logprob_token_ids` works: exact log-probabilities of any given tokens."""
     has_prompt_logprobs: bool
-    """Reports the tokens of a prompt without crashing: vLLM with adapters on the CPU dies when it
-    computes anything else in the same step."""
+    """True if it reports the tokens of a prompt without crashing: vLLM with adapters on the CPU
+    dies if it computes anything else in the same step."""
     has_processed_logprobs: bool
-    """Log-probabilities are of the distribution drawn from (temperature, top-p applied)."""
+    """True if log-probabilities are of the distribution drawn from (temperature, top-p applied)."""
     has_prefix_cache: bool
     block_tokens: int
-    """Granularity of its prefix cache."""
+    """Block size of its prefix cache."""
     routes: frozenset[str]
     """Paths of its HTTP interface."""
     max_loras: int | None
@@ -239,18 +234,18 @@ class Capabilities:
     max_lora_rank: int | None
     lora_dtype: str | None
     has_json_schemas: bool = False
-    """`structured_outputs` is there: answers that match a JSON schema."""
+    """True if `structured_outputs` exists: answers that match a JSON schema."""
     has_wrong_head: bool = False
-    """Adapters of the output layer change what requests for the base model get: vLLM on the CPU
+    """True if adapters of the output layer change requests for the base model: vLLM on the CPU
     without the worker extension."""
     is_on_cpu: bool | None = None
-    """As the server reports, as it was launched, or as the config says; None: unknown."""
+    """As reported, as launched, or from the config; None if unknown."""
     dtype: str | None = None
-    """What it computes in, such as `float32`, as it reports or was launched; None: unknown."""
+    """Type it computes in, such as `float32`, as reported or launched; None if unknown."""
 
     @property
     def is_float32(self) -> bool:
-        """Whether it is known to compute in float32, adapters too."""
+        """True if it is known to compute in float32, adapters included."""
         return self.dtype == "float32" and self.lora_dtype in (None, "float32")
 
     @property
@@ -263,7 +258,7 @@ class Capabilities:
 
 
 def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
-    """What all servers can do; FleetError when they serve different models."""
+    """Combine what all servers can do; FleetError if they serve different models."""
     first = capabilities[0]
     for other in capabilities[1:]:
         if base_names(other.root) != base_names(first.root):

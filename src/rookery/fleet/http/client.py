@@ -1,5 +1,4 @@
-"""The async client of one server: the only place of the fleet where requests, time limits and
-retries happen.
+"""The async client of one server: the fleet's only place for requests, time limits and retries.
 
     async with open_session() as session:
         client = Client("http://127.0.0.1:8000", session=session)
@@ -51,7 +50,7 @@ __all__ = [
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is of this machine, so that the server sees our files."""
+    """True if the URL is of this machine, so that the server sees our files."""
     return is_loopback(urlsplit(url).hostname or "")
 
 
@@ -59,7 +58,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """ValueError unless each is the URL of another server."""
+    """ValueError unless the URLs are of different servers."""
     seen: dict[tuple[str, str, int, str], str] = {}
     for url in urls:
         place = _place(url)
@@ -72,7 +71,7 @@ def check_urls(urls: Sequence[str]) -> None:
 
 
 def _place(url: str) -> tuple[str, str, int, str]:
-    """Scheme, host, port and path: equal for two spellings of one server."""
+    """Return scheme, host, port and path: equal for two spellings of one server."""
     parts = check_url(url, named="urls has")
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
     path = parts.path.rstrip("/").removesuffix("/v1")
@@ -81,19 +80,17 @@ def _place(url: str) -> tuple[str, str, int, str]:
 
 # How many connections this process may have: each takes a file descriptor.
 #
-# connection_limit()      # 488 under `ulimit -n 1024` with 48 files open
+#     connection_limit()      # 488 under `ulimit -n 1024` with 48 files open
 
 
 WANTED = 32_768
-"""Descriptors that are enough for 10,000 requests in flight and everything else. Shells start
-programs with 1,024 and let them raise it."""
+"""Enough descriptors for 10,000 requests in flight and everything else. Shells start programs with
+a limit of 1,024 and let them raise it."""
 
 
 def connection_limit() -> int:
-    """Half of the free descriptors, after asking for `WANTED` of them.
-
-    The other half is for files, processes, other clients, and servers in this same process.
-    """
+    """Return half of the free descriptors, after raising the limit towards `WANTED`. The other half
+    is for files, processes, other clients, and servers in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -104,40 +101,40 @@ def connection_limit() -> int:
 
 
 KEEPALIVE_S = 2.0
-"""vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
+"""vLLM closes idle connections after 5 s: closing ours earlier avoids reusing a dying one."""
 _JSON = "application/json"
 _STREAM_END = b"[DONE]"
 _BUSY = frozenset({429, 503})
 _NO_CREDIT = b"insufficient_quota"
-"""OpenAI's word for an account without credit: also a 429, but waiting does not help."""
+"""OpenAI's code for an account without credit: also a 429, but waiting does not help."""
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _FOR_CALLS = 7 / 8
-"""Share of the connections for completions: health, adapters and metrics never wait behind them."""
+"""Share of the connections for completions, so that health and metrics never wait for them."""
 _FIRST_WAIT_S = 0.1
 RETRY = Backoff(first_s=_FIRST_WAIT_S, longest_s=10.0)
 
 
 class ServerLost(FleetError):
-    """The server may be dead: what was sent may be sent again, to another one."""
+    """The server may be dead; the request may be sent again, to another one."""
 
     def __init__(
         self, message: str, *, is_broken: bool, was_sent: bool = True, status: int | None = None
     ) -> None:
         super().__init__(message)
         self.is_broken = is_broken
-        """The connection failed; False: it stands, the answer is late or an internal error."""
+        """True if the connection failed; False for a late answer or an internal error."""
         self.was_sent = was_sent
-        """False: it certainly never reached the server."""
+        """False if the request certainly never reached the server."""
         self.status = status
-        """Of the answer, when there was one."""
+        """HTTP status of the answer, if there was one."""
 
 
 class ServerBusy(ServerLost):
-    """The server took no request for as long as `busy_s` allows."""
+    """The server took no request for `busy_s`."""
 
 
 class ServerRefusal(FleetError):
-    """The server understood and said no; sending it again would be refused again."""
+    """The server understood the request and refused it; a repetition would be refused too."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -145,7 +142,7 @@ class ServerRefusal(FleetError):
 
 
 class _Busy(Exception):
-    """Nothing was done, so the same server may be asked again."""
+    """The server did nothing, so it may be asked again."""
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
@@ -156,19 +153,19 @@ class ClientConfig(Config):
     """Time limits of requests to a server."""
 
     connect_s: float = Field(default=5.0, gt=0)
-    """How long a connection may take to open."""
+    """Seconds for a connection to open."""
     request_s: float = Field(default=900.0, gt=0)
-    """How long a batch of completions may take."""
+    """Seconds for a batch of completions."""
     control_s: float = Field(default=60.0, gt=0)
-    """How long anything else may take: health, adapters, metrics."""
+    """Seconds for any other request: health, adapters, metrics."""
     busy_s: float = Field(default=20.0, ge=0)
-    """How long a server that answers 429 or 503 is asked again. It may say when (Retry-After); one
-    that wants more than this is given up at once."""
+    """Seconds during which a server that answers 429 or 503 is asked again. If its Retry-After is
+    longer, the request fails at once."""
 
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A connection pool for any number of clients, as large as the file descriptors allow."""
+    """Open a connection pool for any number of clients, as large as the file descriptors allow."""
     connector = aiohttp.TCPConnector(limit=connection_limit(), keepalive_timeout=KEEPALIVE_S)
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
@@ -176,13 +173,13 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def max_calls(session: aiohttp.ClientSession) -> int:
-    """Completions that may be in flight together over this session."""
+    """Return how many completions may be in flight together over this session."""
     limit = session.connector.limit if session.connector is not None else 0
     return max(1, int(_FOR_CALLS * limit))
 
 
 class Client:
-    """One server by its URL (with or without a trailing /v1)."""
+    """Client of one server, by its URL (with or without a trailing /v1)."""
 
     def __init__(
         self,
@@ -193,7 +190,7 @@ class Client:
         api_key: str = "",
         kind: str = "vLLM server",
     ) -> None:
-        """`kind` is what sentences call the server."""
+        """`kind` is the word for the server in error messages."""
         self._kind = kind
         self.url = url.rstrip("/").removesuffix("/v1")
         self.config = config or ClientConfig()
@@ -205,11 +202,11 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def complete(self, body: bytes) -> Any:
-        """One `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
+        """Send one `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
         return await self.post("/v1/completions", body, limit_s=self.config.request_s)
 
     async def stream(self, body: bytes, take: Callable[[Any], None]) -> None:
-        """One `/v1/completions` call with `stream`: every chunk is handed to `take` as it comes."""
+        """Send one `/v1/completions` call with `stream`; pass every chunk to `take` as it comes."""
 
         async def send() -> None:
             limit_s = self.config.request_s
@@ -228,11 +225,11 @@ class Client:
         await self._persist(send)
 
     async def generate(self, body: bytes) -> Any:
-        """The same by Rookery's own route, on servers that have it."""
+        """Send one call of Rookery's own route, on servers that have it."""
         return await self.post(TOKEN_ROUTE, body, limit_s=self.config.request_s)
 
     async def has_token_route(self) -> bool:
-        """Whether Rookery's own route is there and finds in vLLM what it needs."""
+        """True if the server has Rookery's own route and its vLLM supports it."""
         try:
             answer = await self.get(TOKEN_ROUTE)
         except (ServerLost, ServerRefusal):
@@ -260,11 +257,11 @@ class Client:
         return await self.post(path, json.dumps(document).encode())
 
     async def get(self, path: str) -> Any:
-        """GET and decode: JSON where the server says so, else text."""
+        """GET and decode: JSON if the server declares it, else text."""
         return await self._persist(lambda: self._request("GET", path, None, None))
 
     async def is_healthy(self) -> bool:
-        """Whether `/health` answers 200 now; servers without that route count by `/v1/models`."""
+        """True if `/health` answers 200, or `/v1/models` on servers without that route."""
         try:
             await self._request("GET", "/health", None, None)
         except ServerRefusal as refusal:
@@ -274,11 +271,9 @@ class Client:
         return True
 
     async def load_adapter(self, name: str, *, path: str) -> None:
-        """Register an adapter. Names stand for contents, so one already there is a success.
-
-        AdapterError when the server cannot use it: vLLM answers 500 to an adapter that does not
-        fit, and stays well.
-        """
+        """Load an adapter. Names stand for contents, so one that is already there is a success.
+        AdapterError if the server cannot use it: vLLM answers 500 to an adapter that does not fit,
+        and stays healthy."""
         try:
             await self.post_json("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except ServerRefusal as refusal:
@@ -290,7 +285,7 @@ class Client:
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name; one that is not there is a success."""
+        """Unload an adapter; a name that is not there is a success."""
         try:
             await self.post_json("/v1/unload_lora_adapter", {"lora_name": name})
         except ServerRefusal as refusal:
@@ -309,12 +304,12 @@ class Client:
         return results
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; needed after the base weights change, not for new adapters. What
-        runs there, of others too, is computed anew from its prompt: else nothing is forgotten."""
+        """Forget cached prefixes, after the base weights changed. Running requests, also of other
+        clients, are computed anew from their prompts; without that, vLLM forgets nothing."""
         await self.post_json("/reset_prefix_cache?reset_running_requests=true", {})
 
     async def _persist(self, send: Callable[[], Awaitable[Any]]) -> Any:
-        """A request; a busy server is asked again when it says, or later and later."""
+        """Send a request; retry on a busy server after its Retry-After, or with back-off."""
         try:
             return await send()
         except _Busy as busy:
@@ -322,7 +317,7 @@ class Client:
         end_s = time.monotonic() + self.config.busy_s
 
         def next_wait(error: Exception) -> bool | float:
-            """False gives up, True leaves the time to the back-off."""
+            """Return False to give up, True to leave the pause to the back-off."""
             if not isinstance(error, _Busy) or time.monotonic() + error.wait_s > end_s:
                 return False
             return error.wait_s if error.wait_s > _FIRST_WAIT_S else True
@@ -338,8 +333,8 @@ class Client:
     def _too_busy(self, last: _Busy) -> ServerBusy:
         limit_s = self.config.busy_s
         is_told = last.wait_s > max(limit_s, _FIRST_WAIT_S)
-        what = "asks to wait for longer than" if is_told else "took no request for"
-        said = f"{self.url} {what} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
+        verb = "asks to wait for longer than" if is_told else "took no request for"
+        said = f"{self.url} {verb} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
         return ServerBusy(said + "or raise busy_s.", is_broken=False)
 
     async def _lists_models(self) -> bool:
@@ -354,7 +349,7 @@ class Client:
     ) -> Any:
         async with self._responding(method, path, body, limit_s) as response:
             content = await response.read()
-            # As vLLM writes it; parsing the header costs as much as a look at it saves.
+            # vLLM's exact value; parsing the header costs as much as this check saves.
             is_json = response.headers.get("Content-Type") == _JSON
             return _decode(content, _JSON if is_json else response.content_type, response.url)
 
@@ -362,7 +357,7 @@ class Client:
     async def _responding(
         self, method: str, path: str, body: bytes | None, limit_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The block reads a response that is no error; what goes wrong in it is mapped too."""
+        """Yield a response without an error status; map errors raised inside the block too."""
         limits = self._limits(limit_s or self.config.control_s)
         where = self._url(path)
         if self._session.closed:
@@ -382,7 +377,7 @@ class Client:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._session.closed and task is not None and not task.cancelling():
-                # aiohttp cancels who waits for a connection, not the task.
+                # aiohttp cancels the waiters for a connection, not the task.
                 raise self._closed() from None
             raise
         except aiohttp.ClientConnectionError as error:
@@ -417,14 +412,14 @@ class Client:
         return limits
 
     def _url(self, path: str) -> URL:
-        """Parsed once: that costs as much as sending."""
+        """Parse each URL once, as parsing costs as much as sending."""
         url = self._known_urls.get(path)
         if url is None:
             url = self._known_urls[path] = URL(self.url + path)
         return url
 
     def _chunk(self, data: bytes, where: URL) -> Any:
-        """A chunk of a stream. An error in it is one of the server: it had accepted the request."""
+        """Decode a chunk of a stream; an error in it is the server's, which took the request."""
         chunk = _decode(data, _JSON, where)
         if isinstance(chunk, dict) and "error" in chunk:
             said = f"{where} failed while it answered: {_message(data)}"
@@ -435,8 +430,8 @@ class Client:
         said = _message(content)
         if response.status in _BUSY and _NO_CREDIT not in content:
             wait_s = _retry_after_s(response.headers.get("Retry-After", ""))
-            told = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
-            return _Busy(said + told, wait_s)
+            wait_hint = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
+            return _Busy(said + wait_hint, wait_s)
         if response.status >= 500:
             return ServerLost(
                 f"{where} failed ({response.status}): {said}",
@@ -453,7 +448,7 @@ class Client:
 
 
 def _new_address(location: str, where: URL, url: str) -> str:
-    """What to write in place of a server's URL that only points to another."""
+    """Say what to write instead of a server's URL that redirects."""
     try:
         target = str(where.join(URL(location))) if location else ""
     except ValueError:
@@ -482,7 +477,7 @@ def _decode(content: bytes, content_type: str, where: URL) -> Any:
 
 
 def _message(content: bytes) -> str:
-    """The sentence in an error answer of vLLM, of FastAPI or of OpenAI, or its first words."""
+    """Return the message in an error answer of vLLM, FastAPI or OpenAI, else its first words."""
     text = content.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -492,12 +487,12 @@ def _message(content: bytes) -> str:
         inner = document.get("error", document)
         message = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
         text = message if isinstance(message, str) else text
-    # JSON lets half of a surrogate pair through, which cannot be written as UTF-8.
+    # JSON allows half of a surrogate pair, which cannot be written as UTF-8.
     return " ".join(text.split())[:500].encode(errors="replace").decode()
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds of a Retry-After header, a number or a date; nonsense counts as the first wait."""
+    """Return the seconds of a Retry-After header, a number or a date; the first wait if invalid."""
     try:
         is_number = header.strip().replace(".", "", 1).isdigit()
         wait_s = (

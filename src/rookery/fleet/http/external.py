@@ -4,13 +4,13 @@
     async with open_external(config, codec=TextCodec(encode=encode, decode=decode)) as sampler:
         [[completion]] = await sampler.sample([SampleRequest(model=sampler.base, prompt=tokens)])
 
-Such an API reads and writes text. Prompts are decoded and answers encoded with the caller's own
-tokenizer; log-probabilities are given where the API reports them for exactly those tokens, and are
-empty otherwise: they are never made up. An answer that is filtered, cut off or unreadable is a
-FleetError; `api.py` has the others.
+Such an API reads and writes text, so prompts are decoded and answers encoded with the caller's own
+tokenizer. Completions have log-probabilities if the API reports them for exactly those tokens, else
+none: they are never invented. An answer that is filtered, cut off or unreadable is a FleetError;
+`api.py` lists the others.
 
-A call is all its requests. After one fails no further one is sent; those on their way are waited
-for. What was answered is kept for whoever asks for the same again, so that nothing is paid twice.
+A call fails as a whole. After one request fails no more are sent, and those in flight are awaited.
+Their answers are kept for the next call with the same requests, so that nothing is paid twice.
 """
 
 import asyncio
@@ -56,20 +56,20 @@ __all__ = [
 #     async with open_text_model(config) as model:
 #         reply = await model.reply(TextRequest(messages=(Message(role="user", content="Hello"),)))
 #
-# An API that nobody can be served by (unreachable, busy for long, no credit, failing or silent
-# whatever it is asked) is a FleetDownError: a loop waits, or ends to be resumed. One that refuses
-# the key, the model or all it is asked is a FleetSettingsError: a loop ends. Any other FleetError
-# is of one request.
+# An API that serves nobody (unreachable, busy for long, no credit, failing or silent on every
+# request) is a FleetDownError: a loop waits, or ends and can be resumed. An API that refuses the
+# key, the model or every request is a FleetSettingsError: a loop ends. Any other FleetError
+# concerns one request.
 
 
 CHARACTERS_PER_TOKEN = 3
-"""How prompts are counted for tokens_per_minute, as there is no tokenizer: English has four."""
+"""Estimate of prompt tokens for tokens_per_minute without a tokenizer: English has four."""
 SHORTEST = TextRequest(messages=(Message(role="user", content="Hello"),), max_tokens=1)
-"""Answered by every API that serves anybody."""
+"""Request that every working API answers."""
 
 
 class ExternalTextModel:
-    """A TextModel over one API; `open_text_model` makes one."""
+    """A TextModel over one API; made by `open_text_model`."""
 
     def __init__(self, api: Api) -> None:
         self.config = api.config
@@ -77,19 +77,19 @@ class ExternalTextModel:
 
     @property
     def usage(self) -> TokenUsage:
-        """All that was paid so far, as far as the API reports it."""
+        """All tokens paid for so far, as far as the API reports them."""
         return TokenUsage(
             prompt_tokens=self._api.num_prompt_tokens,
             completion_tokens=self._api.num_completion_tokens,
         )
 
     async def check(self) -> None:
-        """Raise a FleetSettingsError if the API refuses the key or has no such model. A model that
-        it lists is not called; an API that does not answer is left for later."""
+        """FleetSettingsError if the API refuses the key or lacks the model. A listed model is not
+        called; an API that does not answer passes."""
         names = await self._api.list_models()
         if not names or self.config.model in names:
             return
-        try:  # some list a part of what they serve
+        try:  # some list only part of what they serve
             async with asyncio.timeout(CHECK_S):
                 await self._ask(SHORTEST)
         except FleetSettingsError:
@@ -98,8 +98,8 @@ class ExternalTextModel:
             return
 
     async def reply(self, request: TextRequest) -> TextReply:
-        """A server that failed is asked something short: a gateway whose model is gone answers
-        neither, while a prompt that is too much for a model fails alone."""
+        """Return the reply. If the server fails, a short request decides: if that fails too, the
+        API is down; else this prompt alone was too much."""
         try:
             return await self._ask(request)
         except ServerLost as loss:
@@ -142,7 +142,7 @@ class ExternalTextModel:
         )
 
     def _body(self, request: TextRequest) -> dict[str, Any]:
-        """What is None is left out: the API's own default decides."""
+        """None values are left out, so that the API's own default applies."""
         config = self.config
         optional: dict[str, Any] = {
             "seed": request.seed if config.takes_seed else None,
@@ -159,7 +159,7 @@ class ExternalTextModel:
 
 
 def _clean(text: str) -> str:
-    """Text that can be written as UTF-8: JSON lets half of a surrogate pair through."""
+    """Make text writable as UTF-8: JSON allows half of a surrogate pair."""
     return text.encode(errors="replace").decode()
 
 
@@ -179,20 +179,20 @@ async def open_text_model(
 
 # An external OpenAI-compatible API as an `Embedder`: a text in, its vector out.
 #
-# config = ExternalConfig(url="https://api.example.com/v1", model="text-embedding-3-small")
-# async with open_embedder(config) as embedder:
-#     vector = await embedder.embed("def f(x): return x * x")
+#     config = ExternalConfig(url="https://api.example.com/v1", model="text-embedding-3-small")
+#     async with open_embedder(config) as embedder:
+#         vector = await embedder.embed("def f(x): return x * x")
 
 
 class ExternalEmbedder:
-    """An Embedder over one API; `open_embedder` makes one."""
+    """An Embedder over one API; made by `open_embedder`."""
 
     def __init__(self, api: Api) -> None:
         self.config = api.config
         self._api = api
 
     async def check(self) -> None:
-        """Raise a FleetSettingsError if the API refuses the key, or wants one. Embeds nothing."""
+        """FleetSettingsError if the API refuses the key or requires one. Embeds nothing."""
         await self._api.list_models()
 
     async def embed(self, text: str) -> tuple[float, ...]:
@@ -225,23 +225,23 @@ async def open_embedder(
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Answer = TypeVar("Answer")
 MAX_TOP = 20
-"""The most likely tokens that OpenAI-compatible APIs report per position at most."""
+"""Limit on the likeliest tokens per position in OpenAI-compatible APIs."""
 LATE_S = 30.0
-"""How long answers that are on their way are waited for after a request of their call failed."""
+"""Seconds to wait for answers in flight after a request of their call failed."""
 MAX_KEPT = 10_000
-"""Answers of failed calls that are kept; the oldest are forgotten first."""
+"""Limit on kept answers of failed calls; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCodec:
-    """The tokenizer of whoever asks: text to tokens and back."""
+    """The caller's tokenizer: text to tokens and back."""
 
     encode: Callable[[str], TokenIds]
     decode: Callable[[TokenIds], str]
 
 
 class KeptAnswers(Generic[Request, Answer]):
-    """Answers that nobody has got yet, by their request."""
+    """Answers of failed calls that nobody received yet, by request."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Request, list[Answer]] = OrderedDict()
@@ -252,7 +252,7 @@ class KeptAnswers(Generic[Request, Answer]):
             self._kept.popitem(last=False)
 
     def take(self, request: Request) -> list[Answer]:
-        """One answer, which is forgotten; empty when there is none."""
+        """Return one answer and forget it; empty if there is none."""
         answers = self._kept.get(request, [])
         if len(answers) <= 1:
             self._kept.pop(request, None)
@@ -260,13 +260,13 @@ class KeptAnswers(Generic[Request, Answer]):
 
 
 class ExternalSampler:
-    """A Sampler over one API; `open_external` makes one."""
+    """A Sampler over one API; made by `open_external`."""
 
     def __init__(self, api: Api, *, codec: TextCodec) -> None:
         self.config = api.config
         self.base = ModelRef(name="base", version=api.config.model)
         self.context_tokens: int | None = None
-        """APIs do not tell."""
+        """None, as APIs do not report it."""
         self._api = api
         self._codec = codec
         self._samples = KeptAnswers[SampleRequest, tuple[Completion, ...]]()
@@ -279,7 +279,7 @@ class ExternalSampler:
         return await self._all(requests, self._sample, self._samples)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Log-probabilities of labels after a prompt, as far as the API reports them."""
+        """Return log-probabilities of labels after a prompt, as far as the API reports them."""
         for request in requests:
             self._require(request.model)
             self._require_labels(request)
@@ -291,7 +291,7 @@ class ExternalSampler:
         ask: Callable[[Request, Callable[[], bool]], Awaitable[Answer]],
         kept: KeptAnswers[Request, Answer],
     ) -> list[Answer]:
-        """All answers, in order; when one cannot be had its error, and the others are kept."""
+        """Return all answers, in order. If a request fails, keep the others and raise its error."""
         answers: dict[int, Answer] = {}
         failures: list[FleetError] = []
 
@@ -358,7 +358,7 @@ class ExternalSampler:
     def _body(
         self, prompt: TokenIds, params: SamplingParams, *, num_top: int = 0
     ) -> dict[str, Any]:
-        """Parameters that only some APIs know are sent when they are set: others refuse them."""
+        """Parameters that only some APIs know are sent if set, as others refuse them."""
         text = self._codec.decode(prompt)
         body: dict[str, Any] = {
             "model": self.config.model,
@@ -446,7 +446,7 @@ async def open_external(
 
 
 def _require_text_params(request: SampleRequest) -> None:
-    """What is said in token ids means nothing to an API of texts."""
+    """FleetError for options in token ids, which an API of texts cannot apply."""
     params = request.params
     token_options = {
         "json_schema": request.json_schema,
@@ -464,7 +464,7 @@ def _require_text_params(request: SampleRequest) -> None:
 
 
 def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[str, float]]]]:
-    """Per new position: the token drawn, its log-probability, the likeliest; from either route."""
+    """Return per new position the drawn token, its log-probability and the likeliest."""
     logprobs = choice.get("logprobs") or {}
     if logprobs.get("content"):
         return [

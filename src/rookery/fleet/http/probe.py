@@ -3,9 +3,9 @@
     capabilities = await probe(client)
 
 `/openapi.json` names its routes and fields, `/v1/models` its model, `/metrics` its cache,
-`/server_info` (servers in development mode) its sizes; two requests of one token show how it
-reports tokens and log-probabilities. A version number decides nothing; the build that some version
-strings end in (`0.11.0+cpu`, `0.11.0+cu129`) tells the device.
+`/server_info` (servers in development mode) its sizes. Two requests of one token show how it
+reports tokens and log-probabilities. Version numbers decide nothing; the build at the end of some
+version strings (`0.11.0+cpu`, `0.11.0+cu129`) gives the device.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ __all__ = [
     "read_metrics",
 ]
 
-# A server's own Prometheus page as one record: its load and its prefix cache.
+# A server's Prometheus page as one record: its load and its prefix cache.
 
 
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
@@ -57,21 +57,21 @@ _STARTED = "process_start_time_seconds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMetrics:
-    """Summed over the engines behind one address. What a server does not tell is 0 or None."""
+    """Metrics summed over the engines behind one address; 0 or None if unreported."""
 
     num_running: int
     num_waiting: int
     cache_usage: float
-    """Share of the key-value cache in use, 0 to 1; the fullest engine's."""
+    """Share of the key-value cache in use, 0 to 1, of the fullest engine."""
     prefix_queries: int
     """Prompt tokens looked up in the prefix cache since the server started."""
     prefix_hits: int
     block_tokens: int | None
     has_prefix_cache: bool | None
     started_s: float | None = None
-    """When its process was started, in seconds since 1970."""
+    """Start time of its process, in seconds since 1970."""
     is_on_cpu: bool | None = None
-    """By a size of the cache that vLLM has on the CPU only; newer ones do not report it."""
+    """Known from a cache size that vLLM has only on the CPU; newer versions do not report it."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -79,7 +79,7 @@ class ServerMetrics:
 
 
 def parse_metrics(page: str) -> ServerMetrics:
-    """Read the lines that matter; unknown ones are skipped."""
+    """Parse the lines of known metrics and skip the others."""
     sums: dict[str, float] = {}
     cache_usage = 0.0
     cache: dict[str, str] = {}
@@ -117,51 +117,51 @@ def parse_metrics(page: str) -> ServerMetrics:
 
 
 UNREADABLE = (AttributeError, TypeError, ValueError, LookupError)
-"""What reading an answer of another shape ends in."""
+"""Errors raised by reading an answer of an unexpected shape."""
 DEFAULT_MAX_LOGPROBS = 20
-"""vLLM's default of --max-logprobs, for servers that do not tell theirs."""
+"""vLLM's default of --max-logprobs, for servers that do not report theirs."""
 DEFAULT_BLOCK_TOKENS = 16
-"""vLLM's block size on GPUs, for servers that do not tell theirs."""
+"""vLLM's block size on GPUs, for servers that do not report theirs."""
 _PROMPT = (1, 2, 3)
 _PROBE_LABEL = 7
-"""Tokens that every vocabulary has."""
+"""Token that every vocabulary has, like those of `_PROMPT`."""
 _HOT = 2.0
-"""The highest temperature that vLLM takes."""
+"""Highest temperature that vLLM accepts."""
 _FLATTENED = 0.2
-"""Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
-more than this, half-precision rounding by less."""
+"""Raw log-probabilities do not depend on the temperature. Processed ones move by more than this at
+temperature 2; half-precision rounding moves them by less."""
 _INFO = "/server_info"
 _BUILDS = ("cpu", "cu", "rocm", "xpu")
-"""How the local part of a version names what vLLM was built for."""
+"""How the local part of a version names the platform that vLLM was built for."""
 _READ_PROMPTS = tuple(_PROMPT * times for times in range(1, 5))
 _NUM_READ = 32
-"""Tokens that are drawn one by one, of each of these together, and then read as prompts."""
+"""Tokens drawn after each of these prompts, in one batch, and then read as prompts."""
 _FAR_NATS = 0.5
-"""Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
-are computed wrongly are off by more than one."""
+"""Limit on the gap between drawn and read log-probabilities. Rounding in bfloat16 stays below 0.1,
+wrongly computed prompts exceed 1."""
 _TEXTS = ("The capital of France is", "def fibonacci(n):", "Es war einmal ein", "2 + 3 * 4 =")
-"""What a fingerprint is of: in half precision texts that models know are rounded little."""
+"""Texts of a fingerprint: half precision rounds texts that models know only little."""
 _NUM_TOP = 5
 _OTHER_NATS = 0.25
-"""Between fingerprints: half of a model's own are closer than this in half precision, after a
-restart with other flags too; of two models half of the likeliest tokens are not the same."""
+"""Limit on the gap between fingerprints. In half precision, a model's median gap stays below it,
+also after a restart with other flags; two models share under half of the likeliest tokens."""
 _OTHER_FLOAT32_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a server's base model says after fixed texts: per text the likeliest tokens with their
-    log-probabilities. Two of the same weights are close."""
+    """Likeliest tokens and log-probabilities of a server's base model after fixed texts. Equal
+    weights give close fingerprints."""
 
     rows: tuple[Mapping[str, float], ...]
     system: str | None
-    """How the server names its config in every answer; None: it does not."""
+    """`system_fingerprint` of its answers, which names its config; None if unreported."""
 
 
 async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
-    """Ask everything once; FleetError when this is not a completions server.
+    """Probe a server; FleetError if it is not a completions server.
 
-    `has_info` reads `/server_info`, which takes seconds; servers of our own tell its sizes sooner.
+    `has_info` reads `/server_info`, which takes seconds; our own servers report its sizes sooner.
     """
     with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
         return await _probe(client, has_info=has_info)
@@ -211,8 +211,8 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
 
 
 async def read_again(client: Client, server: Capabilities) -> float:
-    """How far the log-probabilities of tokens drawn one by one are from those of the same tokens in
-    prompts: the mean, in nats; of several sequences at a time."""
+    """Return the mean gap, in nats, between log-probabilities of tokens drawn one by one and of the
+    same tokens read in prompts, over several sequences."""
     room = (server.max_model_len or inf) - len(_READ_PROMPTS[-1]) - 1
     num_new = int(max(1, min(_NUM_READ, room)))
     draw = Fields(max_tokens=num_new, temperature=1.0, seed=0, ignore_eos=True)
@@ -250,16 +250,16 @@ async def _ask(
 
 
 async def read_base(client: Client) -> tuple[str, str]:
-    """The name that a server has for its base model, and what it was loaded from."""
+    """Return the server's name of its base model, and what it was loaded from."""
     with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
         base = _base_model(await client.get("/v1/models"), client.url)
         return base["id"], str(base.get("root") or base["id"])
 
 
 async def read_fingerprint(client: Client, server: Capabilities) -> Fingerprint:
-    """One request of one token for each text; of less from a server that refuses this."""
+    """Ask one token after each text; ask for less if the server refuses that."""
     for prompts in (_TEXTS, _READ_PROMPTS):  # it may have no tokenizer, or a shorter context
-        for num_top in (server.max_logprobs, _NUM_TOP):  # it may tell fewer
+        for num_top in (server.max_logprobs, _NUM_TOP):  # it may report fewer
             with suppress(ServerRefusal):
                 return await _read_rows(client, server, prompts, num_top)
     return await _read_rows(client, server, [_PROMPT], 1)
@@ -276,7 +276,7 @@ async def _read_rows(
 
 
 def gap_between(read: Fingerprint, expected: Fingerprint) -> float:
-    """The median difference of the likeliest tokens, in nats; inf when half are not the same."""
+    """Return the median gap of the likeliest tokens, in nats; inf if half of them differ."""
     gaps = [
         abs(new.get(token, -inf) - old[token])
         for new, old in zip(read.rows, expected.rows, strict=False)
@@ -306,13 +306,13 @@ async def _ask_likeliest(
 
 
 async def read_metrics(client: Client) -> ServerMetrics | None:
-    """The server's metrics; None when it has no such page."""
+    """Return the server's metrics; None if it has no such page."""
     page = await _get(client, "/metrics")
     return parse_metrics(page) if isinstance(page, str) else None
 
 
 async def _get(client: Client, path: str) -> Any:
-    """What a route answers; None when the server does not have it."""
+    """Return the answer of a route; None if the server does not have it."""
     try:
         return await client.get(path)
     except ServerRefusal:
@@ -326,7 +326,7 @@ async def _get(client: Client, path: str) -> Any:
 async def _one_token(
     client: Client, model: str, *, temperature: float, has_labels: bool
 ) -> dict[str, float]:
-    """The log-probabilities reported at one new position, by token as the server names it."""
+    """Return the log-probabilities at one new position, by the server's token names."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": [_PROMPT],
@@ -347,7 +347,7 @@ async def _one_token(
 
 
 def _is_on_cpu(device: Any, release: str, metrics: ServerMetrics | None) -> bool | None:
-    """What a server computes on, from whatever it tells: its config, its build, its cache."""
+    """Determine the device from whatever a server reports: its config, build or cache."""
     if isinstance(device, str):
         return device == "cpu"
     build = release.partition("+")[2]
@@ -361,7 +361,7 @@ def _is_processed(mild: Mapping[str, float], hot: Mapping[str, float]) -> bool:
 
 
 def _base_model(models: Any, url: str) -> dict[str, Any]:
-    """The first model that is not an adapter of another."""
+    """Return the first model that is not an adapter of another."""
     listed = models.get("data") if isinstance(models, dict) else None
     for model in listed or []:
         if isinstance(model, dict) and model.get("id") and not model.get("parent"):
@@ -370,14 +370,14 @@ def _base_model(models: Any, url: str) -> dict[str, Any]:
 
 
 def _dig(document: Any, *keys: str) -> dict[str, Any]:
-    """The object at a path of keys, empty where there is none."""
+    """Return the object at a path of keys; empty if there is none."""
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document if isinstance(document, dict) else {}
 
 
 def _whole(value: Any) -> int | None:
-    """A size; None where the value is not one."""
+    """Return a size; None if the value is not one."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return value if is_size else None
 

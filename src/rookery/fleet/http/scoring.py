@@ -1,13 +1,13 @@
-"""Score requests as prompts of one-token calls, so that the server's prefix cache is kept.
+"""Score requests as prompts of one-token calls, so that the server's prefix cache is used.
 
     plan = plan_score(request, capabilities=capabilities)
     score = assemble_score(plan, readings)      # a Reading per part, in order
 
-A server that reports the log-probabilities of a prompt computes all of it anew, whatever it has
-cached. Labels after a prompt never need that. A short tail does not either: tokens (5 6 7 8) from
-start 2 are read as "what follows 5 6" and "what follows 5 6 7", each of which finds its prefix in
-the cache. Only long tails, and requests for the likeliest tokens, read the prompt itself, and
-those too go step by step on servers that cannot report prompts.
+To report the log-probabilities of a prompt, a server computes all of it, ignoring its cache. Labels
+after a prompt never need that. A short tail does not either: tokens (5 6 7 8) from start 2 are read
+after "5 6" and after "5 6 7", and both prefixes are in the cache. Only long tails and requests for
+the likeliest tokens read the prompt itself. On servers that cannot report prompts, these go token
+by token too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorePlan:
-    """The parts that answer one request.
+    """Parts that answer one request.
 
-    Read by `steps`, a part of n tokens tells what follows them; read by `prompt`, the first part
-    tells about the tokens inside it too.
+    With `steps`, a part of n tokens reads what follows them. With `prompt`, the first part also
+    reads the tokens inside it.
     """
 
     request: ScoreRequest
@@ -48,8 +48,8 @@ def plan_score(
 ) -> ScorePlan:
     """Choose the cheapest exact way to read what the request asks for.
 
-    `has_head`: the adapter adapts the output layer. vLLM reads prompts without it, as it knows the
-    adapters of sampled tokens only.
+    `has_head`: the adapter adapts the output layer. vLLM reads prompts without it, as it applies
+    adapters of the output layer to sampled tokens only.
     """
     _check(request, capabilities)
     if has_head:
@@ -70,7 +70,7 @@ def plan_score(
 
 
 def assemble_score(plan: ScorePlan, readings: Sequence[Reading]) -> Score:
-    """The Score of a plan whose parts were read; a number that is missing is a FleetError."""
+    """Build the Score from the readings of a plan; FleetError if a number is missing."""
     request = plan.request
     rows, tops = _rows(plan, readings)
     end = len(request.tokens)
@@ -93,7 +93,7 @@ def assemble_score(plan: ScorePlan, readings: Sequence[Reading]) -> Score:
 def _rows(
     plan: ScorePlan, readings: Sequence[Reading]
 ) -> tuple[dict[int, dict[int, float]], dict[int, Mapping[int, float]]]:
-    """What was read per position: all log-probabilities, and those that hold the likeliest."""
+    """Return per position all log-probabilities, and those that hold the likeliest tokens."""
     rows: dict[int, dict[int, float]] = {}
     tops: dict[int, Mapping[int, float]] = {}
     num = plan.request.top_logprobs
@@ -124,7 +124,7 @@ def _check(request: ScoreRequest, capabilities: Capabilities) -> None:
 
 
 def _fields(labels: TokenIds, num_top: int, capabilities: Capabilities) -> tuple[Fields, ...]:
-    """What to ask at one position: these tokens, and the likeliest."""
+    """Return the fields to ask at one position for these labels and the likeliest tokens."""
     wanted = tuple(dict.fromkeys(labels))
     asked: list[Fields] = []
     if wanted and capabilities.has_label_logprobs:
@@ -138,7 +138,7 @@ def _fields(labels: TokenIds, num_top: int, capabilities: Capabilities) -> tuple
 
 
 def _share_ids(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
-    """Ask all parts for the tokens of any of them, where these are few: then they share a call."""
+    """Ask all parts for the ids of any part if these are few: the parts then share a call."""
     ids = tuple(sorted({token for part in parts for token in part.fields.ids}))
     if len(ids) > LOGPROB_IDS_LIMIT:
         return tuple(parts)
@@ -149,11 +149,9 @@ def _share_ids(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
 
 
 def _is_worth_stepping(request: ScoreRequest, capabilities: Capabilities) -> bool:
-    """Whether a part per tail token computes less than the prompt anew, or is the only way.
-
-    A part computes at most one block when its prefix is cached; the parts of one request share
-    that prefix even when it is cold. Half the prefix is the price allowed for it.
-    """
+    """True if a part per tail token costs less than the whole prompt, or is the only way. A part
+    computes at most one block if its prefix is cached; the parts of one request share the prefix
+    even if it is cold. They may cost up to half of the prefix."""
     if not capabilities.has_prompt_logprobs:
         return True
     num_tail = len(request.tokens) - request.start

@@ -1,7 +1,7 @@
-"""Rookery's requests as bodies of `/v1/completions` or of `token_route.py`, and the answers back:
-pure, no I/O.
+"""Converts Rookery's requests to bodies of `/v1/completions` or `token_route.py`, and the answers
+back. Pure: no I/O.
 
-A body carries many prompts, but one set of parameters: equal `Fields` may share a call.
+A body carries many prompts but one set of parameters: equal `Fields` may share a call.
 
     fields = sample_fields(request, capabilities=capabilities)
     body = encode_body("poet@3fa9", fields, [request.prompt])
@@ -50,23 +50,22 @@ __all__ = [
     "sample_fields",
 ]
 
-# What tokens were drawn from, read from the likeliest tokens that a server reports.
+# The tokens that a token was drawn from, read from the likeliest tokens that a server reports.
 #
-# A server with processed log-probabilities reports minus infinity for what top_k, top_p and min_p
-# cut off. So with top_k no larger than what it reports, all that is left is among the likeliest.
+# A server with processed log-probabilities reports minus infinity for tokens that top_k, top_p and
+# min_p cut off. So if top_k is no larger than what it reports, all remaining tokens are reported.
 # vLLM's own `--return-sampling-mask` would report more, but a server with it refuses every greedy
-# request and every one without top_k, those of evaluations and scores too.
+# request and every one without top_k, such as evaluations and scores.
 
 
 _TIES = 2
-"""Times top_k that are asked for: vLLM keeps all tokens that are as likely as the last of top_k,
-and in half precision many are."""
+"""Multiple of top_k to request: vLLM keeps ties with the last, frequent in half precision."""
 _MISSING = 1e-3
-"""More probability than this is not lost by rounding: a kept token was not reported."""
+"""Rounding loses less probability than this: beyond it, a kept token was not reported."""
 
 
 def num_shown_for_kept(params: SamplingParams, capabilities: Capabilities) -> int:
-    """How many of the likeliest tokens show all that are kept; 0 when that is not asked."""
+    """Return how many of the likeliest tokens cover all kept ones; 0 if not requested."""
     if not (params.return_kept and params.is_cut):
         return 0
     most = capabilities.max_logprobs
@@ -81,7 +80,7 @@ def num_shown_for_kept(params: SamplingParams, capabilities: Capabilities) -> in
 
 
 def read_kept(tops: Sequence[Mapping[int, float]]) -> KeptTokens:
-    """The tokens of each position that have a probability; FleetError when some are missing."""
+    """Return the tokens of each position with a probability; FleetError if some are missing."""
     for top in tops:
         missing = 1.0 - math.fsum(map(math.exp, top.values()))
         if missing > _MISSING:
@@ -96,9 +95,9 @@ def read_kept(tops: Sequence[Mapping[int, float]]) -> KeptTokens:
 
 _TOKEN = "token_id:"
 _FLOOR = -9999.0
-"""What the server writes for minus infinity, which JSON has no number for."""
+"""vLLM's number for minus infinity, which JSON cannot express."""
 _MAX_SEED = 2**63 - 1
-"""vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
+"""vLLM ignores the seed -1, and refuses or fails on seeds beyond 64 bits."""
 
 NO_PENALTIES = Penalties()
 
@@ -107,7 +106,7 @@ Choice = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The parameters of a call, for all of its prompts. Equal fields may share a call."""
+    """Parameters of a call, for all of its prompts. Equal fields may share a call."""
 
     max_tokens: int = 1
     temperature: float = 0.0
@@ -123,25 +122,25 @@ class Fields:
     top: int = 0
     """How many of the likeliest tokens to report at every new position."""
     ids: TokenIds = ()
-    """Report exactly these tokens at every new position instead."""
+    """Tokens to report at every new position, instead of the likeliest."""
     json_schema: str = ""
-    """What the answers must match."""
+    """Schema that the answers must match."""
     prompt_top: int | None = None
-    """Report the prompt's own tokens too, with this many of the likeliest; None does not."""
+    """Report the prompt's own tokens too, with this many of the likeliest; None for no report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a one-token call said about one prompt."""
+    """Answer of a one-token call about one prompt."""
 
     after: Mapping[int, float]
     """Log-probabilities of tokens after the prompt."""
     prompt: tuple[Mapping[int, float] | None, ...]
-    """Per prompt position, of its own token and the likeliest ones; the first has none."""
+    """Per prompt position, of its token and the likeliest; None for the first position."""
 
 
 def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fields:
-    """The fields of a sample request, checked; `max_tokens` is cut to what the context leaves."""
+    """Check a request and return its fields; `max_tokens` is cut to the context left."""
     params = request.params
     _check_params(params)
     check_prompt(request.prompt, capabilities=capabilities)
@@ -163,9 +162,9 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
         stop=params.stop,
         stop_tokens=params.stop_tokens,
         ignore_eos=params.ignore_eos,
-        # Greedy draws have no randomness: without the seed more of them share a call.
+        # Greedy draws have no randomness: without a seed more of them share a call.
         seed=None if is_greedy else _seed(params),
-        # The server refuses n greedy draws, which are all the same: one is made and copied.
+        # The server refuses n greedy draws, which are all equal: one is made and copied.
         n=1 if is_greedy else params.n,
         top=max(params.top_logprobs, num_shown_for_kept(params, capabilities)),
         json_schema=request.json_schema,
@@ -173,13 +172,13 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
 
 
 def _seed(params: SamplingParams) -> int:
-    """The seed on the wire. vLLM draws sample i with seed + i: without the key, the second sample
-    of seed 0 would be the first of seed 1."""
+    """Return the seed to send. vLLM draws sample i with seed + i, so that without the key the
+    second sample of seed 0 would be the first of seed 1."""
     return params.seed if params.n == 1 else stream_seed(params.seed, "samples")
 
 
 def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
-    """A prompt must leave room for one token: the server always makes one."""
+    """FleetError unless the prompt leaves room for one token, which the server always draws."""
     if not prompt:
         raise FleetError("A request has no prompt tokens; give at least one.")
     limit = capabilities.max_model_len
@@ -193,11 +192,11 @@ def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
 def encode_body(
     model: str, fields: Fields, prompts: Sequence[TokenIds], *, is_streamed: bool = False
 ) -> bytes:
-    """The JSON of one call of `/v1/completions`."""
+    """Encode one call of `/v1/completions` as JSON."""
     body = {
         "model": model,
         "prompt": prompts,
-        # Ids come with the log-probabilities: `return_token_ids` would send the prompts back too.
+        # Log-probabilities bring the ids: `return_token_ids` would send the prompts back too.
         "return_tokens_as_token_ids": True,
         **_parameters(fields),
     }
@@ -211,13 +210,13 @@ def encode_body(
 def encode_tokens(
     model: str, fields: Fields, prompts: Sequence[TokenIds], *, path: str | None
 ) -> bytes:
-    """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
+    """Encode one call of our own route as JSON; `path` locates its adapter, None for the base."""
     body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
     return to_json(body)
 
 
 def _parameters(fields: Fields) -> dict[str, Any]:
-    """Every parameter is written out, so that no server default decides."""
+    """Return every parameter explicitly, so that no server default applies."""
     parameters: dict[str, Any] = {
         "max_tokens": fields.max_tokens,
         "temperature": fields.temperature,
@@ -245,33 +244,33 @@ def _parameters(fields: Fields) -> dict[str, Any]:
 
 
 class StreamedChoices:
-    """The choices of a streamed call of one prompt, put together from its chunks.
+    """Joins the chunks of a streamed call of one prompt into its choices.
 
-    `tell` gets what each chunk adds, once: a call that was lost with its server is answered from
-    the start by another one, and must begin as it did.
+    `tell` gets each addition once. A call that was lost with its server starts anew on another one,
+    whose answer must repeat the beginning.
     """
 
     def __init__(self, tell: Callable[[CompletionDelta], None], *, num_top: int) -> None:
         self._tell = tell
         self._num_top = num_top
-        self._told: dict[int, tuple[list[int], int]] = {}
-        """By sample: the tokens, and how much text."""
+        self._passed_on: dict[int, tuple[list[int], int]] = {}
+        """Per sample: the tokens passed on, and the length of the text passed on."""
         self._ended: set[int] = set()
         self._choices: dict[int, dict[str, Any]] = {}
         self._system: Any = None
 
     @property
     def answer(self) -> dict[str, Any]:
-        """As a call that is not streamed is answered."""
+        """The answer in the form of a call without `stream`."""
         return {"choices": list(self._choices.values()), "system_fingerprint": self._system}
 
     def begin(self) -> None:
-        """A server starts to answer."""
+        """Start over, as a server begins to answer."""
         self._choices, self._system = {}, None
 
     def add(self, chunk: Any) -> None:
-        """FleetError when it is no continuation of what was told."""
-        self._system = chunk.get("system_fingerprint") or self._system  # vLLM: in the last one
+        """Add a chunk; FleetError if it contradicts what was passed on before."""
+        self._system = chunk.get("system_fingerprint") or self._system  # vLLM: in the last chunk
         for part in chunk["choices"]:
             sample = part["index"]
             choice = self._choices.setdefault(
@@ -290,19 +289,19 @@ class StreamedChoices:
 
     def _tell_new(self, choice: Choice, start: int, tops: Sequence[TopLogprobs]) -> None:
         sample, reason = choice["index"], choice["finish_reason"]
-        told, num_text = self._told.get(sample, ([], 0))
+        old_tokens, num_text = self._passed_on.get(sample, ([], 0))
         tokens = choice["token_ids"]
-        if tokens[start : len(told)] != told[start : len(tokens)]:
+        if tokens[start : len(old_tokens)] != old_tokens[start : len(tokens)]:
             raise FleetError(
                 "A server was lost while it streamed an answer, and another one began another "
                 "answer: ask again."
             )
-        new, text = tokens[len(told) :], choice["text"][num_text:]
+        new, text = tokens[len(old_tokens) :], choice["text"][num_text:]
         if sample in self._ended or not (new or text or reason):
             return
-        logprobs = choice["token_logprobs"][len(told) :]
-        told += new
-        self._told[sample] = (told, num_text + len(text))
+        logprobs = choice["token_logprobs"][len(old_tokens) :]
+        old_tokens += new
+        self._passed_on[sample] = (old_tokens, num_text + len(text))
         if reason is not None:
             self._ended.add(sample)
         self._tell(
@@ -318,7 +317,7 @@ class StreamedChoices:
 
 
 def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
-    """The choices per prompt, in order; FleetError when the answer is not complete."""
+    """Return the choices per prompt, in order; FleetError if the answer is incomplete."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != num_prompts * n:
         num_choices = len(choices) if isinstance(choices, list) else 0
@@ -337,11 +336,9 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
 
 
 def compact(choice: Choice) -> Choice:
-    """A choice of which only the drawn tokens were asked, in the form of our own route.
-
-    The dictionary per token that `/v1/completions` sends is dropped before thousands of them wait
-    for the last answer: Python's garbage collection would look through all, again and again.
-    """
+    """Convert a choice with only drawn tokens to the form of our own route. This drops the
+    dictionary per token of `/v1/completions`: thousands of them would wait for the last answer, and
+    Python's garbage collection would scan them again and again."""
     if "token_logprobs" in choice:
         return choice
     tokens, logprobs = _drawn(choice)
@@ -354,7 +351,7 @@ def compact(choice: Choice) -> Choice:
 
 
 def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
-    """One choice as a Completion; every token must come with its id and log-probability."""
+    """Convert one choice to a Completion; every token needs its id and log-probability."""
     tokens, logprobs = _drawn(choice)
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
@@ -367,7 +364,7 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     return Completion(
         model=model,
         tokens=tuple(tokens),
-        # A call per number is a tenth of what a completion costs: only odd ones are looked at.
+        # A call per number would take a tenth of a completion's cost: only odd values need one.
         logprobs=tuple([v if v is not None and v > _FLOOR else _logprob(v) for v in logprobs]),
         text=choice.get("text") or "",
         finish_reason=reason,
@@ -378,8 +375,7 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
 def read_completions(
     request: SampleRequest, choices: Sequence[Choice], *, has_versions: bool = False
 ) -> tuple[Completion, ...]:
-    """The completions of one request, `params.n` of them; with the versions that drew them, where
-    the server tells."""
+    """Return one request's completions, with the reported weight versions if `has_versions`."""
     num_top = request.params.top_logprobs
     completions = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
     if has_versions:
@@ -389,7 +385,7 @@ def read_completions(
             replace(completion, kept=read_kept(_tops(choice)))
             for completion, choice in zip(completions, choices, strict=True)
         )
-    # Greedy draws are all the same: the server made one.
+    # Greedy samples are all equal: the server made one.
     return completions * request.params.n if len(completions) == 1 else completions
 
 
@@ -405,7 +401,7 @@ def _with_versions(completion: Completion, choice: Choice) -> Completion:
 
 
 def read_position(choice: Choice) -> dict[int, float]:
-    """Log-probabilities of tokens at the first new position."""
+    """Return the log-probabilities at the first new position."""
     tops = _tops(choice)
     if not tops:
         raise FleetError("A server returned a score without log-probabilities: use a vLLM server.")
@@ -413,7 +409,7 @@ def read_position(choice: Choice) -> dict[int, float]:
 
 
 def read_reading(choice: Choice) -> Reading:
-    """A one-token answer: after the prompt, and inside it where that was asked."""
+    """Read a one-token answer: after the prompt, and inside it if that was requested."""
     if "prompt_top" in choice:
         rows = [None if row is None else _paired(*row) for row in choice["prompt_top"]]
     else:
@@ -427,7 +423,7 @@ def read_reading(choice: Choice) -> Reading:
 
 
 def likeliest(logprobs: Mapping[int, float], num: int) -> TopLogprobs:
-    """The `num` likeliest of the tokens reported, best first, the lower id on a tie."""
+    """Return the `num` likeliest of the reported tokens, best first; ties by lower id."""
     if len(logprobs) < num:
         raise FleetError(
             f"A server reported {len(logprobs)} of the {num} likeliest tokens. vLLM's older model "
@@ -438,7 +434,7 @@ def likeliest(logprobs: Mapping[int, float], num: int) -> TopLogprobs:
 
 
 def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
-    """Tokens and their log-probabilities, of either route."""
+    """Return the tokens and their log-probabilities, from either route."""
     if "token_logprobs" in choice:
         return choice["token_ids"], choice["token_logprobs"]
     logprobs = choice.get("logprobs") or {}
@@ -449,7 +445,7 @@ def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
 
 
 def _tops(choice: Choice) -> list[dict[int, float]]:
-    """What is reported at every new position; the drawn token where nothing else was asked for."""
+    """Return the tokens reported at every new position, at least the drawn one."""
     if "top" in choice:
         return [_paired(*top) for top in choice["top"]]
     if "token_logprobs" in choice:

@@ -1,3 +1,3 @@
-"""Which replica takes which call, and what happens when it is lost."""
+"""Decides which replica takes which call, and handles the loss of replicas."""
 
 __all__: list[str] = []

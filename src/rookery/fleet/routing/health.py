@@ -1,15 +1,15 @@
-"""Whether a server may be asked: what its process has shown, and its circuit breaker.
+"""Whether a server may be asked: its proof of having the newest weights, and its circuit breaker.
 
-The breaker stops sending to a server after a loss, until a probe succeeds.
+After a loss, the breaker stops sending to a server until a probe succeeds.
 
 closed --a loss--> open --its pause is over--> a probe --it answers--> closed
                      ^------------------------------ it fails: the pause doubles
 
-The first probe follows at once: one failed answer of a healthy server costs it one round trip, and
-nothing is sent again to a server that is dying. One that answers probes and loses calls is asked
-later and later too: only an answered call takes the pause away.
+The first probe follows at once: one failed answer of a healthy server costs one round trip, and a
+dying server gets no more calls. If a server answers probes but loses calls, its pauses grow too:
+only an answered call resets them.
 
-The clock is handed in, so that tests need none.
+Callers pass the time in.
 """
 
 from dataclasses import dataclass
@@ -22,36 +22,36 @@ __all__ = ["Breaker", "Proof", "started"]
 
 
 FIRST_PAUSE_S = 0.25
-"""After the second failure. A restarted server is back within seconds: ask soon."""
+"""Pause after the second failure: a restarted server is back within seconds."""
 LONGEST_PAUSE_S = 10.0
 """A dead server costs one small request per this many seconds."""
 
 
 @dataclass(slots=True)
 class Breaker:
-    """Closed while the server answers."""
+    """Circuit breaker: closed while the server answers."""
 
     is_open: bool = False
     pause_s: float = 0.0
-    """Until the probe after the next failure."""
+    """Pause before the probe that follows the next failure."""
     probe_at_s: float = 0.0
     opened_s: float = 0.0
-    """When it was opened last."""
+    """Time of the last opening."""
 
     def open_for_s(self, *, now_s: float) -> float:
-        """How long it has been open; 0 while it is closed."""
+        """Return how long it has been open; 0 while it is closed."""
         return now_s - self.opened_s if self.is_open else 0.0
 
     def record_success(self) -> None:
-        """A probe was answered."""
+        """Close it after an answered probe."""
         self.is_open = False
 
     def record_answer(self) -> None:
-        """A call was answered."""
+        """Reset the pause after an answered call."""
         self.pause_s = 0.0
 
     def record_loss(self, *, now_s: float) -> bool:
-        """Open it; True when it was closed."""
+        """Open it; True if it was closed."""
         if self.is_open:
             return False
         self.is_open = True
@@ -71,14 +71,14 @@ class Breaker:
         return self.is_open and now_s >= self.probe_at_s
 
 
-# Which process of a server has shown that it has the right model, and the newest weights.
+# Which process of a server has shown that it has the right model and the newest weights.
 #
-# A process that was started again has the weights it began with: of another model, if whoever
-# started it took another.
+# A restarted process has the weights it was started with: of another model, if it was restarted on
+# another.
 
 
 class Proof:
-    """Of one server; it need not have been asked for one."""
+    """The process of one server that proved to have the newest weights, if any had to."""
 
     def __init__(self, client: Client, local: LocalServer | None) -> None:
         self._client = client
@@ -88,51 +88,50 @@ class Proof:
 
     @property
     def was_given(self) -> bool:
-        """Whether any process has ever shown it."""
+        """True once new weights were published, which every process must prove to have."""
         return self._process is not None
 
     def recognise(self, process: str) -> None:
-        """This process has the model that the fleet was opened on."""
+        """Record that this process has the model that the fleet was opened on."""
         self._recognised.add(process)
 
     def is_recognised(self, process: str) -> bool:
-        """Whether it has shown that; several may, behind one address."""
+        """True if the process has shown its model; several processes may share one address."""
         return bool(process) and (process in self._recognised or self.is_by(process))
 
     def note(self, process: str) -> None:
-        """This process has shown it; `running` told its name before it was asked."""
+        """Record that this process, whose name was read beforehand, has the newest weights."""
         self._process = process
 
     def withdraw(self) -> None:
-        """There are newer weights, and no process has shown that it has them."""
+        """Forget the proof: there are newer weights."""
         self._process = ""
 
     async def is_current(self) -> bool:
-        """Whether the process that runs is the one that has shown it."""
+        """True if the running process has proved to have the newest weights."""
         return self.is_by(await self.running())
 
     def is_by(self, process: str) -> bool:
-        """Whether this process has shown it."""
+        """True if this process gave the proof."""
         return bool(process) and process == self._process
 
     async def is_of_another(self) -> bool:
-        """Whether another process runs than the one that has shown it, as far as it tells."""
+        """True if the server reports another process than the one that gave the proof."""
         return await self.running() not in ("", self._process)
 
     def check(self, metrics: ServerMetrics) -> None:
-        """ServerLost when another process answers now, though no call was lost in between, and
-        does not have the newest weights."""
+        """ServerLost if another process than the proved one answers, though no call was lost."""
         running = started(metrics)
         if self._local is None and self._process and running not in ("", self._process):
             raise ServerLost(f"{self._client.url} was started again.", is_broken=False)
 
     async def running(self) -> str:
-        """Tells one process of the server from the next; empty when it cannot be told."""
+        """Return a name that changes with every restart of the server; empty if unknown."""
         if self._local is not None:
             return str(self._local.pid)
         return started(await read_metrics(self._client))
 
 
 def started(metrics: ServerMetrics | None) -> str:
-    """The name of the process whose metrics these are; empty when they do not tell."""
+    """Return the name of the process with these metrics; empty if they do not report its start."""
     return str(metrics.started_s) if metrics and metrics.started_s else ""

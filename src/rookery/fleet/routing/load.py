@@ -1,6 +1,6 @@
-"""One server as the router sees it: what is in flight, which adapters and prefixes it holds.
+"""One server as the router sees it: calls in flight, adapters, and cached prefixes.
 
-A replica only counts; `router.py` decides by it and `fleet.py` acts. Times are handed in.
+A load only counts: `router.py` decides and `pool.py` acts. Callers pass the time in.
 """
 
 from collections import Counter, OrderedDict
@@ -21,22 +21,22 @@ __all__ = [
 ]
 
 PREFIX_TOKENS = 64
-"""Prompts are compared in blocks of this many tokens: four of vLLM's on a GPU."""
+"""Block length for comparing prompts: four of vLLM's blocks on a GPU."""
 PREFIX_BLOCKS = 64
-"""Blocks compared per prompt: the first 4,096 tokens decide."""
+"""Blocks compared per prompt: only the first 4,096 tokens count."""
 REMEMBERED_BLOCKS = 8192
-"""Blocks remembered per replica, about half a million tokens of key-value cache."""
+"""Blocks remembered per replica: about half a million tokens of key-value cache."""
 MEMORY_S = 20.0
-"""Busy seconds after which older measurements count half: servers change under load."""
+"""Busy seconds after which older measurements count half, as speed changes with load."""
 SMOOTHING = 0.2
-"""Weight of the newest call in the average pace."""
+"""Weight of the newest call in the moving average of the pace."""
 FADING = 0.02
-"""How much of the quickest pace is forgotten with every call."""
+"""Share by which every call raises the remembered quickest pace, so that old records fade."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One HTTP call: prompts of one model with the same fields."""
+    """One HTTP call: prompts for one model with the same fields."""
 
     ref: ModelRef
     is_base: bool
@@ -45,25 +45,25 @@ class Call:
     arrival_s: float
     prefix: tuple[int, ...]
     affinity: Hashable = None
-    """Calls of one affinity share prefixes; None: it has none."""
+    """Calls of equal affinity share prefixes; None if it has no affinity."""
     stream: StreamedChoices | None = None
-    """Takes the answer in as it is drawn; such a call has one prompt."""
+    """Receives the answer while it is drawn; such a call has one prompt."""
     is_any_base: bool = False
-    """Asks the base model whatever its name is: that of a server whose weights change."""
+    """Asks for the base model under any version, as the canary does while weights change."""
     replicas: list["ReplicaLoad"] = field(default_factory=list)
-    """Where it runs now: more than one when an idle replica took it over."""
+    """Replicas that run it now: several after an idle replica took it over."""
     tried: set[str] = field(default_factory=set)
-    """Replicas that lost it."""
+    """Names of the replicas that lost it."""
     num_losses: int = 0
-    """How often it may have reached a server that was lost with it."""
+    """Losses after which a server may have received it."""
     num_unsent: int = 0
-    """How often it certainly did not."""
+    """Losses before any server received it."""
     lost_since_s: float | None = None
-    """When a server lost it first."""
+    """Time of the first loss."""
     is_over: bool = False
     num_sequences: int = field(init=False)
     work: float = field(init=False)
-    """Tokens to compute at most."""
+    """Upper bound on the tokens to compute."""
 
     def __post_init__(self) -> None:
         self.num_sequences = len(self.prompts) * self.fields.n
@@ -73,24 +73,24 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class ReplicaLoad:
-    """Counts of one server. `window` bounds its sequences in flight, `max_loras` its adapters."""
+    """Counters of one server. `window` bounds its sequences in flight, `max_loras` its adapters."""
 
     name: str
     window: int
     max_loras: int
     is_open: bool = True
     in_flight: dict[Call, tuple[float, float]] = field(default_factory=dict)
-    """Calls, oldest first: when they were sent, and the work they are here."""
+    """Calls, oldest first: the time each was sent, and its work on this replica."""
     num_sequences: int = 0
     work: float = 0.0
     promised: float = 0.0
-    """Work of waiting calls whose adapter is at home here."""
+    """Work of waiting calls whose home is this replica."""
     foreign: int = 0
-    """Sequences of other clients on the same server, by its own metrics."""
+    """Sequences of other clients on this server, from its metrics."""
     active: Counter[ModelRef] = field(default_factory=Counter)
-    """Adapters with calls in flight, pinned while they have."""
+    """Calls in flight per adapter; an adapter with any is pinned."""
     resident: OrderedDict[ModelRef, None] = field(default_factory=OrderedDict)
-    """Adapters the server has loaded, least recently used first; `Residency` keeps it."""
+    """Adapters loaded on the server, least recently used first; maintained by `Residency`."""
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _busy_s: float = 0.0
     _busy_since_s: float = 0.0
@@ -102,7 +102,7 @@ class ReplicaLoad:
         return not self.in_flight or self.num_sequences + call.num_sequences <= self.window
 
     def num_missing(self, call: Call) -> int:
-        """Sequences that must end before there is room for the call."""
+        """Return how many sequences must end before the call fits."""
         return max(0, min(call.num_sequences, self.window) - (self.window - self.num_sequences))
 
     def can_hold(self, ref: ModelRef) -> bool:
@@ -142,7 +142,7 @@ class ReplicaLoad:
             self._measure(call, work, now_s - began_s)
 
     def own_work(self, call: Call) -> float:
-        """The work of a call without the leading tokens that this replica has seen before."""
+        """Return the call's work without the leading tokens that this replica has seen before."""
         num = 0
         for block in call.prefix:
             if block not in self._prefixes:
@@ -151,7 +151,7 @@ class ReplicaLoad:
         return max(1.0, call.work - num * len(call.prompts))
 
     def speed(self, now_s: float) -> float | None:
-        """Work per second while busy; before anything is done, the most it can be, if known."""
+        """Return the work per second while busy; before any call ends, an upper bound if known."""
         busy_s = self._busy_s + (now_s - self._busy_since_s if self.in_flight else 0.0)
         if busy_s <= 0:
             return None
@@ -160,7 +160,7 @@ class ReplicaLoad:
         return self.work / busy_s if self.work else None
 
     def alone(self) -> float:
-        """Work in flight that no other replica does too."""
+        """Return the work in flight here that no other replica also computes."""
         return sum(work for call, (_, work) in self.in_flight.items() if len(call.replicas) == 1)
 
     @property
@@ -169,18 +169,18 @@ class ReplicaLoad:
 
     @property
     def pace(self) -> float | None:
-        """Seconds that a call takes per unit of work, waiting included; None before the first."""
+        """Seconds per unit of work, waiting included; None before the first call has ended."""
         return self._pace
 
     def pace_now(self) -> float | None:
-        """The pace to expect of one more call: the quickest when idle, the average when full."""
+        """Return the expected pace of one more call: quickest when idle, average when full."""
         if self._pace is None:
             return None
         load = min(1.0, self.num_sequences / self.window)
         return self._quickest + (self._pace - self._quickest) * load
 
     def forget(self) -> None:
-        """The server restarted: it has no prefixes."""
+        """Forget the cached prefixes, as the server was restarted."""
         self._prefixes.clear()
 
     def _measure(self, call: Call, work: float, seconds: float) -> None:
@@ -195,7 +195,7 @@ class ReplicaLoad:
 
 
 def prefix_hashes(ref: ModelRef, prompt: Sequence[int]) -> tuple[int, ...]:
-    """A hash per whole block of the prompt, each of all tokens up to its end, under one model."""
+    """Return a hash per whole block of the prompt, over the model and all tokens to its end."""
     blocks = min(len(prompt) // PREFIX_TOKENS, PREFIX_BLOCKS)
     return tuple(_chain(hash(ref), prompt, blocks))
 
@@ -206,43 +206,41 @@ def _chain(seed: int, prompt: Sequence[int], num_blocks: int) -> Iterable[int]:
         yield seed
 
 
-# Requests as calls: those that may share an HTTP call do, in pieces small enough to spread.
+# Requests as calls: compatible requests share an HTTP call, in pieces small enough to spread.
 
 
 SHARES = 4
-"""Calls per server that a batch is cut into at least: the last ones even out who is faster."""
+"""Minimum number of calls per server in a batch: faster servers take more of the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """One prompt to send."""
-
     ref: ModelRef
     fields: Fields
     prompt: TokenIds
     affinity: Hashable = None
     stream: StreamedChoices | None = None
-    """Of a prompt whose answer is streamed, which has a call of its own."""
+    """Receives a streamed answer; such a prompt gets a call of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What the size of calls follows from."""
+    """Inputs that decide the size of calls."""
 
     num_servers: int
     num_affinities: int
-    """Affinities that have calls at this time, those of this batch aside or not."""
+    """Affinities used recently, by this batch or others."""
     max_sequences: int
-    """Per call."""
+    """Limit per call."""
 
     def share(self, total: int) -> int:
-        """Sequences per call of a batch of `total`: `SHARES` calls per server."""
+        """Return the sequences per call for a batch of `total`: `SHARES` calls per server."""
         return self._cut(total, SHARES * max(self.num_servers, 1))
 
     def affine_share(self, total: int) -> int:
-        """Sequences per call of the `total` of one affinity: one call where all servers have one of
-        some affinity then, else as many as keep them all busy. 32 sequences on 8 servers: one call
-        among 8 affinities, three calls among 3."""
+        """Return the sequences per call for `total` sequences of one affinity. If there are at
+        least as many affinities as servers, one call takes all; else enough calls keep all servers
+        busy. For 32 sequences on 8 servers: 32 per call with 8 affinities, 10 with 3."""
         return self._cut(total, -(-self.num_servers // max(self.num_affinities, 1)))
 
     def _cut(self, total: int, num_calls: int) -> int:
@@ -251,7 +249,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CallBatch:
-    """A call, and which entries its prompts are, in order."""
+    """A call and the positions of its prompts among the entries."""
 
     call: Call
     positions: tuple[int, ...]
@@ -260,7 +258,7 @@ class CallBatch:
 def make_batches(
     entries: Sequence[PromptRequest], *, base: ModelRef, spread: Spread, now_s: float
 ) -> list[CallBatch]:
-    """Group equal model, fields and affinity, and cut the groups as `spread` says.
+    """Group entries of equal model, fields, affinity and stream; cut groups as `spread` says.
 
     8 prompts on 2 servers: 8 calls. 1,024 prompts on 1 server with max_sequences 32: 32 calls.
     """

@@ -1,10 +1,10 @@
-"""A server by URL as a trainer left it: paused while its weights change, or with other weights.
+"""A server given by URL as a trainer left it: paused during a weight change, or with new weights.
 
-    await require_first_weights(client)      # loads those of a server whose trainer was killed
+    await require_first_weights(client)      # reloads them if the trainer was killed
     await wait_until_running(client)
 
-A server is told the version of its weights before they change, and tells it as long as its process
-lives (`/weight_info`; vLLM before 0.32 has no such route).
+Before a server's weights change, it is told their version. It reports the version as long as its
+process lives (`/weight_info`; vLLM before 0.32 has no such route).
 """
 
 import asyncio
@@ -47,26 +47,25 @@ __all__ = [
 
 # Which process trains the weights of a server: at most one.
 #
-#     lock = TrainerLock.take(url)          # FleetError when another process has it
-#     is_trained(url)                       # by whatever process of this machine
+#     lock = TrainerLock.take(url)          # FleetError if another process holds it
+#     is_trained(url)                       # True if any process of this machine trains it
 #     lock.release()
-#     str(WeightsMark.made_here("step-3"))  # what the server is told before its weights change
+#     str(WeightsMark.made_here("step-3"))  # sent to the server before its weights change
 #
-# The lock is a name of the kernel's (an abstract socket): it is free as soon as the process that
-# took it has ended, however that was. Other systems than Linux have none, and nothing is locked
-# there.
+# The lock is a name of the kernel (an abstract socket): it is free as soon as the process that took
+# it has ended, however it ended. Only Linux has such names; nothing is locked elsewhere.
 #
-# The mark is kept by the server itself, as long as its process lives: who finds it knows that these
-# are not the weights that the server was started with, and whether their trainer is still there.
+# The server keeps the mark as long as its process lives. A client that reads it knows that these
+# are not the server's first weights, and whether their trainer still runs.
 
 
 ATTEMPTS = 20
-"""Who asks whether a server is trained has the name for microseconds: try again."""
+"""`is_trained` in another process holds the name for microseconds: try again."""
 PAUSE_S = 0.01
 
 
 class TrainerLock:
-    """Held until it is released as often as it was taken: by one process, it is the same one."""
+    """Lock on training one server. Reentrant within this process: one `release` per `take`."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self._name = name
@@ -74,26 +73,26 @@ class TrainerLock:
         self._num_taken = 0
 
     def release(self) -> None:
-        """Called once by each who took it. An object that is no longer used may live on for long:
-        another process, whose server has the same port, must not wait for its end."""
+        """Call once per `take`. Frees the name at once: the object may live on, and another process
+        may need the same port for its server."""
         self._num_taken -= 1
         if self._num_taken == 0:
-            del _held[self._name]
+            del _locks[self._name]
             os.close(self._descriptor)
 
     @classmethod
     def take(cls, url: str) -> "TrainerLock | None":
-        """None where the system has no such locks."""
+        """Take the lock for the server at `url`; None on systems without such locks."""
         name = _name(url)
         if sys.platform != "linux":
             return None
-        lock = _held[name] = _held.get(name) or cls(name, _bound(name, url))
+        lock = _locks[name] = _locks.get(name) or cls(name, _bound(name, url))
         lock._num_taken += 1
         return lock
 
 
 def _bound(name: str, url: str) -> int:
-    """The descriptor of the name; FleetError when another process has it."""
+    """Bind the name and return its descriptor; FleetError if another process holds it."""
     for attempt in range(ATTEMPTS):
         descriptor = _bind(name)
         if descriptor is not None:
@@ -107,7 +106,7 @@ def _bound(name: str, url: str) -> int:
 
 
 def is_trained(url: str) -> bool:
-    """Whether a process trains its weights."""
+    """True if a process of this machine trains the server's weights."""
     if sys.platform != "linux":
         return False
     descriptor = _bind(_name(url))
@@ -121,13 +120,13 @@ _SIGN = "rookery"
 
 @dataclass(frozen=True, slots=True)
 class WeightsMark:
-    """The version of weights that were put into a server, and the process that did it.
+    """The version of weights that were put into a server, and the process that put them there.
 
     `rookery:3f2a91c04b77d1e8:4711:88112233:step-3` is step-3, by process 4711.
     """
 
     machine: str
-    """Where process ids mean the same; empty: the system does not tell."""
+    """Namespace of process ids on one boot of a machine; empty if the system does not report it."""
     pid: int
     start: str
     version: str
@@ -137,12 +136,12 @@ class WeightsMark:
 
     @classmethod
     def made_here(cls, version: str) -> "WeightsMark":
-        """By this process."""
+        """Make the mark of this process for `version`."""
         return cls(_machine(), os.getpid(), process_start(os.getpid()), version)
 
     @classmethod
     def read(cls, text: str) -> "WeightsMark | None":
-        """None: no mark of Rookery's."""
+        """Parse a mark; None if the text is not a mark of Rookery."""
         sign, *words = text.split(":", 4)
         if sign != _SIGN or len(words) != 4 or not words[1].isdigit():
             return None
@@ -150,12 +149,12 @@ class WeightsMark:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process put them there."""
+        """True if this process put the weights there."""
         return self == WeightsMark.made_here(self.version)
 
     def is_left(self, url: str) -> bool:
-        """Whether nobody trains them any more: the process was of this machine and has ended, or is
-        this one, which is done with the server."""
+        """True if nobody trains these weights any more: the process ran on this machine and has
+        ended, or it is this process and no longer trains the server."""
         if not self.machine or self.machine != _machine():
             return False
         is_alive = process_start(self.pid) == self.start
@@ -164,7 +163,7 @@ class WeightsMark:
 
 @cache
 def _machine() -> str:
-    """The kernel since it was started, and the space of process ids: containers have others."""
+    """Digest of the kernel's boot id and process id namespace; containers have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         space = os.readlink("/proc/self/ns/pid")
@@ -178,7 +177,7 @@ def _name(url: str) -> str:
 
 
 def _bind(name: str) -> int | None:
-    """The descriptor of the name; None when it is taken."""
+    """Bind the name and return its descriptor; None if it is taken."""
     with socket.socket(socket.AF_UNIX) as bound:
         try:
             bound.bind(name)
@@ -189,37 +188,37 @@ def _bind(name: str) -> int | None:
         return bound.detach()
 
 
-_held: dict[str, TrainerLock] = {}
+_locks: dict[str, TrainerLock] = {}
 
 
-# Keeps two kinds of calls from being in flight on one server at the same time.
+# Keeps calls of two kinds from being in flight on one server at the same time.
 #
 #     async with exclusion.take("labels"): ...      # waits while "likeliest" calls are in flight
 #
-# vLLM's older model runner, which is also the one on the CPU, reports log-probabilities of one kind
-# per step: a request for the likeliest tokens that is computed beside a request for given ones gets
-# its sampled token and zeros. And on the CPU a request for the base model that is computed beside
-# one for an adapter gets the adapter of the last slot, when that was ever filled.
+# vLLM's older model runner, which the CPU also uses, reports one kind of log-probabilities per
+# step. If a request for the likeliest tokens is computed beside a request for given tokens, it gets
+# its sampled token and zeros. On the CPU, if a request for the base model is computed beside one
+# for an adapter, it gets the adapter of the last slot, once that slot was filled.
 
 
 class CallExclusion:
-    """Calls of one kind run together; the others wait for all of them. The kind of the call that
-    has waited longest is next, with all that wait for it."""
+    """Lets calls of one kind run together while calls of other kinds wait. When they have ended,
+    the kind of the call that has waited longest is next, with all its waiting calls."""
 
     def __init__(self) -> None:
         self._kind = ""
         self._num = 0
-        # Filled by `take`, drained by the last call of a turn; a cancelled waiter leaves it.
+        # Filled by `take`, drained by the last call of a kind; a cancelled waiter removes itself.
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is in flight and none waits."""
+        """True if no call is in flight or waiting."""
         return not self._num and not self._waiting
 
     @asynccontextmanager
     async def take(self, kind: str) -> AsyncIterator[None]:
-        """Be one of the calls of this kind for the block. An empty kind goes with any."""
+        """Run the block as one of the calls of this kind. An empty kind runs beside any."""
         if not kind:
             yield
             return
@@ -263,18 +262,18 @@ class CallExclusion:
 logger = logging.getLogger(__name__)
 IS_PAUSED, RESUME = "/is_paused", "/resume"
 CHANGE_S = 60.0
-"""The longest that weights may take to change, until who asks is told."""
+"""Longest time that weights may take to change; waiting clients get an error after it."""
 LOOK_S = 0.1
 VERSION = "/update_weight_version"
-"""Names the weights, on servers that tell which drew a token."""
-_TOLD = "/weight_info"
+"""Route that names the weights, on servers that report which weights drew a token."""
+_WEIGHT_INFO = "/weight_info"
 _FIRST = "default"
-"""What vLLM calls the weights that it was started with."""
+"""vLLM's name for the weights it was started with."""
 
 
 async def wait_until_running(client: Client) -> None:
-    """Wait for who has paused the server. One of this machine that nobody trains is resumed: its
-    trainer was killed in the middle of a change."""
+    """Wait until the server is no longer paused; FleetError after `CHANGE_S`. Resume a server of
+    this machine that nobody trains: its trainer was killed during a change."""
     end_s = time.monotonic() + CHANGE_S
     while await _is_paused(client):
         if is_local(client.url) and not is_trained(client.url):
@@ -290,8 +289,8 @@ async def wait_until_running(client: Client) -> None:
 
 
 async def require_first_weights(client: Client) -> None:
-    """A server that a dead process of this machine left with other weights gets those it was
-    started with; FleetError when their trainer may be at work. Nobody begins to train meanwhile."""
+    """Reload the first weights of a server that a dead process of this machine left with others.
+    FleetError if their trainer may still run. No training can start meanwhile."""
     end_s = time.monotonic() + CHANGE_S
     while (mark := await read_mark(client)) is not None:
         require_left(client, mark)
@@ -312,13 +311,13 @@ async def require_first_weights(client: Client) -> None:
 
 
 async def read_mark(client: Client) -> WeightsMark | None:
-    """Who put other weights into a server than those it was started with; None: nobody."""
-    told = await _told(client, _TOLD)
-    return WeightsMark.read(str(told.get("weight_version", "")))
+    """Return the mark of whoever changed the server's weights; None if they are its first."""
+    info = await _get_object(client, _WEIGHT_INFO)
+    return WeightsMark.read(str(info.get("weight_version", "")))
 
 
 def require_left(client: Client, mark: WeightsMark) -> None:
-    """FleetError when the trainer of these weights may be at work."""
+    """FleetError if the trainer of these weights may still run."""
     if not mark.is_left(client.url):
         raise FleetError(
             f"{client.url} has the weights {mark.version} of a training by process {mark.pid} of "
@@ -340,9 +339,9 @@ async def _replace(client: Client, mark: WeightsMark) -> None:
 
 
 async def load_first_weights(client: Client) -> None:
-    """Have a server load the weights it was started with, and compute with them."""
+    """Make a server reload the weights it was started with, and resume it."""
     _, root = await read_base(client)
-    # Without a path vLLM takes the last one it was given.
+    # Without a path vLLM reloads from the last one it was given.
     await client.call_workers("reload_weights", weights_path=root)
     await client.reset_prefix_cache()
     with contextlib.suppress(ServerRefusal):  # it cannot be paused
@@ -350,16 +349,16 @@ async def load_first_weights(client: Client) -> None:
 
 
 async def name_first_weights(client: Client) -> None:
-    """The server has the weights it was started with: the mark is taken away."""
+    """Remove the mark, as the server has its first weights."""
     await client.post_json(VERSION, {"new_version": _FIRST})
 
 
 async def _is_paused(client: Client) -> bool:
-    return (await _told(client, IS_PAUSED)).get("is_paused") is True
+    return (await _get_object(client, IS_PAUSED)).get("is_paused") is True
 
 
-async def _told(client: Client, path: str) -> dict[str, Any]:
-    """What a route tells; empty when the server has no such route."""
+async def _get_object(client: Client, path: str) -> dict[str, Any]:
+    """GET a JSON object; empty if the server has no such route."""
     try:
         answer: Any = await client.get(path)
     except ServerRefusal:

@@ -1,4 +1,4 @@
-"""The pool at work: takes calls, sends them where the router says, survives the loss of servers.
+"""The running pool: sends calls where the router says and survives the loss of servers.
 
     callers --calls--> router --(call, load)--> a task per call --choices--> callers
                          ^                          |
@@ -11,10 +11,9 @@
 | `_run`    | one call, one load | choices, or a loss   | the server, within request_s           |
 | `watch`   | one replica        | an open or shut load | a loss, or the next regular look       |
 
-A call that an idle replica took over runs twice: the first answer counts, the other is cancelled.
-A loss shuts the replica until its server shows that it is well; calls wait for that, up to
-`all_down_timeout_s`.
-When the pool ends, by `close` or by a defect of `drive` and `watch`, every caller is told at once.
+A call that an idle replica took over runs twice: the first answer counts, the other is cancelled. A
+loss closes the replica until its server is healthy; calls wait for that up to `all_down_timeout_s`.
+When the pool ends, by `close` or by an error in `drive` or `watch`, all callers fail at once.
 """
 
 import asyncio
@@ -39,16 +38,16 @@ __all__ = ["Pool"]
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.05
-"""How often idle servers look for calls to take over."""
+"""Seconds between checks for calls that idle servers could take over."""
 COSTLY_S = 0.001
-"""Dispatches that take longer get half of the event loop's time at most."""
+"""Dispatches slower than this take at most half of the event loop's time."""
 WATCH_S = 2.0
-"""How often a healthy server's metrics are read."""
+"""Seconds between two reads of a healthy server's metrics."""
 MAX_SENDS = 2
 """Retry once: a request that crashes a server must not reach the next."""
 MAX_UNSENT = 3
-"""A call that reached no server so often, and since `all_down_timeout_s`, has failed: a server that
-is well and takes no calls would be tried for ever."""
+"""A call fails after it has reached no server this often, and for `all_down_timeout_s`. Without the
+limit, a healthy server that takes no calls would be tried forever."""
 CLOSED = "The fleet is closed: open it again with open_fleet."
 CLOSED_MEANWHILE = "The fleet was closed while this request was waiting for its answer."
 
@@ -56,7 +55,7 @@ Choices = list[list[Choice]]
 
 
 class Pool:
-    """Replicas under one router; `running` is the block in which it works."""
+    """Replicas under one router; the pool works inside the `running` block."""
 
     def __init__(
         self,
@@ -74,18 +73,18 @@ class Pool:
         self._served = served
         self._all_down_timeout_s = all_down_timeout_s
         self._down_since_s: dict[bool, float] = {}
-        """Since when no server is up: for calls of the base model (True), of adapters (False)."""
+        """Time since which no server is up for the base model (True) or for adapters (False)."""
         self._answers: dict[Call, asyncio.Future[Choices]] = {}
         self._tasks: dict[tuple[Call, str], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
-        self._looked = asyncio.Event()
-        """Set, and replaced, after every look at a server: who waits for one looks again."""
+        self._checked = asyncio.Event()
+        """Set and replaced after every check of a server: callers that wait for one look again."""
         self._loop = asyncio.get_running_loop()
         self._end_reason = ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Work inside the block; a defect ends the block with an error, if nothing else did."""
+        """Run the pool inside the block; a defect of the pool raises at its end."""
         work = asyncio.create_task(self._work(), name="rookery-fleet")
         try:
             yield
@@ -97,17 +96,17 @@ class Pool:
             raise FleetDownError(self._end_reason)
 
     def close(self, reason: str) -> None:
-        """Tell all who wait, now or later; the first reason stays."""
+        """Fail all waiting and later calls with `reason`; the first reason stays."""
         if not self._end_reason:
             self._end_reason = reason
         for call in list(self._answers):
             said = CLOSED_MEANWHILE if self._end_reason == CLOSED else self._end_reason
             self.router.drop(call)
             self._settle(call, FleetDownError(said))
-        self._tell_looked()
+        self._announce_check()
 
     def require_open(self) -> None:
-        """FleetDownError unless calls can be served from here and now."""
+        """FleetDownError if the pool has ended, FleetError on another event loop than its own."""
         if self._end_reason:
             raise FleetDownError(self._end_reason)
         if asyncio.get_running_loop() is not self._loop:
@@ -117,7 +116,7 @@ class Pool:
             )
 
     async def submit(self, calls: Sequence[Call]) -> list[Choices]:
-        """The choices of every call, in order. One that fails fails all; so does a cancellation."""
+        """Return the choices of every call, in order. One failure or a cancellation stops all."""
         self.require_open()
         answers = [self._loop.create_future() for _ in calls]
         for call, answer in zip(calls, answers, strict=True):
@@ -131,31 +130,33 @@ class Pool:
                 self._abandon(call)
 
     async def hold(self, ref: ModelRef, adapter: Adapter) -> None:
-        """Have a server that takes adapters load one; it waits for such a server as calls do."""
+        """Load an adapter on one server that takes adapters; wait for such a server as calls do."""
         able = [replica for replica in self.replicas if replica.route != "none"]
         await self._ask_one(able, lambda replica: replica.hold(ref, adapter))
 
     async def reset_prefix_cache(self) -> None:
-        """On every server; one that is lost is waited for, one that is given up is left out."""
-        left = [replica for replica in self.replicas if not replica.is_given_up] or self.replicas
+        """Reset every server's cache; wait for lost servers, leave out those given up."""
+        remaining = [
+            replica for replica in self.replicas if not replica.is_given_up
+        ] or self.replicas
         await together(
             self._ask_one([one], lambda replica: replica.client.reset_prefix_cache())
-            for one in left
+            for one in remaining
         )
 
     async def _ask_one(
         self, able: Sequence[Replica], ask: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        """Ask the server that is up and holds the fewest adapters; after a loss the next, or the
-        same when it is back. FleetDownError when none is up within `all_down_timeout_s`."""
+        """Ask the running server that holds the fewest adapters. After a loss, ask the next one, or
+        the same one when it is back. FleetDownError if none is up within `all_down_timeout_s`."""
         num_losses = 0
         end_s = time.monotonic() + self._all_down_timeout_s
         while True:
             self.require_open()
-            # One that is excluded takes no requests, but can be asked.
+            # An excluded server takes no requests, but answers such calls.
             up = [replica for replica in able if not replica.breaker.is_open]
             if not up:
-                await self._wait_for_look(able, end_s)
+                await self._wait_for_check(able, end_s)
                 continue
             replica = min(up, key=lambda r: (not r.load.is_open, len(r.load.resident)))
             try:
@@ -169,21 +170,21 @@ class Pool:
                 replica.breaker.record_answer()
                 return
 
-    async def _wait_for_look(self, able: Sequence[Replica], end_s: float) -> None:
-        """Until a server was looked at; FleetDownError at `end_s`, or when none can come back."""
+    async def _wait_for_check(self, able: Sequence[Replica], end_s: float) -> None:
+        """Wait until any server was checked; FleetDownError at `end_s` or if none can return."""
         is_over = all(replica.is_given_up for replica in able)
         left_s = end_s - time.monotonic()
         if is_over or left_s <= 0:
             raise self._down("No server that can do this", able, is_over=is_over)
         try:
             async with asyncio.timeout(left_s):
-                await self._looked.wait()
+                await self._checked.wait()
         except TimeoutError:
             pass
 
-    def _tell_looked(self) -> None:
-        self._looked.set()
-        self._looked = asyncio.Event()
+    def _announce_check(self) -> None:
+        self._checked.set()
+        self._checked = asyncio.Event()
 
     def _down(self, kind: str, able: Sequence[Replica], *, is_over: bool) -> FleetDownError:
         how = "is left" if is_over else f"has been up for {self._all_down_timeout_s:g} s"
@@ -191,7 +192,7 @@ class Pool:
         return FleetDownError(f"{kind} {how}. {states}")
 
     async def _work(self) -> None:
-        """Drive and watch until cancelled; whatever ends it, nobody is left waiting."""
+        """Drive and watch until cancelled; however it ends, no caller is left waiting."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.drive(group), name="rookery-drive")
@@ -208,7 +209,7 @@ class Pool:
             self.close(CLOSED)
 
     async def drive(self, group: asyncio.TaskGroup) -> None:
-        """Send calls as they come and as replicas free up."""
+        """Send calls when they arrive and when replicas free up."""
         stole_s = 0.0
         while True:
             try:
@@ -227,16 +228,16 @@ class Pool:
             for call, load in placed:
                 task = group.create_task(self._run(call, load))
                 self._tasks[call, load.name] = task
-                # One that is cancelled before it began never reaches its own end.
+                # A task that is cancelled before it starts never reaches its own `_end`.
                 task.add_done_callback(partial(self._end, call, load))
             self._fail_if_all_down(now_s)
             took_s = time.monotonic() - now_s
             if took_s > COSTLY_S:
-                # Thousands of adapters wait: several ends share the next dispatch.
+                # With thousands of waiting adapters, let several ends share the next dispatch.
                 await asyncio.sleep(took_s)
 
     async def watch(self, replica: Replica) -> None:
-        """Keep one replica's state right: shut while it is dead, open again when it is back."""
+        """Keep one replica's state current: closed while its server is dead, then open again."""
         while True:
             try:
                 async with asyncio.timeout(self._pause_s(replica)):
@@ -246,26 +247,26 @@ class Pool:
             replica.attention.clear()
             try:
                 with boundary(FleetError, f"Looking after {replica.url}"):
-                    await self._look(replica)
+                    await self._check(replica)
             except RookeryError as error:
                 replica.last_error = str(error)
                 replica.breaker.record_failed_probe(now_s=time.monotonic())
                 self._evacuate(replica)
             self._wake.set()
-            self._tell_looked()
+            self._announce_check()
             if replica.is_given_up:
                 logger.error("%s is given up: %s", replica.url, replica.last_error)
                 return
 
     def suspect(self, replica: Replica, why: str) -> None:
-        """Send the server nothing until it was looked at, which happens now."""
+        """Send the server nothing until it was checked, and have it checked now."""
         replica.last_error = why
         if replica.breaker.record_loss(now_s=time.monotonic()):
             logger.warning("%s is lost: %s", replica.url, why)
             replica.load.is_open = False
             replica.attention.set()
 
-    async def _look(self, replica: Replica) -> None:
+    async def _check(self, replica: Replica) -> None:
         local = replica.local
         if local is not None and not local.is_alive:
             await self._restart(replica, local)
@@ -330,7 +331,7 @@ class Pool:
         *,
         is_done: bool = False,
     ) -> bool:
-        """Free the place of a call; False when the task was no longer the one for it."""
+        """Free the place of a call; False if this task no longer runs it."""
         if self._tasks.get((call, load.name)) is not task:
             return False
         del self._tasks[call, load.name]
@@ -339,7 +340,7 @@ class Pool:
         return True
 
     def _lose(self, call: Call, replica: Replica, loss: ServerLost) -> None:
-        """A call ended with a loss: send it again, unless it still runs elsewhere."""
+        """Record a loss; send the call again unless it runs elsewhere or was lost too often."""
         self.suspect(replica, str(loss))
         call.tried.add(replica.load.name)
         call.num_losses += loss.was_sent
@@ -357,7 +358,7 @@ class Pool:
         self.router.add(call, is_first=True)
 
     def _evacuate(self, replica: Replica) -> None:
-        """The server is out of reach: what it was sent is sent elsewhere."""
+        """Send the calls of an unreachable server elsewhere."""
         replica.load.is_open = False
         for call in list(replica.load.in_flight):
             task = self._tasks[call, replica.load.name]
@@ -366,7 +367,7 @@ class Pool:
             self._lose(call, replica, ServerLost(replica.last_error, is_broken=True))
 
     def _settle(self, call: Call, outcome: Choices | RookeryError) -> None:
-        """Answer the caller, once; what still runs for this call elsewhere is stopped."""
+        """Answer the caller once, and stop what still runs for the call."""
         call.is_over = True
         answer = self._answers.pop(call, None)
         if answer is not None and not answer.done():
@@ -377,7 +378,7 @@ class Pool:
         self._stop_tasks(call)
 
     def _abandon(self, call: Call) -> None:
-        """Its caller is gone: forget it, waiting or in flight."""
+        """Forget a call whose caller is gone, waiting or in flight."""
         if self._answers.pop(call, None) is not None:
             call.is_over = True
             self.router.drop(call)
@@ -390,7 +391,7 @@ class Pool:
                 task.cancel()
 
     def _fail_if_all_down(self, now_s: float) -> None:
-        """Fail the calls that no server could take for `all_down_timeout_s`, or can take again."""
+        """Fail calls that no server could take for `all_down_timeout_s`, or ever can."""
         for is_base, kind in ((True, "No server"), (False, "No server that takes adapters")):
             able = [r for r in self.replicas if is_base or r.load.max_loras > 0]
             if any(replica.load.is_open for replica in able):

@@ -1,4 +1,4 @@
-"""One server of the pool: its client, what it can do, and which adapters it holds.
+"""One server of the pool: its client, its capabilities and the adapters it holds.
 
 replica = Replica(client, config=config, staging=staging)
 await replica.connect()                     # probes, attaches the worker extension
@@ -52,14 +52,14 @@ __all__ = ["Replica"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_WINDOW = 256
-"""Sequences in flight on a server that does not tell how many it computes together."""
+"""Default number of sequences in flight, for servers that do not report `max_num_seqs`."""
 OVERLAP = 2.0
-"""Sequences in flight per one that the server computes: a call's last sequence holds its place
-while its others are done, and the server must have the next ones by then."""
+"""Sequences in flight per sequence that the server computes at once. A call holds its places until
+its last sequence ends, and the server needs the next calls before that."""
 
 
 class Replica:
-    """One server. Its load counts what is in flight; the pool decides what is sent."""
+    """One server. `load` counts the work in flight; the pool decides which calls to send."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Replica:
         dtype: str | None = None,
         local: LocalServer | None = None,
     ) -> None:
-        """`dtype` is what the server was told to compute in; None leaves it to the server."""
+        """`dtype` is the type the server was started with; None leaves the choice to the server."""
         self.client = client
         self.local = local
         self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
@@ -80,45 +80,45 @@ class Replica:
         )  # fmt: skip
         self.breaker = Breaker()
         self.attention = asyncio.Event()
-        """Set when the server needs a look before the next regular one."""
+        """Set to have the pool check the server before its next regular check."""
         self.last_error = ""
         self.is_given_up = False
-        """It cannot be started again and is no longer watched."""
+        """True if the server cannot be restarted and is no longer watched."""
         self.excluded = ""
-        """Why it takes no requests, however well it is; empty: it does."""
+        """Reason why the server takes no requests even if it is healthy; empty if it takes them."""
         self.layers: dict[str, tuple[int, int]] = {}
         self.capabilities: Capabilities
         self.route: Route = "none"
         self.has_token_route = False
-        """It answers `token_route.py`, which is quicker and takes an adapter along."""
+        """True if the server has the route of `token_route.py`, which is faster than vLLM's."""
         self._brought: set[ModelRef] = set()
-        """Adapters that came along with calls, none of which is answered."""
+        """Adapters sent along with calls, none of which has been answered yet."""
         self._config = config
         self._dtype = dtype
         self.staging = staging
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
-        """The base model and adapters are not computed together there; see `paused.py`."""
+        """True if the base model and adapters must not run together; see `paused.py`."""
         self.base: ModelRef
-        """The base weights that it has; calls that name others are refused."""
+        """Version of the server's base weights. Calls that name another version are refused."""
         self.renew: Callable[[Replica], Awaitable[None]] | None = None
-        """Gives a server that was started again the newest weights; None: nobody can."""
+        """Brings a restarted server up to the newest weights; None if nothing can."""
         self.proof = Proof(client, local)
         self._fingerprint: Fingerprint | None = None
-        """Of the base model of a server by URL, which others may start again."""
+        """Fingerprint of the base model, for a server given by URL: others may restart it."""
         self._systems: set[str | None] = set()
-        """How servers that were recognised name their configs."""
+        """`system_fingerprint` values of the server configs whose model was recognised."""
         self.is_marked = False
-        """It has other weights than it was started with, and tells so."""
+        """True if the server was told that its weights are not those it was started with."""
         self._lock: TrainerLock | None = None
-        """Held from the first mark to the end."""
+        """Held from the first `mark` until `leave`."""
 
     @property
     def url(self) -> str:
         return self.client.url
 
     async def connect(self) -> None:
-        """Find out what the server can do and open its load."""
+        """Probe the server, attach the worker extension and open the load."""
         if self.local is None:
             await require_first_weights(self.client)
             await wait_until_running(self.client)
@@ -168,8 +168,7 @@ class Replica:
         self._open()
 
     async def reconnect(self, served: ServedAdapters) -> None:
-        """After a loss: whether it is still the same model, and which of the served adapters the
-        server still holds; then open it again."""
+        """Reopen after a loss, with the adapters still there; FleetError for another model."""
         await self._recognise()
         await self.reattach()
         self.load.forget()
@@ -180,7 +179,7 @@ class Replica:
             if ref is not None:
                 self._residency.add(ref)
             else:
-                # It was retired while the server could not be told.
+                # Retired while the server was unreachable.
                 await self._residency.unload(name, model=self.capabilities.model)
         if self.proof.was_given and not await self.proof.is_current():
             self.exclude(
@@ -192,8 +191,7 @@ class Replica:
         self._open()
 
     async def _recognise(self) -> None:
-        """FleetError when a server by URL was started again on another model, or is trained by
-        another program."""
+        """FleetError if a server by URL has another model now, or another program trains it."""
         if self._fingerprint is None:
             return
         await self._require_own_weights()
@@ -220,8 +218,8 @@ class Replica:
         self.proof.recognise(process)
 
     async def mark(self, version: str) -> None:
-        """Tell a server by URL that its weights change, before they do: its other clients ask.
-        FleetError when they are those of another training."""
+        """Tell a server given by URL that its weights are about to change; its other clients read
+        this mark. FleetError if another training may still use the server."""
         if self.local is None and VERSION in self.capabilities.routes:
             if self._lock is None and is_local(self.url):
                 self._lock = TrainerLock.take(self.url)
@@ -234,29 +232,29 @@ class Replica:
             self.is_marked = True
 
     async def _require_own_weights(self) -> None:
-        """FleetError while another program trains a server by URL; what it left is replaced."""
+        """FleetError while another program trains the server; reload what a dead trainer left."""
         if self.local is None and VERSION in self.capabilities.routes:
             mark = await read_mark(self.client)
             if mark is not None and not mark.is_own:
                 await require_first_weights(self.client)
 
     async def reattach(self) -> None:
-        """Tell a process that was started again how adapters come."""
+        """Install the worker extension's loading of adapters in a restarted process."""
         if self.route == "extension":
             await self.client.call_workers("rookery_attach")
 
     def exclude(self, reason: str) -> None:
-        """No requests from now on, until `include`."""
+        """Send no requests until `include` is called."""
         self.excluded = self.last_error = reason
         self.load.is_open = False
 
     def include(self) -> None:
-        """Requests may come."""
+        """Accept requests again."""
         self.excluded = ""
         self._open()
 
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
-        """Send a call; its adapter goes along or is loaded first, where it is not there."""
+        """Send a call; an adapter the server lacks goes along with it or is loaded first."""
         kind = self._kind(call)
         is_plain = call.stream is None and not call.fields.json_schema
         can_bring = adapter is None or self.route == "extension"
@@ -274,7 +272,7 @@ class Replica:
         except ServerRefusal as refusal:
             is_answered = True
             if refusal.status == 404 and adapter is not None:
-                # The server restarted behind our back: what it held is gone.
+                # The server was restarted without a loss seen here: its adapters are gone.
                 self._residency.discard(call.ref)
                 raise ServerLost(str(refusal), is_broken=False) from refusal
             raise
@@ -288,7 +286,7 @@ class Replica:
         return [[compact(choice) for choice in row] for row in choices]
 
     async def _check_system(self, answer: Any) -> None:
-        """An answer of a server with another config counts when that has shown its model."""
+        """Accept answers of another server config only after it has shown its model."""
         system = answer.get("system_fingerprint") if isinstance(answer, dict) else None
         if self._fingerprint is None or system is None or system in self._systems:
             return
@@ -301,7 +299,7 @@ class Replica:
         self._systems.add(system)
 
     def _require_base(self, call: Call) -> None:
-        """A call may have waited, or been lost elsewhere, while the weights it names went."""
+        """FleetError if the base weights that the call names were replaced before it was sent."""
         if call.is_base and not call.is_any_base and call.ref != self.base:
             raise FleetError(
                 f"{call.ref.served_name} was replaced by {self.base.served_name} before it was "
@@ -309,7 +307,7 @@ class Replica:
             )
 
     def _kind(self, call: Call) -> str:
-        """Calls of different kinds must not be in flight together; see `paused.py`."""
+        """Kind of the call for `CallExclusion`; see `paused.py`."""
         kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
         if self._base_runs_apart:
             kind += " of the base" if call.is_base else " of adapters"
@@ -334,8 +332,8 @@ class Replica:
             raise AdapterError(str(refusal)) from refusal
 
     async def hold(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool = False) -> None:
-        """Make sure that the server has the adapter, or can read it when a call brings it along;
-        at most one load of it at a time."""
+        """Load the adapter unless the server has it; with `is_brought`, only prepare it for the
+        call that brings it along. At most one load of an adapter runs at a time."""
         if self._has(ref, is_brought=is_brought):
             return
         async with self._residency.changing(ref):
@@ -349,20 +347,19 @@ class Replica:
             self._residency.add(ref)
 
     def _has(self, ref: ModelRef, *, is_brought: bool) -> bool:
-        """Whether a call can name it. One that was brought along is there after its first answer,
-        and other calls than those that bring it too load it until then."""
+        """True if a call can name the adapter. An adapter that was brought along counts after its
+        first answer; until then, calls that do not bring it must load it."""
         return self._residency.use(ref) and (is_brought or ref not in self._brought)
 
     async def drop(self, ref: ModelRef) -> bool:
-        """Let the server forget an adapter; True when nothing there reads its folder any more."""
+        """Unload an adapter; True if the server no longer reads its folder."""
         async with self._residency.changing(ref):
             self._residency.discard(ref)
             name = self.staging.wire_name(ref)
             return await self._residency.unload(name, model=self.capabilities.model)
 
     async def leave(self) -> None:
-        """The fleet closes: the server forgets all adapters of it, and other weights than those it
-        was started with."""
+        """Unload this fleet's adapters and restore the first weights; failures are logged."""
         await self._residency.leave(model=self.capabilities.model)
         try:
             if self.is_marked and self._fingerprint is not None:
@@ -391,7 +388,7 @@ class Replica:
         await name_first_weights(self.client)
 
     async def measure(self) -> None:
-        """See what other clients have running there; ServerLost when it answers nothing at all."""
+        """Measure the load of other clients; ServerLost if the server does not answer."""
         metrics = await read_metrics(self.client)
         await self._require_own_weights()
         if metrics is not None:
@@ -405,7 +402,7 @@ class Replica:
             raise ServerLost(f"{self.url} answers neither /metrics nor /health.", is_broken=False)
 
     async def _attach(self, probed: Capabilities) -> dict[str, Any]:
-        """The worker extension's report; empty where it is not, which only our own servers tell."""
+        """Report of the worker extension; empty without one. Only servers started here have one."""
         if self.local is None or not self.local.config.has_extension or not probed.has_worker_calls:
             return {}
         try:
@@ -416,7 +413,7 @@ class Replica:
         return reports[0] if isinstance(reports[0], dict) else {}
 
     async def _check_steps(self) -> None:
-        """Graphs of whole steps go wrong in silence: the server shows that its do not."""
+        """FleetError if CUDA graphs of whole steps compute wrong values, which vLLM hides."""
         apart = await read_again(self.client, self.capabilities)
         if is_far(apart):
             raise FleetError(
@@ -427,15 +424,14 @@ class Replica:
 
     def _is_on_cpu(self, probed: Capabilities) -> bool | None:
         if self.local is not None:
-            # A build for the CPU does not care for the GPUs of its machine.
+            # A CPU build of vLLM ignores the machine's GPUs.
             return self.local.config.is_on_cpu or bool(probed.is_on_cpu)
         if probed.is_on_cpu is not None or self._config.device is None:
             return probed.is_on_cpu
         return self._config.device == "cpu"
 
     def _limits(self) -> tuple[int | None, int | None, int | None]:
-        """What the config says of adapters, for servers that do not tell: how many are computed
-        together and kept in memory, and their rank."""
+        """`max_loras`, `max_cpu_loras` and `max_lora_rank` of servers that do not report them."""
         if self.local is None:
             return self._config.max_loras, None, self._config.max_lora_rank
         launch = self.local.config
@@ -462,7 +458,7 @@ class Replica:
         return "resolver" if self._config.resolver else "none"
 
     def refuse_adapters(self) -> FleetError:
-        """Why this server takes none."""
+        """Return the error that says why this server takes no adapters."""
         return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
 
     def _served_path(self, ref: ModelRef) -> str:
@@ -482,7 +478,7 @@ class Replica:
             try:
                 await self._residency.load(name, path=path)
             except AdapterError:
-                # A server that restarted reads buffers only after it was told how.
+                # A restarted server reads buffers only after `rookery_attach`.
                 await self.client.call_workers("rookery_attach")
                 await self._residency.load(name, path=path)
             return
@@ -495,12 +491,12 @@ class Replica:
             self._residency.expect(name)
 
     async def _stage(self, ref: ModelRef, adapter: Adapter) -> str:
-        """Put an adapter where the worker extension reads it; what the server is told."""
+        """Write an adapter for the worker extension; return the text the server is given."""
         dtype = self.capabilities.lora_dtype or "float32"
         if isinstance(adapter.factors, PerturbedFactors):
             return await asyncio.to_thread(self.staging.member_text, ref, adapter)
         if self.staging.is_in_place(adapter):
-            # A few kernels: sooner done than handed to a thread.
+            # A few GPU kernels: faster than handing the work to a thread.
             return str(self.staging.buffer_folder(ref, adapter, dtype=dtype))
         write = self.staging.buffer_folder
         return str(await asyncio.to_thread(write, ref, adapter, dtype=dtype))

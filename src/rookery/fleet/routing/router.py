@@ -6,15 +6,15 @@
     router.end(call, replica, now_s, is_done=True)
     for call, replica in router.steal(now_s): ...send it there too, the first answer counts...
 
-Calls wait in groups by model; the oldest is next. A call goes to the open replica where it would be
-done first: work in flight over measured speed, less the prefix tokens the replica has cached, plus
-a load where the adapter is missing. An adapter stays on the replica that holds it (its home) unless
-that is full for long; a replica never has more than `max_loras` adapters in flight. Calls of one
-affinity stay on one replica (`AffinityHomes`) while that has no more than its share of all work.
+Calls wait in groups by model; the oldest is next. A call goes to the open replica that would finish
+it first: work in flight over measured speed, less the cached prefix tokens, plus the cost of a load
+if the adapter is missing. An adapter stays on the replica that holds it (its home) unless that is
+full for long. A replica never has more than `max_loras` adapters in flight. Calls of one affinity
+stay on one replica (`AffinityHomes`) while it has no more than its share of all work.
 
-No call starves. One that finds no room, as one of eight sequences among many of one, has a
-replica kept free of younger calls until it fits. One that waits for an adapter slot holds back the
-adapter calls that came long after it.
+No call starves. If a call finds no room, such as one of eight sequences among many of one, a
+replica is kept free of younger calls until it fits. A call that waits for an adapter slot holds
+back adapter calls that came long after it.
 """
 
 import heapq
@@ -31,21 +31,21 @@ __all__ = ["Router"]
 # The replica that requests of one affinity go to while it is not busier than the others.
 #
 #     homes = AffinityHomes()
-#     homes.find(affinity, now_s)                  # None: it has none yet
+#     homes.find(affinity, now_s)                  # None if it has no home yet
 #     homes.settle(affinity, replica, now_s)
 #
-# A home is a preference for the sake of the prefix cache, never a condition: it is left where other
-# replicas would be idle, and forgotten when its replica is lost or nobody has asked for a while.
+# A home is a preference for the sake of the prefix cache, never a condition. It is ignored if other
+# replicas would be idle, and forgotten when its replica is lost or nobody used it for a while.
 
 
 MAX_HOMES = 4096
-"""Affinities remembered at most; those used least recently are forgotten first."""
+"""Affinities remembered; the least recently used are forgotten first."""
 HOME_S = 60.0
-"""An affinity that nobody used for this long is over, or its prefixes have been evicted."""
+"""Seconds after which an unused affinity is over, or its prefixes have been evicted."""
 
 
 class AffinityHomes:
-    """Affinity -> replica, least recently used first."""
+    """Replica per affinity, least recently used first."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[Hashable, tuple[ReplicaLoad, float]] = OrderedDict()
@@ -54,7 +54,7 @@ class AffinityHomes:
         return len(self._homes)
 
     def find(self, affinity: Hashable, now_s: float) -> ReplicaLoad | None:
-        """Its home, used now; None when it has none, or its replica is shut."""
+        """Return the affinity's home and count it as used; None if it has none or it is closed."""
         home = self._homes.get(affinity)
         if home is None:
             return None
@@ -78,7 +78,7 @@ class AffinityHomes:
             del self._homes[affinity]
 
     def with_fewest(self, replicas: Iterable[ReplicaLoad]) -> list[ReplicaLoad]:
-        """Those of the replicas that are home to the fewest affinities."""
+        """Return the replicas that are home to the fewest affinities."""
         counts = Counter(replica.name for replica, _ in self._homes.values())
         candidates = list(replicas)
         least = min((counts[replica.name] for replica in candidates), default=0)
@@ -86,23 +86,23 @@ class AffinityHomes:
 
 
 LOAD_S = 0.2
-"""What loading an adapter is taken to cost: measured 0.03 s (135M) to 0.14 s (7B) and some room."""
+"""Assumed cost of loading an adapter: measured 0.03 s (135M) to 0.14 s (7B), plus a margin."""
 SPILL_S = 0.5
-"""A call leaves its adapter's home after this long: twice a load, so that spilling pays."""
+"""A call may leave its adapter's home after this wait: over twice a load, so that it pays."""
 PATIENCE_S = 2.0
-"""A later call may overtake one that waits for an adapter slot, if it came at most this much later:
-batches keep adapter by adapter, and no call waits indefinitely."""
+"""A later call may overtake one that waits for an adapter slot if it came at most this much later.
+Batches then run adapter by adapter, and no call waits indefinitely."""
 STEAL_GAIN = 1.5
-"""An idle replica takes over a call when it would be this much sooner there."""
+"""An idle replica takes over a call whose time left is this many times its own time for it."""
 STEAL_S = 0.05
-"""... and when there is at least this much to gain."""
+"""Minimum gain for taking over a call."""
 STEAL_GAIN_HOME = 3.0
-"""The same of a call at its affinity's home, which has its prefixes cached; elsewhere is cold."""
+"""`STEAL_GAIN` for a call at its affinity's home, whose cached prefixes other replicas lack."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Waiting calls of one model, and the replica that is meant to take them."""
+    """Waiting calls of one model, and their home replica."""
 
     calls: OrderedDict[Call, None] = field(default_factory=OrderedDict)
     home: ReplicaLoad | None = None
@@ -114,21 +114,21 @@ class _Group:
 
 @dataclass(slots=True)
 class _Dispatch:
-    """One dispatch: the open replicas, and what calls that cannot be placed ask of younger ones."""
+    """One dispatch: the open replicas, and the reservations of calls that cannot be placed."""
 
     now_s: float
     replicas: list[ReplicaLoad]
     kept: dict[ReplicaLoad, Call] = field(default_factory=dict)
-    """Replicas with some room, but not enough for this call."""
+    """Replicas with some room, reserved for a call that needs more."""
     horizon_s: float = inf
-    """Adapter calls that came later wait: one needs a slot, and these must empty."""
+    """Adapter calls that came after this time wait, so that a slot empties for an older call."""
 
     def has_room(self) -> bool:
         return any(x.num_sequences < x.window and x not in self.kept for x in self.replicas)
 
 
 class Router:
-    """The waiting calls and the replicas they may take; at most `max_calls` are in flight."""
+    """The waiting calls, and the replicas to send them to; at most `max_calls` are in flight."""
 
     def __init__(self, replicas: Sequence[ReplicaLoad], *, max_calls: float = inf) -> None:
         self.replicas = list(replicas)
@@ -143,7 +143,7 @@ class Router:
 
     @property
     def num_affinities(self) -> int:
-        """Affinities that calls came for lately."""
+        """Number of affinities used recently."""
         return len(self._homes)
 
     @property
@@ -151,7 +151,7 @@ class Router:
         return [call for group in self._groups.values() for call in group.calls]
 
     def add(self, call: Call, *, is_first: bool = False) -> None:
-        """Queue a call: last of its model, or first when it comes back from a lost server."""
+        """Queue a call: last of its model, or first if it comes back from a lost server."""
         group = self._groups.setdefault(call.ref, _Group())
         group.calls[call] = None
         self._waiting_work += call.work
@@ -161,13 +161,13 @@ class Router:
             group.home.promised += call.work
 
     def drop(self, call: Call) -> None:
-        """Take a waiting call out; one that does not wait is left alone."""
+        """Remove a waiting call; other calls are left alone."""
         group = self._groups.get(call.ref)
         if group is not None and call in group.calls:
             self._take(group, call)
 
     def dispatch(self, now_s: float) -> list[tuple[Call, ReplicaLoad]]:
-        """Assign what can be assigned now; the replicas count it as in flight at once."""
+        """Assign the calls that fit now; the replicas count them as in flight at once."""
         self._leave_closed_homes()
         self._homes.forget_unused(now_s)
         step = _Dispatch(now_s, list(self._open()))
@@ -182,11 +182,11 @@ class Router:
         call.is_over = call.is_over or is_done
 
     def steal(self, now_s: float) -> list[tuple[Call, ReplicaLoad]]:
-        """Calls in flight that an idle replica would finish much sooner; they run on both then."""
+        """Assign calls in flight to idle replicas too, if they would finish them much sooner."""
         taken: list[tuple[Call, ReplicaLoad]] = []
         thieves = [] if self._groups else list(self._open())
         while thieves and self._num_places() > 0:
-            # The least busy one takes one call, then they compare again.
+            # The least busy replica takes one call, then all are compared again.
             thief = min(thieves, key=lambda replica: replica.num_sequences)
             call = self._worth_stealing(thief, now_s)
             if call is None:
@@ -199,7 +199,7 @@ class Router:
     def _pass(
         self, groups: Sequence[_Group], step: _Dispatch, *, may_spill: bool
     ) -> list[tuple[Call, ReplicaLoad]]:
-        """Place what fits, oldest first."""
+        """Place the calls that fit, oldest first."""
         placed: list[tuple[Call, ReplicaLoad]] = []
         queue = [(g.first.arrival_s, i, g) for i, g in enumerate(groups) if g.calls]
         heapq.heapify(queue)
@@ -222,7 +222,7 @@ class Router:
         return placed
 
     def _eligible(self, step: _Dispatch) -> list[_Group]:
-        """The groups that need no slot or may get one."""
+        """Return the groups that need no slot or may get one."""
         if any(len(replica.active) < replica.max_loras for replica in step.replicas):
             return list(self._groups.values())
         active = {ref for replica in step.replicas for ref in replica.active}
@@ -236,7 +236,7 @@ class Router:
         return groups
 
     def _choose(self, call: Call, step: _Dispatch, *, may_spill: bool) -> ReplicaLoad | None:
-        """Where the call goes now; None: nowhere, and younger ones must leave it a way."""
+        """Return where the call goes now; None if it waits, with a reservation made for it."""
         replicas = self._usable(call, step.replicas)
         able = (
             replicas
@@ -256,15 +256,15 @@ class Router:
         if free:
             return self._by_affinity(free, call, step) or self._soonest(free, call, step.now_s)
         if some and call not in kept.values():
-            # The replica nearest to having room comes nearer with every end: it stays the nearest.
+            # The replica that misses the fewest places stays the nearest: every end helps it.
             kept[min(some, key=lambda replica: replica.num_missing(call))] = call
         return None
 
     def _by_affinity(
         self, free: Sequence[ReplicaLoad], call: Call, step: _Dispatch
     ) -> ReplicaLoad | None:
-        """The home of the call's affinity, if it has room and has not had its share of the work;
-        an affinity without a home gets one here, where the fewest are."""
+        """Return the home of the call's affinity if it has room and less than its share of the
+        work. An affinity without a home gets one among the replicas that are home to the fewest."""
         if call.affinity is None:
             return None
         home = self._homes.find(call.affinity, step.now_s)
@@ -276,12 +276,12 @@ class Router:
         return home if home in free and not is_behind else None
 
     def _fair_s(self, step: _Dispatch) -> float:
-        """How long all work, waiting too, takes when no replica is idle before the others."""
+        """Seconds that all work, waiting included, takes if no replica idles before the others."""
         work = self._waiting_work + sum(replica.work for replica in step.replicas)
         return work / sum(self._speed(replica, step.now_s) for replica in step.replicas)
 
     def _usable(self, call: Call, replicas: list[ReplicaLoad]) -> list[ReplicaLoad]:
-        """Those that serve such calls, and have not lost this one if there is any such."""
+        """Return the replicas that serve such calls; those that lost this call only if all did."""
         if not call.is_base:
             replicas = [replica for replica in replicas if replica.max_loras]
         if not call.tried:
@@ -289,7 +289,7 @@ class Router:
         return [replica for replica in replicas if replica.name not in call.tried] or replicas
 
     def _num_places(self) -> float:
-        """Calls that may be sent before some end."""
+        """Number of calls that may be sent before one ends."""
         return self._max_calls - sum(len(replica.in_flight) for replica in self.replicas)
 
     def _soonest(
@@ -300,7 +300,7 @@ class Router:
         return min(replicas, key=lambda replica: self._cost(replica, call, now_s))
 
     def _cost(self, replica: ReplicaLoad, call: Call, now_s: float) -> float:
-        """Seconds until the call would be done there, and the seconds of work it would add."""
+        """Return the seconds until the call would be done, plus the seconds of work it adds."""
         work = replica.own_work(call)
         others = replica.foreign * call.work / max(call.num_sequences, 1)
         load_s = 0.0 if call.is_base or replica.holds(call.ref) else LOAD_S
@@ -308,7 +308,7 @@ class Router:
         return (replica.work + replica.promised + others + 2 * work) / speed + load_s
 
     def _speed(self, replica: ReplicaLoad, now_s: float) -> float:
-        """The replica's own speed; before it has one, the average of the others if known."""
+        """Return the measured speed; before one is measured, the average of the others if known."""
         speed = replica.speed(now_s)
         if speed is not None and replica.has_measured:
             return speed
@@ -317,7 +317,7 @@ class Router:
         return average if speed is None else min(speed, average)
 
     def _worth_stealing(self, thief: ReplicaLoad, now_s: float) -> Call | None:
-        """The call with most to gain from running on `thief` too."""
+        """Return the call that gains most from also running on `thief`."""
         paces = [replica.pace for replica in self.replicas if replica.pace is not None]
         if not paces:
             return None
@@ -334,7 +334,7 @@ class Router:
             there_s = (thief.pace_now() or average) * call.work + load_s
             elapsed_s = now_s - victim.in_flight[call][0]
             due_s = (victim.pace or average) * call.work - elapsed_s
-            # Overdue: it may take as long again. And half of what is in flight is not done yet.
+            # An overdue call may take as long again; half of the work in flight is still undone.
             left_s = due_s if due_s > 0 else elapsed_s
             left_s = max(left_s, 0.5 * victim.alone() / self._speed(victim, now_s))
             is_home = call.affinity is not None and self._homes.find(call.affinity, now_s) is victim
@@ -344,14 +344,14 @@ class Router:
         return best[1]
 
     def _is_behind(self, victim: ReplicaLoad, thief: ReplicaLoad, call: Call, now_s: float) -> bool:
-        """Whether the victim would still finish later than the thief if that took the call."""
+        """True if the victim would still finish later than the thief if the thief took the call."""
         theirs = (thief.work + call.work) / self._speed(thief, now_s)
         return victim.alone() / self._speed(victim, now_s) > theirs
 
     def _may_steal(self, call: Call, thief: ReplicaLoad) -> bool:
         return (
             len(call.replicas) == 1
-            and call.stream is None  # two servers would tell of two answers
+            and call.stream is None  # two servers would stream two answers
             and not call.is_over
             and thief.name not in call.tried
             and thief.has_room(call)
@@ -362,7 +362,6 @@ class Router:
         return (replica for replica in self.replicas if replica.is_open)
 
     def _take(self, group: _Group, call: Call) -> None:
-        """Out of the waiting ones."""
         del group.calls[call]
         self._waiting_work -= call.work
         if group.home is not None:

@@ -1,12 +1,12 @@
-"""Starts servers as processes that this one owns, and stops them whatever happens.
+"""Starts servers as child processes, and stops them however this process ends.
 
     async with open_servers(LaunchConfig(model="Qwen/Qwen2.5-0.5B"), progress=show) as servers:
         servers[0].url                       # "http://127.0.0.1:18000", healthy
         await servers[0].restart()           # after it died
 
-They are stopped when the block ends, by an error or by Ctrl-C, as process groups and by id. When
-this process is killed instead, the watcher beside each (`runtime/guard.py`) stops it; the
-registry finds what is left.
+They are stopped as process groups when the block ends, also by an error or Ctrl-C. If this process
+is killed, the watcher of each server (`runtime/guard.py`) stops it; the registry finds what is
+left.
 """
 
 import asyncio
@@ -60,17 +60,17 @@ __all__ = [
     "reserve_port",
 ]
 
-# Free TCP ports for servers that bind them later: reserved against every other Rookery process.
+# Free TCP ports for servers, reserved against other Rookery processes until the server binds.
 
 
 FIRST_PORT, LAST_PORT = 18_000, 18_999
-"""Below the range from which the kernel gives ports to outgoing connections (32768 and up), so
-that none of those can take the port before the server binds it."""
+"""Below the kernel's range for outgoing connections (32768 and up), so that none of those can take
+the port before the server binds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A port that stays ours until it is released."""
+    """A port that is reserved until it is released."""
 
     port: int
     lock: FileLock
@@ -80,7 +80,7 @@ class Reservation:
 
 
 def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
-    """The first port from `first` on that nobody listens on and no other reservation holds."""
+    """Reserve the first port from `first` on without a listener or another reservation."""
     folder = Path(tempfile.gettempdir()) / f"rookery-ports-{os.getuid()}"
     for port in range(first, max(first, LAST_PORT) + 1):
         with boundary(FleetError, f"Reserving a port in {folder}", foreign=(OSError,)):
@@ -97,7 +97,7 @@ def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """True if a server could listen there now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -110,23 +110,23 @@ def is_free(host: str, port: int) -> bool:
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
 RESTARTS = Backoff(first_s=2.0, longest_s=60.0)
-"""From the second restart on: most servers die only once, and what killed others (memory that
-another program holds, a driver that recovers) takes seconds to minutes to pass."""
+"""Pauses from the second restart on. Most servers die only once; other causes, such as memory that
+another program holds or a recovering driver, take seconds to minutes to pass."""
 _SERVED_NAME = "--served-model-name"
 HEALTH_LIMIT_S = 20.0
-"""How long `/health` may take to answer: under load vLLM is late by seconds."""
+"""Longest wait for `/health`: under load vLLM answers seconds late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchProgress:
-    """One server on its way up: `(index=0, seconds=12.5, line="Loading weights", ...)`."""
+    """One starting server: `(index=0, seconds=12.5, line="Loading weights", ...)`."""
 
     index: int
     num_servers: int
     url: str
     seconds: float
     line: str
-    """The last line of its log."""
+    """Last line of its log."""
     is_ready: bool
 
 
@@ -154,11 +154,11 @@ class LocalServer:
         self._context = context
         self._process: ChildProcess | None = None
         self._log_begin = 0
-        """Where in the log what happened since the last start, or since it was ready, begins."""
+        """Offset in the log of the last start, or of the moment it was ready, in bytes."""
         self._was_ready = False
-        """Since the last start."""
+        """True if it was ready since the last start."""
         self._starting = asyncio.Lock()
-        """Held by who stops and starts the process."""
+        """Held while the process is stopped and started."""
 
     @property
     def is_alive(self) -> bool:
@@ -207,7 +207,7 @@ class LocalServer:
         logger.info("server %d: process %d on %s", self.index, self.pid, self.url)
 
     async def wait_ready(self, report: Callable[[float, str, bool], None]) -> None:
-        """Wait for health; FleetError with its first error when it dies or takes too long."""
+        """Wait for health; FleetError with its first error if it dies or takes too long."""
         began = time.monotonic()
         while True:
             seconds = time.monotonic() - began
@@ -227,7 +227,6 @@ class LocalServer:
             await asyncio.sleep(POLL_S)
 
     async def wait_ended(self) -> None:
-        """Wait until the process has ended."""
         if self._process is not None:
             await self._process.wait()
 
@@ -235,19 +234,16 @@ class LocalServer:
         return await self._client.is_healthy()
 
     async def restart(self, why: str = "") -> None:
-        """Start a server again on its port, dead or not, and wait until it serves.
-
-        A start that fails counts as one of `launch.restarts`, and the next one waits longer;
-        FleetError with the last failure when all are used up. `why` says what is wrong with a
-        server that lives.
-        """
+        """Restart a server on its port, dead or alive, and wait until it serves. A start that fails
+        counts towards `launch.restarts`, and the next one waits longer; FleetError with the last
+        failure when all are used up. `why` says what is wrong with a live server."""
         pid = self.pid
         async with self._starting:
             if self.pid == pid:  # else `serve_model` has started it meanwhile
                 await self._restart(why)
 
     async def serve_model(self, model: str, *, name: str) -> None:
-        """Stop, and serve another model under the same name. No start of `launch.restarts`."""
+        """Restart on another model under the same name. `launch.restarts` does not count it."""
         args = [word for word in self.config.args if word not in (_SERVED_NAME, name)]
         update = {"model": model, "args": (*args, _SERVED_NAME, name)}
         async with self._starting:
@@ -281,12 +277,12 @@ class LocalServer:
         )
 
     async def stop(self) -> None:
-        """With all that it started."""
+        """Stop the server and all that it started."""
         if self._process is not None:
             await self._process.stop(limit_s=STOP_S)
 
     def kill(self) -> None:
-        """Force it and all that it started to end, now."""
+        """Kill the server and all that it started."""
         if self._process is not None:
             self._process.kill()
 
@@ -317,7 +313,7 @@ class LocalServer:
 
 @dataclass(slots=True)
 class LaunchContext:
-    """What the servers of one pool share."""
+    """State shared by the servers of one pool."""
 
     ports: list[Reservation]
     modules: Path
@@ -325,7 +321,7 @@ class LaunchContext:
     registry: ServerRegistry
     servers: list[LocalServer]
     is_fine: bool = False
-    """Nothing died or failed: the logs need not be kept."""
+    """True if nothing died or failed: the logs need not be kept."""
 
     def write_registry(self) -> None:
         self.registry.write([server.record for server in self.servers if server.pid])
@@ -339,7 +335,7 @@ async def open_servers(
     adapters: Path | None = None,
     purpose: str = "run",
 ) -> AsyncIterator[list[LocalServer]]:
-    """Start all servers at once, yield them healthy, stop them at the end.
+    """Start all servers at once, yield them healthy, and stop them at the end.
 
     `adapters` is a folder that the servers search for adapters by name, besides loading them.
     """
@@ -365,11 +361,11 @@ def _prepared(
     config: LaunchConfig, root: Path, *, session: aiohttp.ClientSession, adapters: Path | None,
     purpose: str,
 ) -> Iterator[LaunchContext]:  # fmt: skip
-    """The registry, the ports and the servers, not started yet; given back at the end."""
+    """Yield registry, ports and servers, not started yet; release them at the end."""
     registry = ServerRegistry.create(root, purpose=purpose)
     context = LaunchContext([], registry.folder / "modules", adapters, registry, [])
     try:
-        # Alone in a folder of its own: the servers' Python needs nothing else of Rookery.
+        # Copied alone to its own folder: the servers' Python needs nothing else of Rookery.
         source, ignored = Path(vllm_plugin.__file__).parent, shutil.ignore_patterns("__pycache__")
         with boundary(FleetError, f"Writing {context.modules}", foreign=(OSError, shutil.Error)):
             shutil.copytree(source, context.modules / PLUGIN_MODULE, ignore=ignored)
@@ -390,7 +386,7 @@ def _prepared(
 
 
 async def _wait_all(servers: Sequence[LocalServer], progress: Progress | None) -> None:
-    """All together; the first failure ends the waiting for the others."""
+    """Wait for all servers; the first failure ends the wait for the others."""
 
     def reporter(server: LocalServer) -> Callable[[float, str, bool], None]:
         def report(seconds: float, line: str, is_ready: bool) -> None:
@@ -417,7 +413,7 @@ async def _wait_all(servers: Sequence[LocalServer], progress: Progress | None) -
 
 
 async def _stop_all(servers: Sequence[LocalServer]) -> None:
-    """Stop every server even when this is cancelled again meanwhile."""
+    """Stop every server, even if this is cancelled again meanwhile."""
     try:
         await asyncio.gather(*(server.stop() for server in servers))
     except BaseException:  # a second Ctrl-C too: none is left running
@@ -426,17 +422,17 @@ async def _stop_all(servers: Sequence[LocalServer]) -> None:
         raise
 
 
-# Starts servers again that died or hang, where no pool sends them requests and notices.
+# Restarts servers that died or hang, where no pool sends them requests and would notice.
 
 
 HEALTH_S = 10.0
-"""How often a server is asked for its health."""
+"""Seconds between two health checks."""
 HANG_S = 180.0
-"""A server that lives and is not healthy for this long is started again."""
+"""A live server that is unhealthy for this long is restarted."""
 
 
 async def keep_alive(server: LocalServer) -> FleetError:
-    """Start a server again whenever it dies or hangs; ends when it is given up, with the reason."""
+    """Restart a server whenever it dies or hangs; return the reason when it is given up."""
     while True:
         why = await _wait_failed(server)
         try:
@@ -447,7 +443,7 @@ async def keep_alive(server: LocalServer) -> FleetError:
 
 
 async def _wait_failed(server: LocalServer) -> str:
-    """Wait until it serves no more. Empty: its process has ended; else what is wrong."""
+    """Wait until the server fails; return what is wrong, or "" if its process has ended."""
     healthy_s = time.monotonic()
     while True:
         with contextlib.suppress(TimeoutError):

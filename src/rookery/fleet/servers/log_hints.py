@@ -1,10 +1,10 @@
-"""Why a server did not start or died: its first error, and what to do about it.
+"""Why a server did not start or died: its first error and the remedy.
 
-A server is several processes that write to one log. When the engine fails, those that wait for it
-fail after it and say "See root cause above": what counts is the exception that came first.
+A server is several processes that write to one log. When the engine fails, the processes that wait
+for it fail too and say "See root cause above": the first exception counts.
 
-A server that was ready has also logged the errors of requests, which its API process answers and
-survives: what it dies of later is an error of an engine or worker process, or at the log's end.
+A server that was ready has also logged errors of requests, which its API process survives. If it
+dies later, the cause is an error of an engine or worker process, or at the log's end.
 """
 
 import re
@@ -17,10 +17,10 @@ __all__ = ["explain_failure", "first_error", "last_lines"]
 NUM_LINES = 20
 """Lines of a server's log shown in an error."""
 _NUM_FRAME_LINES = 4
-"""Lines of a traceback shown before its exception: where it was raised, and by whose call."""
+"""Lines of a traceback shown before its exception: the raising line and its callers."""
 _READ_BYTES = 64 * 1024
 _FIRST_BYTES = 4 * 2**20
-"""Where a first error is searched: vLLM writes 100 KiB until it serves."""
+"""Bytes searched for the first error: vLLM writes 100 KiB before it serves."""
 _LINE = re.compile(
     r"(?P<who>\([^()]* pid=\d+\) )?"
     r"(?P<level>(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?(?P<text>.*)"
@@ -92,26 +92,26 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 @dataclass(frozen=True, slots=True)
 class _Line:
     who: str
-    """The process that wrote it, as vLLM names it; "" where it is not named."""
+    """Process that wrote the line, by vLLM's name; empty if unnamed."""
     level: str
     text: str
 
     @property
     def is_inside(self) -> bool:
-        """Of an engine or worker process."""
+        """True if an engine or worker process wrote it."""
         return bool(self.who) and not self.who.startswith(_API_PROCESS)
 
 
 def last_lines(log: Path, *, num: int = NUM_LINES) -> list[str]:
-    """The last lines that say something, oldest first; none when there is no log."""
+    """Return the last lines with text, oldest first; empty without a log."""
     lines = _read(log, since=-_READ_BYTES, limit=_READ_BYTES)
     return [line.rstrip() for line in lines if line.strip()][-num:]
 
 
 def first_error(log: Path, *, since: int = 0, was_ready: bool = False) -> list[str]:
-    """The end of the traceback that came first and its exception, without what vLLM puts before
-    every line. One of an engine or worker process counts before the API process's, and alone when
-    the server `was_ready`; [] when there is none. `since` is where in the log to begin, in bytes.
+    """Return the end of the first traceback with its exception, without vLLM's line prefixes. An
+    engine or worker process's traceback wins over the API process's, which does not count if the
+    server `was_ready`. Empty if there is none. `since` is the byte offset to begin at.
     """
     lines = [_parse(line) for line in _read(log, since=since, limit=_FIRST_BYTES)]
     begins = [i for i, line in enumerate(lines) if line.text == _TRACEBACK]
@@ -127,7 +127,7 @@ def first_error(log: Path, *, since: int = 0, was_ready: bool = False) -> list[s
 
 
 def explain_failure(log: Path, *, since: int = 0, was_ready: bool = False) -> str:
-    """The remedy for the first error, else for what the log's end says; "" when it is not known."""
+    """Return the remedy for the first error, else for the log's end; empty if unknown."""
     ending = [_parse(line) for line in last_lines(log, num=200)]
     if was_ready:
         ending = [line for line in ending if not line.who.startswith(_API_PROCESS)]
@@ -141,7 +141,7 @@ def explain_failure(log: Path, *, since: int = 0, was_ready: bool = False) -> st
 
 
 def _exception(texts: Sequence[str]) -> list[str]:
-    """A traceback's last frames, then its message to where the next one or another text begins."""
+    """Return a traceback's last frames and its message, up to the next traceback or other text."""
     at = next((i for i, text in enumerate(texts) if text and not text[0].isspace()), None)
     if at is None:
         return [text for text in texts if text.strip()][-NUM_LINES:]
@@ -160,7 +160,7 @@ def _parse(line: str) -> _Line:
 
 
 def _read(log: Path, *, since: int, limit: int) -> list[str]:
-    """The lines from a place in the log on, or that far from its end; [] when there is no log."""
+    """Return the lines from an offset on, or from that far before the end; empty without a log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)

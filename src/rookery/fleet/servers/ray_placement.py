@@ -1,13 +1,13 @@
-"""Servers on the nodes of a Ray cluster: Ray finds the GPUs, Rookery owns the servers.
+"""Servers on the nodes of a Ray cluster: Ray assigns the GPUs, Rookery runs the servers.
 
     async with place_on_ray(config, num=8, address="auto") as placed:
         placed.urls, placed.api_key
 
-Room for all servers is asked for first and together (a placement group): two fleets never wait for
-each other with half of the cluster each. An actor per server then holds its GPUs, starts it on its
-node, starts it again when it dies and stops it when the block ends or the cluster loses this
-program. The servers listen on their nodes' addresses and therefore need a key, which is made here.
-Adapters need a folder that all nodes see.
+Room for all servers is requested together (a placement group), so that two fleets never wait for
+each other with half of the cluster each. One actor per server then holds its GPUs, starts it on its
+node, restarts it when it dies, and stops it when the block ends or the cluster loses this program.
+The servers listen on their nodes' addresses and need a key, which is made here. Adapters need a
+folder that all nodes see.
 
 | waits for                 | at most                 | then                                      |
 |---------------------------|-------------------------|-------------------------------------------|
@@ -32,21 +32,21 @@ from rookery.fleet.servers.settings import LaunchConfig, check_launch, gpus_each
 __all__ = ["place_on_ray"]
 
 STOP_S = 40.0
-"""How long all actors together may take to stop their servers."""
+"""Longest time for all actors together to stop their servers."""
 _ACTOR_S = 60.0
-"""How long an actor may take to start, besides its server."""
+"""Longest time for an actor to start, on top of its server's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where the servers are, and the key they ask for."""
+    """URLs of the servers, and the key they require."""
 
     urls: tuple[str, ...]
     api_key: str
 
 
 class ServerHost:
-    """The actor: one server on its node. Its event loop is Ray's."""
+    """Actor that runs one server on its node, in Ray's event loop."""
 
     def __init__(self, document: dict[str, Any], api_key: str) -> None:
         self._document = document
@@ -55,7 +55,7 @@ class ServerHost:
         self._watching: asyncio.Task[FleetError] | None = None
 
     async def start(self) -> str:
-        """Start the server; its URL once it is ready."""
+        """Start the server and return its URL once it is ready."""
         import ray
 
         here = {
@@ -95,7 +95,7 @@ async def place_on_ray(config: LaunchConfig, *, num: int, address: str) -> Async
 
 @asynccontextmanager
 async def _room(config: LaunchConfig, *, num: int, address: str) -> AsyncIterator[Any]:
-    """Room for all servers, and the actor to place there; given back at the end."""
+    """Reserve room for all servers and yield the actor to place there; free the room at the end."""
     import ray
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -118,19 +118,18 @@ async def _room(config: LaunchConfig, *, num: int, address: str) -> AsyncIterato
 
 
 def _no_room(each: dict[str, int], num: int, limit_s: float, address: str) -> str:
-    """What was asked for, what the cluster has, and what to change."""
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    asked = " and ".join(f"{count} {kind}" for kind, count in each.items())
+    shape = " and ".join(f"{count} {kind}" for kind, count in each.items())
     there = ", ".join(
         f"{total.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free, "
         f"{max((node.get(kind, 0) for node in nodes), default=0):g} on its largest node)"
         for kind in each
     )
     return (
-        f"The Ray cluster at {address} did not make room for {num} servers of {asked} each within "
+        f"The Ray cluster at {address} did not make room for {num} servers of {shape} each within "
         f"{limit_s:g} s (launch.placement_s). It has {len(nodes)} nodes with {there}. Lower "
         "launch.replicas or launch.tensor_parallel, write device: cpu for servers without a GPU, "
         "stop what holds the rest, or add nodes."
@@ -138,14 +137,13 @@ def _no_room(each: dict[str, int], num: int, limit_s: float, address: str) -> st
 
 
 async def _start(hosts: list[Any], limit_s: float) -> tuple[str, ...]:
-    """The URLs of the servers, all ready."""
     starts = [_wait(host.start.remote(), limit_s) for host in hosts]
     with boundary(FleetError, f"Starting {len(hosts)} servers on the Ray cluster"):
         return tuple(await asyncio.gather(*starts))
 
 
 async def _stop(hosts: list[Any]) -> None:
-    """Stop every server, then end the actors, those that do not answer too."""
+    """Stop every server, then kill the actors, including those that do not answer."""
     import ray
 
     try:
@@ -157,11 +155,11 @@ async def _stop(hosts: list[Any]) -> None:
 
 
 class _Late(FleetError):
-    """Nothing came within the limit."""
+    """No answer came within the limit."""
 
 
 async def _wait(reference: Any, limit_s: float) -> Any:
-    """What a remote call returns; its own error where it is Rookery's, without Ray's traceback."""
+    """Return the result of a remote call; raise Rookery's own errors without Ray's traceback."""
     import ray
 
     try:

@@ -1,13 +1,13 @@
-"""The registry of one launched pool: which server processes it owns, so that others can clean up.
+"""The registry of one launched pool: the server processes it owns, so that others can clean up.
 
     registry = ServerRegistry.create(root, purpose="run")   # locked while this process lives
     registry.write([record, ...])
     reap_orphans(root)                                      # another process, later
 
-The lock ends with its owner, however that ends. A registry is locked before it says
-anything and read only under a lock, so that one without an owner has lost it: processes that start
-at the same time leave each other alone. A record names a process by its id and start time, so that
-a later process with the same id is never touched.
+The lock ends with its owner, however that ends. A registry is locked before it is written and read
+only under a lock, so that one without an owner has lost it: processes that start at the same time
+leave each other alone. A record names a process by id and start time, so that a later process with
+the same id is never touched.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 LOGS_S = 7 * 24 * 3600.0
 _POLL_S = 0.05
 GRACE_S = 10.0
-"""For a server to end by itself."""
+"""Time for a server to end by itself."""
 _LIMIT_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRecord:
-    """One server process. It leads its own process group, which its workers are in."""
+    """One server process. It leads its own process group, which holds its workers."""
 
     pid: int
     start: str
@@ -70,16 +70,16 @@ class FoundRegistry:
     folder: Path
     owner_pid: int
     is_locked: bool
-    """Somebody holds it: its owner, or one who clears it up."""
+    """True if its owner or a process that clears it up holds the lock."""
     has_owner: bool
-    """Its owner lives and holds the lock."""
+    """True if its owner is alive and holds the lock."""
     purpose: str
     """`up`: a pool that serves others; `run`: the private pool of one program."""
     records: tuple[ServerRecord, ...]
 
 
 class ServerRegistry:
-    """The registry of this process's own pool."""
+    """Registry of this process's own pool."""
 
     def __init__(self, folder: Path, *, lock: FileLock, purpose: str) -> None:
         self.folder = folder
@@ -92,16 +92,14 @@ class ServerRegistry:
         with boundary(FleetError, f"Creating {folder}", foreign=(OSError,)):
             folder.mkdir(parents=True, mode=0o700)
             lock = FileLock(folder / "registry.json")
-            lock.wait()  # for one who looks at it, no longer
+            lock.wait()  # another process may be reading it
         registry = cls(folder, lock=lock, purpose=purpose)
         registry.write([])
         return registry
 
     def write(self, records: Sequence[ServerRecord]) -> None:
-        """Replace the list in place: a new file would have a new lock.
-
-        In one step, padded over what was there: killed at any point, it can be read.
-        """
+        """Replace the list in place, as a new file would have a new lock. One write, padded over
+        the old content: the file can be read after a kill at any point."""
         document = {
             "owner_pid": os.getpid(),
             "owner_start": process_start(os.getpid()),
@@ -113,7 +111,7 @@ class ServerRegistry:
             os.pwrite(self.lock.descriptor, json.dumps(document).encode().ljust(size), 0)
 
     def close(self, *, keep_logs: bool) -> None:
-        """Give up ownership; what is left of the folder are the logs, where they are wanted."""
+        """Give up ownership. Remove the folder, except for its logs if `keep_logs`."""
         if not keep_logs:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -123,12 +121,12 @@ class ServerRegistry:
 
 
 def state_folder() -> Path:
-    """Where registries are kept by default."""
+    """Return the default folder of registries."""
     return cache_folder() / "fleet"
 
 
 def find_registries(root: Path) -> list[FoundRegistry]:
-    """Every registry under a folder, oldest first; those that say nothing yet are left out."""
+    """Return every registry under a folder, oldest first, without those that are still empty."""
     registries = []
     for file in _files(root):
         with _locked(file, is_shared=True) as registry:
@@ -138,7 +136,7 @@ def find_registries(root: Path) -> list[FoundRegistry]:
 
 
 def stop_processes(records: Iterable[ServerRecord]) -> int:
-    """Stop process groups that are not our children: ask, wait, then force. How many there were."""
+    """Stop process groups that are not our children: ask, wait, then kill. Return their number."""
     alive = [record for record in records if record.is_alive]
     for record in alive:
         signal_group(record.pid, signal.SIGTERM)
@@ -146,16 +144,14 @@ def stop_processes(records: Iterable[ServerRecord]) -> int:
     while any(record.is_alive for record in alive) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for record in alive:
-        # Workers of a server that is gone may linger in its group.
+        # Workers of a dead server may linger in its group.
         kill_group(record.pid)
     return len(alive)
 
 
 def reap_orphans(root: Path) -> int:
-    """Stop servers whose owner died without stopping them; how many there were.
-
-    Logs that were kept because something went wrong go after a week.
-    """
+    """Stop servers whose owner died without stopping them; return their number. Logs that were kept
+    after a failure are removed after a week."""
     num = 0
     _remove_old_logs(root)
     for registry in _claim_ownerless(root):
@@ -176,8 +172,7 @@ def _remove_old_logs(root: Path) -> None:
 
 
 def _claim_ownerless(root: Path) -> Iterator[FoundRegistry]:
-    """The registries whose owners are dead, each held while the loop is at it, so that one process
-    clears it up."""
+    """Yield registries of dead owners, each locked in turn, so that one process clears it."""
     for file in _files(root):
         with _locked(file, is_shared=False) as registry:
             if registry is not None and not registry.is_locked:
@@ -197,7 +192,7 @@ def _age(file: Path) -> float:
 
 @contextlib.contextmanager
 def _locked(file: Path, *, is_shared: bool) -> Iterator[FoundRegistry | None]:
-    """The registry, with its lock if nobody owns it; None when it says nothing yet, or is gone."""
+    """Yield the registry, with its lock if nobody owns it; None if it is empty or gone."""
     try:
         lock = FileLock(file, flags=os.O_RDWR)
     except OSError:
@@ -216,7 +211,7 @@ def _read(file: Path, descriptor: int, *, is_locked: bool) -> FoundRegistry | No
         return FoundRegistry(
             folder=file.parent,
             owner_pid=owner_pid,
-            # Locked by its owner, not by one who clears it up.
+            # A process that clears it up may hold the lock too; see `has_owner`.
             is_locked=is_locked,
             has_owner=is_locked and start == document.get("owner_start", start),
             purpose=str(document["purpose"]),

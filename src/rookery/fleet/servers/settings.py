@@ -1,4 +1,4 @@
-"""How servers are started: the config, and the command line and environment it stands for.
+"""How servers are started: their config, command line and environment.
 
 config = LaunchConfig(model="Qwen/Qwen2.5-7B-Instruct", max_lora_rank=32)
 command_line(config, port=18000)      # ["/usr/bin/python3", "-m", "vllm...", "--model", ...]
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
+"""Maximum ranks that vLLM can be started with; other ranks are rounded up."""
 GPU_SHARE = 0.9
-"""vLLM's own default of --gpu-memory-utilization in the versions that are supported."""
+"""vLLM's default of --gpu-memory-utilization in the supported versions."""
 PLUGIN_MODULE = "rookery_vllm_plugin"
-"""What the servers' Python knows the copy of `vllm_plugin` by."""
+"""Name of the copy of `vllm_plugin` in the servers' Python."""
 EXTENSION_CLASS = f"{PLUGIN_MODULE}.extension.WorkerExtension"
 LIVE_WEIGHTS_CLASS = f"{PLUGIN_MODULE}.live_weights.WorkerExtension"
 WHOLE_GRAPHS_CLASS = f"{PLUGIN_MODULE}.whole_graphs.WorkerExtension"
@@ -44,7 +44,7 @@ ROUTE_CLASS = f"{PLUGIN_MODULE}.token_route.TokenRoute"
 SCHEDULER_CLASS = f"{PLUGIN_MODULE}.whole_answers.WholeAnswers"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
-"""Several API processes behind one port exist only in the full command line."""
+"""Only the full command line can start several API processes behind one port."""
 
 _KEY = "VLLM_API_KEY"
 _HTTP = "servers are reached by http on the address that Rookery gives them"
@@ -62,14 +62,14 @@ _CLOSED_FLAGS = {
     "--config": "a file could hold any flag: write its flags here, or as keys of launch",
     "--dtype": "write launch.dtype",
 }
-"""Flags that `args` may not hold, and what to write instead: they decide who can reach a server
-and its open routes, or what Rookery checks before it starts one."""
+"""Flags that `args` may not hold, and what to write instead. They decide who can reach a server and
+its open routes, or what Rookery checks before a start."""
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Sequences that a graph is captured for where a short start counts; others are padded to these."""
+"""Batch sizes to capture graphs for if a short start counts; others are padded to these."""
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""And those that vLLM captures by itself."""
+"""Batch sizes that vLLM captures by default."""
 _SIZE_FLAGS = ("--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
-"""Flags of vLLM that say it too."""
+"""Flags of vLLM that set these sizes."""
 _CLOSED_ENV = {
     _KEY: "write launch.api_key, or export it where Rookery runs",
     "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
@@ -77,87 +77,86 @@ _CLOSED_ENV = {
 
 
 class LaunchConfig(Config):
-    """Servers to start on this machine, all alike."""
+    """Servers to start, all alike."""
 
     model: str
-    """A folder with config.json and safetensors, or a Hugging Face id."""
+    """Folder with config.json and safetensors, or Hugging Face id, of the model."""
     python: str = sys.executable
-    """The interpreter that has vLLM; Rookery need not be installed there."""
+    """Python interpreter that has vLLM; Rookery need not be installed there."""
     replicas: int | None = Field(default=None, ge=1)
-    """How many servers; by default as many as the GPUs allow, one on the CPU."""
+    """Number of servers; by default as many as the GPUs allow, one on the CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where servers compute; `auto` takes GPUs if there are any."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that one copy of the model is spread over."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Stages of layers that one copy of the model is cut into, each on GPUs of its own."""
+    """Pipeline stages that one copy of the model is cut into, each on its own GPUs."""
     spare_gpus: int = Field(default=0, ge=0)
-    """GPUs that are left to others, a trainer for one: the last of those that are visible."""
+    """Number of GPUs left to others, such as a trainer: the last of the visible ones."""
     data_parallel: int = Field(default=1, ge=1)
-    """Copies of the model behind one port, balanced by vLLM itself."""
+    """Copies of the model behind one port, balanced by vLLM."""
     api_servers: int = Field(default=1, ge=1)
-    """API processes behind one port. More than one takes no adapters (vLLM refuses it)."""
+    """API processes behind one port. With more than one, vLLM takes no adapters."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is float32 on the CPU, as in the embedded engine; on a GPU the model's own type."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Context in tokens; by default the model's own."""
+    """Context length in tokens; by default the model's own."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences computed together; by default vLLM's choice for the GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens computed in one step; by default vLLM's choice."""
+    """Tokens computed per step; by default vLLM's choice."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """The part of a GPU's memory that a server takes: by default 0.9, and beside a trainer on the
-    same GPU what that leaves."""
+    """Share of a GPU's memory that a server takes. By default 0.9; beside a trainer on the same
+    GPU, what the trainer leaves."""
     cpu_cache_gib: int = Field(default=4, ge=1)
-    """Key-value cache of a server on the CPU."""
+    """Size of the key-value cache of a server on the CPU, in GiB."""
     max_loras: int = Field(default=8, ge=0)
-    """Adapters computed together; 0 serves the base model alone, which is faster."""
+    """Adapters computed together. 0 serves the base model alone, which is faster."""
     max_cpu_loras: int = Field(default=64, ge=1)
-    """Adapters kept in the server's memory: more than these are loaded again when they return."""
+    """Adapters kept in the server's memory. Adapters beyond this are loaded again when used."""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
-    """The highest rank of an adapter, rounded up to the next that vLLM has."""
+    """Highest adapter rank, rounded up to the next that vLLM supports."""
     lora_targets: tuple[str, ...] = ()
-    """The layers that adapters adapt, such as q_proj, v_proj; by default every kind the model has.
-    The others then cost nothing: two kernels less per layer and step, and no memory."""
+    """Kinds of layers that adapters adapt, such as q_proj, v_proj; by default every kind the model
+    has. Other layers then save two kernels per layer and step, and their memory."""
     prefix_caching: bool = True
-    """Keep the keys and values of prompts that begin alike."""
+    """Cache the keys and values of prompt prefixes."""
     enforce_eager: bool = False
-    """No compilation and no CUDA graphs: starts sooner, runs slower."""
+    """Disable compilation and CUDA graphs: starts sooner, runs slower."""
     compile: bool | None = None
-    """torch.compile, which takes a minute unless an earlier start has left its results. false keeps
-    the CUDA graphs of decoding. null: no for a server that is started for one training, else yes.
+    """Use torch.compile, which takes a minute unless an earlier start left its results. false keeps
+    the CUDA graphs of decoding. null: false for a server started for one training, else true.
     """
     cuda_graphs: Literal["auto", "full"] = "auto"
-    """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
-    all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
-    server shows first that it computes right."""
+    """`full` runs whole steps as CUDA graphs, also those with prompts: short answers come sooner,
+    most of all on slow hosts. If the attention cannot (before Hopper), vLLM makes its own choice.
+    Every server first shows that it computes correctly."""
     max_logprobs: int = Field(default=20, ge=0)
-    """How many likeliest tokens a request may ask of each position."""
+    """Limit on the likeliest tokens that a request may ask for at each position."""
     live_weights: bool = False
-    """The base weights are changed while they are served: on the CPU vLLM then computes with them
-    and not with packed copies, which takes longer. A training of all weights sets it itself."""
+    """The base weights change while they are served. On the CPU vLLM then computes with them and
+    not with packed copies, which is slower. A training of all weights sets it itself."""
     extension: bool = True
-    """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
+    """Run Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
     placement: Literal["here", "ray"] = "here"
     """`ray` starts the servers on the nodes of a Ray cluster."""
     ray_address: str = "auto"
-    """The Ray cluster; `auto` takes the one of this machine."""
+    """Address of the Ray cluster; `auto` takes the one of this machine."""
     placement_s: float = Field(default=300.0, gt=0)
-    """How long the Ray cluster may take to make room for all servers; adding nodes takes minutes.
-    """
+    """Seconds for the Ray cluster to make room for all servers; adding nodes takes minutes."""
     host: str = "127.0.0.1"
-    """The address to listen on; one beyond this machine needs a key."""
+    """Address to listen on; an address beyond this machine needs a key."""
     api_key: str = Field(default="", repr=False, exclude=True)
-    """The key that the servers ask for; they must on another address than this machine's own. By
-    default what VLLM_API_KEY holds where Rookery runs."""
+    """Key that the servers require; needed if they listen beyond this machine. By default the value
+    of VLLM_API_KEY where Rookery runs."""
     port: int = Field(default=18000, ge=1, le=65535)
-    """Ports are searched from here upwards."""
+    """First port to try; the search goes upwards."""
     startup_s: float = Field(default=1200.0, gt=0)
-    """How long a server may take to be ready; 405B-class models take ten minutes."""
+    """Seconds for a server to be ready; 405B-class models take ten minutes."""
     restarts: int = Field(default=3, ge=0)
-    """How often a server that died is started again, counting starts that fail."""
+    """Restarts of a server that died, counting starts that fail."""
     args: tuple[str, ...] = ()
-    """Further flags of vLLM, as on its command line, but those that open a server to others."""
+    """Further flags of vLLM's command line, except those that open a server to others."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Further environment variables of the servers."""
 
@@ -198,12 +197,12 @@ class LaunchConfig(Config):
 
     @property
     def is_private(self) -> bool:
-        """Only this machine reaches the servers."""
+        """True if only this machine reaches the servers."""
         return self.host in ("127.0.0.1", "localhost", "::1")
 
     @property
     def has_extension(self) -> bool:
-        """The extension is called through routes that only private servers may have."""
+        """True if servers run the extension: its routes are safe only on private servers."""
         return self.extension and self.is_private
 
     @property
@@ -212,7 +211,7 @@ class LaunchConfig(Config):
 
     @property
     def served_dtype(self) -> str | None:
-        """What servers compute in; None: the model's own type."""
+        """Type the servers compute in; None: the model's own type."""
         if self.dtype == "auto":
             return "float32" if self.is_on_cpu else None
         return self.dtype
@@ -223,10 +222,10 @@ class LaunchConfig(Config):
 
     @property
     def compilation(self) -> dict[str, object]:
-        """What differs from vLLM's own choice."""
+        """Settings that differ from vLLM's own choice."""
         if self.is_on_cpu or self.enforce_eager:
             return {}
-        # vLLM captures up to 512; larger batches would start each kernel of a step by itself.
+        # vLLM captures up to 512; larger batches would start each kernel separately.
         most, largest = self.max_num_seqs or 0, _VLLM_SIZES[-1]
         larger = [*range(largest + 128, most, 128), most] if most > largest else []
         chosen: dict[str, object] = {}
@@ -242,7 +241,7 @@ class LaunchConfig(Config):
 
     @property
     def lora_rank(self) -> int:
-        """The rank to start the server with."""
+        """Maximum rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
 
 
@@ -254,33 +253,33 @@ class FleetConfig(Config):
     urls: tuple[str, ...] = ()
     """Servers that run already."""
     launch: LaunchConfig | None = None
-    """Servers to start on this machine."""
+    """Servers to start."""
     name: str = ""
-    """What the base model is called in results; by default what it was loaded from."""
+    """Name of the base model in results; by default what it was loaded from."""
     api_key_env: str = "VLLM_API_KEY"
-    """The environment variable that holds the servers' key, if they have one."""
+    """Environment variable that holds the servers' key, if they have one."""
     adapter_folder: Path | None = None
-    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
-    folder that all of them see. By default in shared memory, which servers on this machine see."""
+    """Folder that all servers see; the fleet puts its adapters into its own folder there and
+    removes it at the end. By default shared memory, which servers on this machine see."""
     resolver: bool = False
-    """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
+    """The servers search adapter_folder by name (lora_filesystem_resolver), so no load is sent."""
     peft_folders: bool = False
-    """Adapters go to the servers as PEFT folders, though some could take them from memory."""
+    """Send adapters as PEFT folders, even to servers that could take them from memory."""
     in_place: bool = False
-    """Adapters on a GPU are read there by servers on the same GPU, with no copy in between."""
+    """Servers on the same GPU read adapters there, without a copy."""
     max_loras: int | None = Field(default=None, ge=1)
-    """Adapters in flight per server, for servers that do not tell theirs."""
+    """Adapters in flight per server, for servers that do not report their limit."""
     max_lora_rank: int | None = Field(default=None, ge=1)
-    """The highest rank, for servers that do not tell theirs."""
+    """Highest rank, for servers that do not report theirs."""
     device: Literal["gpu", "cpu"] | None = None
-    """What the servers of `urls` compute on, for those that do not tell. Where it is not known, the
-    base model and adapters are not computed together."""
+    """Device of the servers in `urls`, for those that do not report it. If it is unknown, the base
+    model and adapters are not computed together."""
     max_in_flight: int | None = Field(default=None, ge=1)
-    """Sequences in flight per server; by default as many as it computes together."""
+    """Sequences in flight per server; by default twice as many as it computes together."""
     batch: int = Field(default=32, ge=1)
-    """Sequences per HTTP call at most."""
+    """Limit on sequences per HTTP call."""
     all_down_timeout_s: float = Field(default=300.0, ge=0)
-    """How long requests wait when no server that takes them is up."""
+    """Seconds that requests wait while no server that takes them is up."""
     client: ClientConfig = ClientConfig()
 
     @model_validator(mode="after")
@@ -297,8 +296,8 @@ class FleetConfig(Config):
 
 
 def check_launch(config: LaunchConfig) -> None:
-    """ConfigError when the model's folder shows that it cannot be spread as configured. Nothing is
-    known of a model that is not on this machine."""
+    """ConfigError if the model's config shows that it cannot be split as configured. A model that
+    is not on this machine is not checked."""
     try:
         document = json.loads((Path(config.model).expanduser() / "config.json").read_bytes())
         sizes = document.get("text_config") or document
@@ -319,7 +318,7 @@ def check_launch(config: LaunchConfig) -> None:
 
 
 def command_line(config: LaunchConfig, *, port: int) -> list[str]:
-    """The server's command, without the interpreter."""
+    """Return the server's command, without the interpreter."""
     head = ["-m", _SEVERAL, "serve"] if config.api_servers > 1 else ["-m", _SINGLE]
     flags: dict[str, object] = {
         "--model": config.model,
@@ -328,7 +327,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--dtype": config.served_dtype or "auto",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": config.max_logprobs,
-        # A line per request costs the API process more than the request is worth.
+        # A log line per request costs the API process too much.
         "--uvicorn-log-level": "warning",
         "--max-model-len": config.max_model_len,
         "--max-num-seqs": config.max_num_seqs,
@@ -355,8 +354,8 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
     words += [caching]
     if config.is_on_cpu and config.max_num_batched_tokens is None:
-        # On the CPU a prompt computed in parts ends vLLM if its request has a seed: generators
-        # there cannot be set back by what the first part drew.
+        # On the CPU, vLLM fails on a prompt computed in chunks if its request has a seed:
+        # generators there cannot be reset by what the first chunk drew.
         words += ["--no-enable-chunked-prefill"]
     words += ["--enable-lora"] if config.max_loras else []
     if config.max_loras and config.lora_targets:
@@ -376,15 +375,14 @@ def _extension_class(config: LaunchConfig) -> str | None:
 def environment(
     config: LaunchConfig, *, index: int, num_servers: int, modules: Path, adapters: Path | None
 ) -> dict[str, str]:
-    """The server's environment: ours, what Rookery needs, and what the config adds."""
+    """Return the server's environment: ours, what Rookery needs, and what the config adds."""
     env = dict(os.environ)
-    # vLLM reads its own variables from the same names as the client: ours are not meant for it.
+    # vLLM servers read these variables too, but ours are meant for the client.
     for name in ("VLLM_HOST", "VLLM_PORT", _KEY):
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
-    # The engine's process begins with what the API's has imported: vLLM spawns it only where a fork
-    # is not possible.
+    # The engine's process then inherits the API process's imports; vLLM spawns it if it must.
     env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     if config.api_key:
         # In the environment, not on the command line, which every user of the machine can read.
@@ -403,12 +401,11 @@ def environment(
 
 
 def exported_key() -> str:
-    """The key that servers get where the config has none: clients find it in the same place."""
+    """Return the default key of servers; clients read the same variable."""
     return os.environ.get(_KEY, "")
 
 
 def num_replicas(config: LaunchConfig) -> int:
-    """How many servers the config starts."""
     if config.replicas is not None:
         return config.replicas
     if config.is_on_cpu:
@@ -417,23 +414,21 @@ def num_replicas(config: LaunchConfig) -> int:
 
 
 def _own_gpus(config: LaunchConfig) -> tuple[str, ...]:
-    """The GPUs that servers may use."""
     gpus = visible_gpus()
     return gpus[: max(0, len(gpus) - config.spare_gpus)]
 
 
 def first_spare_gpu(config: LaunchConfig) -> int:
-    """The first of the visible GPUs that servers leave to others; 0 when they leave none."""
+    """Return the index of the first visible GPU that servers leave to others; 0 if none."""
     return len(_own_gpus(config)) if config.spare_gpus else 0
 
 
 def gpus_each(config: LaunchConfig) -> int:
-    """How many GPUs one server takes."""
     return config.tensor_parallel * config.pipeline_parallel * config.data_parallel
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that programs started here may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that programs started here may use, named as in CUDA_VISIBLE_DEVICES."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
@@ -442,8 +437,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _closed_flag(word: str) -> str:
-    """The flag of `_CLOSED_FLAGS` that vLLM may take a word for: it reads `--api_key=x` and the
-    beginning of a flag's name too."""
+    """Return the closed flag that vLLM may read: `--api_key=x` and abbreviations count too."""
     name = word.partition("=")[0].partition(".")[0].replace("_", "-")
     if not name.startswith("--") or name == "--":
         return ""
@@ -457,7 +451,7 @@ def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
 
 
 def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
-    """Each server gets cores of its own: two that spin on the same are four times slower."""
+    """Give each server its own cores: two that spin on the same ones are four times slower."""
     env = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gib)}
     if num_servers > 1 and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))

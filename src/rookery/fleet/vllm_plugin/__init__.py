@@ -1,7 +1,7 @@
-"""Runs inside vLLM's own processes: `extension` in its workers, `token_route` in its API processes.
+"""Code for vLLM's own processes: `extension` runs in workers, `token_route` in API processes.
 
-`launch.py` copies this folder to where the servers' Python finds it. So nothing here imports
-anything of Rookery, and torch and vLLM only when called; the files import one another relatively.
+`launch.py` copies this folder to where the servers' Python finds it. Nothing here imports Rookery,
+torch and vLLM are imported only when needed, and files import one another relatively.
 """
 
 __all__: list[str] = []

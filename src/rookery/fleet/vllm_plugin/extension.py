@@ -1,13 +1,12 @@
-"""What runs in vLLM's workers: loads adapters from memory instead of from PEFT files.
+"""Code in vLLM's workers that loads adapters from memory instead of PEFT files.
 
-It is given to vLLM by `--worker-extension-cls` and called through `/collective_rpc`.
+vLLM loads it by `--worker-extension-cls` and calls it through `/collective_rpc`.
 
-Stock `load_lora_adapter` reads a tensor per factor, pins each in page-locked memory, and starts a
-kernel or four per layer to write the slot. A buffer (`shared_memory.py`) is one file in shared
-memory, or one CUDA allocation of the sender, with all factors in it: it goes to the device in one
-piece, and the whole slot (`slots.py`) is written from there by a few kernels. A member of a
-population (`population.py`) is a seed: its numbers are made here. Names, ids, slots and eviction
-stay vLLM's own.
+Stock `load_lora_adapter` reads a tensor per factor, pins each in page-locked memory, and starts one
+to four kernels per layer to write the slot. A buffer (`shared_memory.py`) holds all factors in one
+file in shared memory or one CUDA allocation of the sender. It goes to the device in one piece, and
+a few kernels write the whole slot (`slots.py`) from there. A member of a population
+(`population.py`) is a seed, and is computed here. Names, ids, slots and eviction stay vLLM's own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def why_not_shared(runner: Any, *, is_live: bool) -> str:
-    """Why a trainer cannot compute with this worker's own memory; empty: it can."""
+    """Return why a trainer cannot compute with this worker's own memory; empty if it can."""
     config = runner.vllm_config
     parallel, model = config.parallel_config, config.model_config
     if parallel.pipeline_parallel_size > 1:
@@ -64,7 +63,7 @@ def why_not_shared(runner: Any, *, is_live: bool) -> str:
 
 
 def _first_experts(model: Any) -> str:
-    """The name of a layer of experts; vLLM's classes differ by version, their weights do not."""
+    """Return a layer of experts; vLLM's classes differ by version, their weights do not."""
     for name, _ in model.named_parameters():
         layer, _, leaf = name.rpartition(".")
         if leaf == "w13_weight":
@@ -73,11 +72,11 @@ def _first_experts(model: Any) -> str:
 
 
 class SharedWeights:
-    """All weights of a worker in memory that a trainer sees too."""
+    """All weights of a worker, in memory shared with a trainer."""
 
     def __init__(self, runner: Any, source: str) -> None:
-        """On the CPU they are moved to a new file, or taken from the one at `source`: the weights
-        of a trainer, which another worker has too or one that died had."""
+        """On the CPU, move the weights to a new file, or use the file at `source` with the
+        trainer's weights, which another worker shares or a dead one shared."""
         model = runner.get_model()
         weights = _named_weights(model)
         packed = getattr(model, "packed_modules_mapping", {})
@@ -102,7 +101,7 @@ class SharedWeights:
 
 
 def _named_weights(model: Any) -> dict[str, torch.Tensor]:
-    """By their names without adapters; tied ones by all their names."""
+    """Return the weights by their names without adapters; tied weights under all names."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -110,33 +109,33 @@ def _named_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def load_weights(worker: Any, manifest: str) -> None:
-    """Replace all weights by those that another process has laid out, in the layout of the model's
-    folder; vLLM cuts, packs and quantises them as when it was started."""
+    """Replace all weights by those of another process, in the layout of the model's folder; vLLM
+    cuts, packs and quantises them as at its start."""
     tensors = open_tensors(json.loads(manifest))
     worker.reload_weights(weights_iterator=iter(tensors.items()))
 
 
 def sum_weights(runner: Any) -> dict[str, int]:
-    """`bit_sum` of every weight of this worker."""
+    """Return `bit_sum` of every weight of this worker."""
     return {name: bit_sum(weight) for name, weight in _named_weights(runner.get_model()).items()}
 
 
 _WHOLE = "rookery.whole"
-"""The one layer that vLLM sees of a buffer: all of them."""
+"""The single layer of a buffer, as vLLM sees it."""
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class. Their names must not meet any of vLLM's."""
+    """Methods that vLLM adds to its worker class. Their names must not collide with vLLM's."""
 
     model_runner: Any
     device: Any
     rookery_is_live = False
-    """Whether it computes with the weights themselves, see `live_weights.py`."""
+    """True if it computes with the weights themselves; see `live_weights.py`."""
     rookery_shared: SharedWeights | None = None
 
     def rookery_share(self, source: str = "") -> dict[str, Any]:
-        """Where a trainer on this machine finds the base weights, or {"refusal": why}. `source` is
-        where to take them from; without one a worker that shares them already goes on to."""
+        """Return where a trainer on this machine finds the base weights, or {"refusal": why}.
+        `source` is a file to take them from; without it, shared weights stay shared."""
         if self.rookery_shared is None or source:
             reason = why_not_shared(self.model_runner, is_live=self.rookery_is_live)
             if reason:
@@ -145,23 +144,22 @@ class WorkerExtension:
         return self.rookery_shared.manifest
 
     def rookery_load(self, manifest: str) -> None:
-        """Replace the base weights."""
         load_weights(self, manifest)
 
     def rookery_sums(self) -> dict[str, int]:
-        """Of every base weight here, to find the one that is not what it should be."""
+        """Return the bit sum of every base weight, to find a wrong one."""
         return sum_weights(self.model_runner)
 
     def rookery_attach(self) -> dict[str, Any]:
-        """Take over the loading of buffer folders; what this worker can do. Twice is harmless."""
-        # A server without adapters has none.
+        """Take over the loading of buffer folders and return the report. Idempotent."""
+        # Servers without adapters have no manager.
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is not None and not isinstance(manager.__dict__.get("_rookery"), _Loader):
             manager._rookery = _Loader(manager, device=self.device)
         return self.rookery_report()
 
     def rookery_report(self) -> dict[str, Any]:
-        """Sizes, and the adaptable layers of the model by their Hugging Face names."""
+        """Return sizes, and the adaptable layers of the model by their Hugging Face names."""
         config = self.model_runner.vllm_config
         lora = config.lora_config
         report: dict[str, Any] = {
@@ -190,19 +188,19 @@ class WorkerExtension:
 
 
 class _Loader:
-    """Stands in for five methods of one worker's adapter managers.
+    """Replaces five methods of one worker's adapter managers.
 
-    vLLM adds an adapter (`add_adapter`): it loads (`_load_adapter`), registers
-    (`_create_merged_loras_inplace`) and activates it. A buffer that fits whole linear layers is one
-    LoRAModel with one pseudo-layer, which is written to its slot at once; any other buffer becomes
-    an ordinary LoRAModel.
+    To add an adapter (`add_adapter`), vLLM loads it (`_load_adapter`), registers it
+    (`_create_merged_loras_inplace`) and activates it. A buffer that fits whole linear layers
+    becomes one LoRAModel with one pseudo-layer, which is written to its slot at once. Any other
+    buffer becomes an ordinary LoRAModel.
 
     Before each step vLLM adds all adapters of its requests again (`_apply_adapters`), and copies
-    the list of all adapters for each of them: with 512 that takes as long as the step. Those that
-    are there are only marked as used here. Members that came since the last step are made then.
+    the list of all adapters for each: with 512 that takes as long as the step. Here, present
+    adapters are only marked as used, and members that arrived since the last step are computed.
 
-    A request may be on its way when its adapter turns out to be broken. vLLM would then try to add
-    it again in the middle of a step, and die; it gets one without layers instead.
+    A request may be on its way when its adapter proves broken. vLLM would add the adapter again in
+    the middle of a step, and die; it gets one without layers instead.
     """
 
     def __init__(self, manager: Any, *, device: Any) -> None:
@@ -227,13 +225,13 @@ class _Loader:
     def _add(self, request: Any) -> Any:
         try:
             return self._stock_add(request)
-        except Exception:  # whatever is wrong with it: it is raised, and remembered
+        except Exception:  # remember the id on any failure
             self._broken.add(request.lora_int_id)
             self._inner.remove_adapter(request.lora_int_id)
             raise
 
     def _apply(self, requests: Any) -> None:
-        """What the next step needs is in its slots."""
+        """Fill the slots that the next step needs."""
         registered, active = self._inner._registered_adapters, self._inner._active_adapters
         ids = {request.lora_int_id for request in requests if request}
         if all(id in active and id in registered for id in ids):
@@ -245,7 +243,7 @@ class _Loader:
         self._writer.fill()
 
     def _load(self, request: Any) -> Any:
-        """A buffer folder or a member as vLLM's LoRAModel; other folders the stock way."""
+        """Load a buffer folder or a member as vLLM's LoRAModel; other folders the stock way."""
         if request.lora_int_id in self._broken:
             from vllm.lora.lora_model import LoRAModel
 
@@ -294,12 +292,12 @@ class _Loader:
         return LoRAModel(request.lora_int_id, rank, weights)
 
     def _merge(self, model: Any) -> None:
-        """Skips packing for buffers and empty adapters."""
+        """Skip packing for buffers and empty adapters."""
         if model.loras and _WHOLE not in model.loras:
             self._stock_merge(model)
 
     def _activate(self, lora_id: int) -> Any:
-        """vLLM finds the slot and writes its layers: of a buffer, the one that stands for all."""
+        """Let vLLM find the slot and write its layers: for a buffer, its one pseudo-layer."""
         inner = self._inner
         if lora_id in inner._active_adapters:
             return self._stock_activate(lora_id)
@@ -309,14 +307,14 @@ class _Loader:
         modules, inner.modules = inner.modules, {_WHOLE: self._writer}
         try:
             return self._stock_activate(lora_id)
-        except BaseException:  # whatever it was: a slot half written is given back
+        except BaseException:  # on any failure, free the half-written slot
             inner.deactivate_adapter(lora_id)
             raise
         finally:
             inner.modules = modules
 
     def _layout(self, request: Any, text: str, *, skip: int = 0) -> tuple[int, tuple[Any, ...]]:
-        """The highest rank, and the layers by vLLM's names; a population's are all alike. `skip`
+        """Return the highest rank, and the layers by vLLM's names; the layout is cached. `skip`
         fields come between a layer's name and its rank."""
         if text not in self._layouts:
             layers = [(name, *sizes[skip:]) for name, *sizes in json.loads(text)]
@@ -345,10 +343,8 @@ class _Loader:
         return str(parse_fine_tuned_lora_name(name, self._mapper())[0])
 
     def _mapper(self) -> Any:
-        """Renames alone, without the maps that stack q, k and v: vLLM stacks adapters itself.
-
-        The method's name differs between versions; older mappers have no such maps.
-        """
+        """Return vLLM's renaming without its stacking of q, k and v: vLLM stacks adapters itself.
+        The method's name differs between versions; older mappers have no stacking."""
         mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
         for rename in ("get_rename_mapper", "get_unstacked_mapper"):
             if hasattr(mapper, rename):
@@ -362,13 +358,13 @@ if TYPE_CHECKING:
 
 # Keeps adapters of the output layer from tokens of the base model, on the CPU.
 #
-# vLLM marks a token without an adapter by slot -1. Its GPU kernels skip those; its CPU code takes
-# the last slot for them, also in a batch without any adapter. An input of zeros adds nothing to the
-# logits, whichever slot it meets.
+# vLLM marks a token without an adapter by slot -1. Its GPU kernels skip such tokens; its CPU code
+# applies the last slot to them, even in a batch without any adapter. An input of zeros adds nothing
+# to the logits in any slot.
 
 
 def install_output_layer(inner: Any, device: Any) -> bool:
-    """Whether requests for the base model are answered without the adapters' output layers."""
+    """Keep adapted output layers from base tokens; True if they do not reach them."""
     if device.type != "cpu":
         return True
     tables = list(getattr(inner, "punica_wrapper_mapping", {}).values())
@@ -380,7 +376,7 @@ def install_output_layer(inner: Any, device: Any) -> bool:
 
 
 class _Logits:
-    """Stands in for `add_lora_logits` of one `PunicaWrapper`."""
+    """Replaces `add_lora_logits` of one `PunicaWrapper`."""
 
     def __init__(self, table: Any) -> None:
         self._table = table

@@ -1,9 +1,9 @@
 """Adapters of many slots on a GPU: each token multiplies with the factors of its own slot.
 
-vLLM's kernels sort tokens by slot and multiply block by block, for every slot that there is. With
-64 slots of a few tokens each, most of their blocks are empty, and a step takes longer to find that
-out than to compute. Here a program takes one token. This reads a slot's factors once for each of
-its tokens, so it is used where that is little: `is_for` says where.
+vLLM's kernels sort tokens by slot and multiply block by block, for every existing slot. With 64
+slots of a few tokens each, most of their blocks are empty, and finding that out takes longer than
+computing. Here one program handles one token. It reads a slot's factors once per token, so it is
+used only where that is cheap: see `is_for`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["agree", "expand", "install", "is_for", "shrink"]
 logger = logging.getLogger(__name__)
 
 _SMALL_RANK = 4
-"""Up to it, factors are less to read than what they are multiplied with."""
+"""Up to this rank, reading the factors costs less than reading their inputs and outputs."""
 _LARGEST_RANK = 16
-"""Beyond it a program would hold more than a GPU has registers for."""
+"""Beyond this rank a program would need more registers than a GPU has."""
 _TOKENS_PER_SLOT = 16
-"""With more of them of a rank in between, vLLM's kernels find their blocks full."""
+"""With more tokens per slot, at ranks in between, vLLM's kernels find their blocks full."""
 
 
 def is_for(num_tokens: int, *, rank: int, num_slots: int) -> bool:
-    """Whether the kernels of this file take less time than vLLM's."""
+    """True if the kernels of this file take less time than vLLM's."""
     is_spread = rank <= _LARGEST_RANK and num_tokens <= _TOKENS_PER_SLOT * num_slots
     return rank <= _SMALL_RANK or is_spread
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _num_mapped(starts, num_starts, STARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tokens have a slot: behind them are those of an earlier batch."""
+    """Number of tokens with a slot; the entries behind them belong to an earlier batch."""
     places = tl.arange(0, STARTS)
     return tl.max(tl.load(starts + places, mask=places < num_starts, other=0))
 
@@ -138,9 +138,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
 def shrink(
     inputs: Any, factors: Any, out: Any, slots: Any, starts: Any, *, parts: int, scaling: float
 ) -> None:
-    """`factors`: A of all slots, [slots, rank, in], or where there are several parts the first of
-    them and a tensor of all their addresses. `starts`: where the tokens of each slot begin in
-    their order, and where the last of them end."""
+    """`factors`: A of all slots, [slots, rank, in]; for several parts the first A and a tensor of
+    addresses. `starts`: where each slot's tokens begin in sorted order, and the end."""
     first, addresses = factors
     num_slots, rank, num_in = first.shape[0], first.shape[-2], first.shape[-1]
     ranks = triton.next_power_of_2(rank)
@@ -180,8 +179,8 @@ def expand(
     are_equal: bool,
     is_added: bool,
 ) -> None:
-    """`begins` and `sizes` are where the parts are in `out`: numbers of one part, else tensors."""
-    inputs = inputs.contiguous()  # what layers that are cut over GPUs gather is not always
+    """`begins` and `sizes` locate the parts in `out`: numbers for one part, else tensors."""
+    inputs = inputs.contiguous()  # inputs gathered from layers cut over GPUs may not be
     first, addresses = factors
     num_slots, rank = first.shape[0], first.shape[-1]
     parts, num_tokens = inputs.shape[0], inputs.shape[1]
@@ -213,8 +212,8 @@ def expand(
 
 @cache
 def agree(device: Any) -> bool:
-    """Whether they compute on this device what the products written out are: another Triton or
-    another GPU is not trusted. Asked in the first pass, before anything is captured."""
+    """True if the kernels match plain products on this device: an untested Triton or GPU is not
+    trusted. Called in the first pass, before anything is captured."""
     import torch
 
     def numbers(*shape: int) -> Any:
@@ -227,7 +226,7 @@ def agree(device: Any) -> bool:
     rank, sizes = 8, (48, 200)
     x, a, b = numbers(3, 72), [numbers(2, rank, 72)] * 2, [numbers(2, n, rank) for n in sizes]
     slots = torch.tensor([1, 0, 1], dtype=torch.int32).to(device)
-    starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32).to(device)  # of two tokens
+    starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32).to(device)  # two tokens have a slot
     hidden = torch.zeros(2, 3, rank).to(device)
     out = torch.zeros(3, sum(sizes), dtype=torch.bfloat16).to(device)
     begins, ends = (torch.tensor(n).to(device) for n in ([0, 48], sizes))
@@ -237,7 +236,7 @@ def agree(device: Any) -> bool:
             hidden, (b[0], addresses(b)), out, slots, starts,
             begins=begins, sizes=ends, largest=max(sizes), are_equal=False, is_added=True,
         )  # fmt: skip
-    except Exception:  # whatever a compiler says: vLLM's own kernels stay
+    except Exception:  # on any compiler error, vLLM's own kernels stay
         logger.warning("adapters are computed by vLLM's own kernels", exc_info=True)
         return False
     wanted = torch.zeros_like(out, dtype=torch.float32)
@@ -259,16 +258,16 @@ _SHRINK = (
 _EXPAND = _SHRINK.replace("lora_a_weights", "lora_b_weights").replace(
     "scaling", "offset_start, add_inputs"
 )
-"""What vLLM's operations take, in the versions whose operations are known."""
+"""Arguments of vLLM's operations in the supported versions."""
 
 
 def install() -> bool:
-    """Whether vLLM's operations in this process now come here first. Their names, and so what
-    vLLM compiles and captures, stay the same."""
+    """Route vLLM's operations in this process through this file; True if that worked. Their names
+    stay the same, and so does what vLLM compiles and captures."""
     import torch
 
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
-        return False  # which kernels are used depends on the batch
+        return False  # there, the choice of kernels must not depend on the batch
     try:
         from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
 
@@ -310,11 +309,11 @@ def install() -> bool:
             )  # fmt: skip
 
     library = torch.library.Library("vllm", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():  # torch tells of the very thing that is meant
+    with warnings.catch_warnings():  # torch warns of the override itself
         warnings.simplefilter("ignore")
         for name, operation in (("lora_shrink", lora_shrink), ("lora_expand", lora_expand)):
             library.impl(name, operation, "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
-    _kept.append(library)  # what it holds goes with it
+    _kept.append(library)  # releasing it undoes the override
     return True
 
 

@@ -1,9 +1,9 @@
-"""The worker extension for servers on the CPU whose base weights are changed while they serve.
+"""The worker extension for CPU servers whose base weights change while they serve.
 
-vLLM packs the weights of linear layers for the CPU's kernels and computes with the copies: a change
-of the weights themselves would not be seen, and the output layer of a model with tied embeddings
-keeps its first weights even when vLLM reloads them. Without the kernels that pack, it computes with
-the weights. vLLM imports this module in its workers before it loads them.
+vLLM packs the weights of linear layers for its CPU kernels and computes with the copies, so that a
+change of the weights has no effect. The output layer of a model with tied embeddings keeps its
+first weights even when vLLM reloads them. With the packing kernels disabled, vLLM computes with the
+weights themselves. vLLM imports this module in its workers before it loads weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["WorkerExtension"]
 
 
 class WorkerExtension(extension.WorkerExtension):
-    """The same methods, over weights that can be changed in place."""
+    """The methods of `extension`, for weights that change in place."""
 
     rookery_is_live = True
 

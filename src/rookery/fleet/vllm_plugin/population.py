@@ -1,4 +1,4 @@
-"""A centre and its members, each of which is a seed: what a worker makes adapters from.
+"""A centre and its members, each given by a seed, from which a worker computes adapters.
 
     centre folder:  rookery_centre.json   {"format": 1, "rank": 1,
                                            "layers": [["model.layers.0.self_attn.q_proj", its name
@@ -8,8 +8,8 @@
     a member:       {"centre": "/dev/shm/.../e003@1f2c.centre", "seed": 4711, "amount": -0.01},
                     as text in the place of an adapter's path
 
-A member is centre + amount * noise(seed) in float32, rounded to the dtypes that the adapter has; B
-is multiplied by the scale then, as in a PEFT folder of the same adapter.
+A member is centre + amount * noise(seed) in float32, rounded to the dtypes of the adapter. Then B
+is multiplied by the scale, as in a PEFT folder of the same adapter.
 """
 
 from __future__ import annotations
@@ -42,31 +42,30 @@ if TYPE_CHECKING:
     import torch
 
 
-# Normal numbers named by a seed and a layer, with the same bits on every device and in any batch.
+# Normal numbers named by a seed and a layer, with equal bits on every device and in any batch.
 #
 #     noise = LayerNoise([("model.layers.0.self_attn.q_proj", 8, 576, 576), ...], rank=1)
 #     drawn = noise.draw([7, 8, 9], device)                # [3, numbers]: a line for each seed
-#     for a, b in noise.factors(drawn): ...                # [3, 8, 576] and [3, 576, 8] of each
-# layer
+#     for a, b in noise.factors(drawn): ...                # [3, 8, 576] and [3, 576, 8] per layer
 #
 # A number is an entry of a table of normal quantiles, at an index that an integer hash of (seed,
-# layer, place) gives: integers and a table are the same on a CPU and on a GPU, where logarithms and
-# cosines differ in their last bits. A worker fills its slots with them, and the trainer's side sums
-# the update of the same ones.
+# layer, place) gives. Integers and a table are the same on CPU and GPU, whereas logarithms and
+# cosines differ in their last bits. A worker fills its slots with these numbers, and the trainer's
+# side sums the same ones for its update.
 #
 # The noise of a factor has `rank` r: the sum of r outer products of normal vectors, over sqrt(r). A
-# factor that has no more than r rows has a normal number of its own in every place.
+# factor with at most r rows or columns has an independent normal number in every place.
 
 
 _QUANTILES = 2**16
 _GRID = 2.0**16
-"""Quantiles are multiples of its inverse: no mathematical library rounds them differently."""
+"""Quantiles are multiples of its inverse, so that every mathematical library rounds them alike."""
 _AT_ONCE = 2**24
-"""Numbers drawn together: 64 MiB of them, and twice that on the way."""
+"""Numbers drawn together: 64 MiB, and twice that for intermediate results."""
 
 
 class LayerNoise:
-    """The noise of adapters of one layout. `layers` has (name, rank, in, out) of every layer."""
+    """Noise for adapters of one layout. `layers` has (name, rank, in, out) per layer."""
 
     def __init__(self, layers: Sequence[tuple[str, int, int, int]], *, rank: int) -> None:
         self.layers, self.rank = tuple(layers), rank
@@ -74,15 +73,15 @@ class LayerNoise:
             (self._size(lora_rank, num_in), self._size(num_out, lora_rank))
             for _, lora_rank, num_in, num_out in self.layers
         ]
-        """Of every layer, how many numbers A and B are made of."""
+        """Per layer, how many numbers A and B are made from."""
         self._halves = [(a + b + 1) // 2 for a, b in self._sizes]
-        """A hash gives two numbers."""
+        """Hashes per layer: each gives two numbers."""
         self._keys = [_layer_key(name) for name, *_ in self.layers]
         self._places: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @property
     def is_one_each(self) -> bool:
-        """Whether what a seed draws is a number for every place of every factor, in their order."""
+        """True if a seed draws one number for every place of every factor, in order."""
         return all(
             self._is_full(rank, num_in)
             and self._is_full(num_out, rank)
@@ -92,11 +91,11 @@ class LayerNoise:
 
     @property
     def num_numbers(self) -> int:
-        """How many one seed draws."""
+        """Numbers that one seed draws."""
         return 2 * sum(self._halves)
 
     def draw(self, seeds: Sequence[int], device: Any) -> torch.Tensor:
-        """A line of normal float32 numbers for each seed."""
+        """Draw a line of normal float32 numbers for each seed."""
         import torch
 
         keys, layer, place = self._on(device)
@@ -111,14 +110,14 @@ class LayerNoise:
         return numbers.view(len(seeds), self.num_numbers)
 
     def factors(self, drawn: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The noise of A and of B of every layer, for each line of `draw`."""
+        """Yield the noise of A and B per layer, for each line of `draw`."""
         for part_a, part_b, (_, rank, num_in, num_out) in self._parts(drawn):
             yield self._factor(part_a, rank, num_in), self._factor(part_b, num_out, rank)
 
     def sums(
         self, drawn: torch.Tensor, amounts: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """As `factors`, summed over the lines with these amounts."""
+        """Yield the same, summed over the lines with these amounts."""
         for part_a, part_b, (_, rank, num_in, num_out) in self._parts(drawn):
             yield (
                 self._sum(part_a, amounts, rank, num_in),
@@ -143,7 +142,7 @@ class LayerNoise:
             begin += 2 * half
 
     def _factor(self, part: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Products and sums one after another: every device rounds each of them alike."""
+        """Multiply and add one after another, so that every device rounds alike."""
         if self._is_full(rows, columns):
             return part.reshape(len(part), rows, columns)
         left, right = self._sides(part, rows, columns)
@@ -168,7 +167,7 @@ class LayerNoise:
         return left.reshape(-1, self.rank, rows), right.reshape(-1, self.rank, columns)
 
     def _on(self, device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The layers' keys, and of every hash its layer and its place in that."""
+        """Return the layers' keys, and per hash its layer and its place in the layer."""
         import torch
 
         if device not in self._places:
@@ -185,7 +184,7 @@ class LayerNoise:
 def draws(
     noise: LayerNoise, seeds: Sequence[int], amounts: Sequence[float], device: Any
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Which seeds, their lines and their amounts: as many seeds together as memory is meant for."""
+    """Yield slices of the seeds, their lines and amounts: up to `_AT_ONCE` numbers together."""
     import torch
 
     size = max(1, _AT_ONCE // noise.num_numbers)
@@ -201,10 +200,10 @@ def perturbed(
     drawn: torch.Tensor,
     amounts: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of every layer, centre + amount * noise, for each line: in float32, [lines, ...]."""
+    """Yield A and B per layer, centre + amount * noise for each line: float32, [lines, ...]."""
     moved = amounts[:, None, None]
     for (a, b), (noise_a, noise_b) in zip(centre, noise.factors(drawn), strict=True):
-        # A product, then a sum: one kernel for both would round once on a GPU and twice elsewhere.
+        # A product, then a sum: one fused kernel would round once on a GPU, and twice elsewhere.
         yield (noise_a * moved).add_(a), (noise_b * moved).add_(b)
 
 
@@ -215,13 +214,13 @@ def _layer_key(name: str) -> tuple[int, int]:
 
 
 def _signed(number: int) -> int:
-    """The low 32 bits as torch's int32 has them."""
+    """Return the low 32 bits as a value of torch's int32."""
     return ((number & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32 bits whose every output bit depends on every input bit. int32 multiplies
-    modulo 2^32 and shifts its sign in, which the masks take away."""
+    """Apply a bijection of 32 bits in which every output bit depends on every input bit. int32
+    multiplies modulo 2^32; the masks remove the sign bits that its shifts bring in."""
     x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
     x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(_signed(0x846CA68B))
     return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
@@ -229,7 +228,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _quantiles(device: Any) -> torch.Tensor:
-    """Of the normal distribution, in the middle of 2^16 equal parts; exactly symmetric."""
+    """Return the normal quantiles at the middles of 2^16 equal parts; exactly symmetric."""
     import torch
 
     normal = NormalDist()
@@ -245,11 +244,11 @@ if TYPE_CHECKING:
 CENTRE, NUMBERS = "rookery_centre.json", "rookery_centre.bin"
 CENTRE_FORMAT = 1
 _KEPT = 2
-"""Centres on the device: members of the last step may be asked while the next one begins."""
+"""Centres kept on the device: members of the last step may be used while the next begins."""
 
 
 class Centre:
-    """The numbers that all members of a step begin with."""
+    """Numbers from which all members of a step are computed."""
 
     def __init__(self, folder: Path, device: Any) -> None:
         import torch
@@ -266,14 +265,14 @@ class Centre:
         self._sizes = [n for _, rank, n_in, n_out in named for n in (rank * n_in, n_out * rank)]
         ends = list(accumulate(self._sizes, initial=0))
         self.begins = list(zip(ends[::2], ends[1::2], strict=False))
-        """Of every layer, where A and B begin in a line of numbers."""
+        """Per layer, where A and B begin in a line of numbers."""
         numbers = torch.from_file(str(folder / NUMBERS), size=ends[-1], dtype=torch.float32)
         self._numbers = numbers.to(device, copy=True)
         kinds = {
             getattr(torch, kind) for *_, kind_a, kind_b in self.layers for kind in (kind_a, kind_b)
         }
         self._kind = kinds.pop() if len(kinds) == 1 and self.noise.is_one_each else None
-        """Of all factors, where members can be made in one piece."""
+        """Dtype of all factors, if members can be computed in one piece."""
         scales = [s for *_, scale, _, _ in self.layers for s in (1.0, scale)]
         self._scales = torch.repeat_interleave(torch.tensor(scales), torch.tensor(self._sizes)).to(
             device
@@ -283,18 +282,18 @@ class Centre:
     def members(
         self, seeds: Sequence[int], amounts: Sequence[float], dtype: torch.dtype
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Which members, and a line of numbers for each: A and B of every layer, one after the
-        other, as servers have them."""
+        """Yield slices of the members and a line of numbers for each: A and B of every layer, one
+        after the other, in the servers' form."""
         for part, drawn, moved in draws(self.noise, seeds, amounts, self._device):
             if self._kind is None:
                 lines = self._layer_by_layer(drawn, moved)
-            else:  # rounded where `perturbed` does, in a few kernels for all layers
+            else:  # rounds where `perturbed` does, in a few kernels for all layers
                 lines = (drawn * moved[:, None]).add_(self._numbers).to(self._kind)
                 lines = (lines * self._scales).to(self._kind)
             yield part, lines.to(dtype)
 
     def factors(self, line: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A and B of every layer, as parts of a line."""
+        """Return A and B per layer, as parts of a line."""
         import torch
 
         pieces = iter(torch.split(line, self._sizes))
@@ -315,11 +314,11 @@ class Centre:
 
 @dataclass(frozen=True)
 class PopulationMember:
-    """One adapter of a population; nothing of it is made until it is needed."""
+    """One adapter of a population, computed only when needed."""
 
     centre: Centre
     layers: tuple[Any, ...]
-    """Of every layer vLLM's name, rank, in, out, and where A and B begin in a line."""
+    """Per layer vLLM's name, rank, in, out, and where A and B begin in a line."""
     seed: int
     amount: float
 
@@ -328,7 +327,7 @@ _centres: dict[tuple[str, str], Centre] = {}
 
 
 def read_member(text: str, device: Any) -> tuple[Centre, int, float] | None:
-    """The centre, the seed and the amount; None where the text is a path."""
+    """Parse a member's centre, seed and amount; None if the text is a path."""
     if not text.startswith("{"):
         return None
     recipe = json.loads(text)

@@ -1,11 +1,11 @@
-"""Tensors in memory that two processes see: a file that both map, or handles of GPU memory.
+"""Tensors in memory shared by two processes: a file that both map, or handles of GPU memory.
 
     manifest    {"path": "/proc/4711/fd/36", "bytes": 538214400,
                  "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [576],
                                                    "offset": 0}, ...}}
     of a GPU    {"tensors": {"model.norm.weight": {"dtype": ..., "shape": ..., "cuda": {...}}, ...}}
 
-Tensors that share their memory, as tied weights do, have one offset.
+Tensors that share memory, such as tied weights, have one offset.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALIGNMENT = 256
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The manifest of these tensors in a file, which has no path yet."""
+    """Return the manifest of these tensors in a file, without a path yet."""
     entries: dict[str, Any] = {}
     offsets: dict[tuple[Any, ...], int] = {}
     end = 0
@@ -57,18 +57,18 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 class SharedFile:
     """A file in memory that other processes of this user open by its path while this object lives.
 
-    It has no name: nothing is left of it when all who map it have ended.
+    It has no name: nothing is left when all processes that map it have ended.
     """
 
     def __init__(self, source: str = "", *, num_bytes: int) -> None:
-        """A new file, or the one at `source`."""
+        """Make a new file, or open the one at `source`."""
         import torch
 
         if source:
             self._descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._descriptor = os.memfd_create("rookery-weights", os.MFD_CLOEXEC)
-            # Too little memory is an error here, and the end of the process when it is written.
+            # If memory is short, this raises; a write to the mapping would kill the process.
             os.posix_fallocate(self._descriptor, 0, num_bytes)
         size = os.fstat(self._descriptor).st_size
         if size != num_bytes:
@@ -85,7 +85,7 @@ class SharedFile:
 
 
 def export_gpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The manifest of tensors on a GPU; what was written there has arrived."""
+    """Return the manifest of tensors on a GPU, after waiting for all writes to them."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -109,7 +109,7 @@ def export_gpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def open_tensors(manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """All tensors of a manifest that another process made, without a copy."""
+    """Open all tensors of another process's manifest, without a copy."""
     entries: Mapping[str, Any] = manifest["tensors"]
     if "path" in manifest:
         file = SharedFile(manifest["path"], num_bytes=manifest["bytes"])
@@ -118,7 +118,7 @@ def open_tensors(manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def view(memory: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor in the bytes of a file."""
+    """Return a tensor in the bytes of a file."""
     import torch
 
     kind: torch.dtype = getattr(torch, entry["dtype"])
@@ -130,7 +130,7 @@ def view(memory: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of its numbers' bit patterns: exact, and that of a whole is the sum of its parts'."""
+    """Return the exact sum of the numbers' bit patterns: a whole has the sum of its parts' sums."""
     import torch
 
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -151,7 +151,7 @@ def _open_gpu(entry: Mapping[str, Any]) -> torch.Tensor:
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
     if sent["uuid"] not in uuids:
         raise ValueError(f"the weights are on GPU {sent['uuid']}, this process sees {uuids}")
-    # The sender has waited for what it wrote: there is no event to wait for.
+    # The sender waited for its writes, so there is no event to wait for.
     event, is_awaited = b"", False
     opened: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor, tuple(entry["shape"]), tuple(entry["stride"]), sent["begin"],
@@ -176,23 +176,22 @@ if TYPE_CHECKING:
 #                                                      rank, in, out, offset_a, offset_b], ...]"}
 #                    rookery_buffer.bin    unless "cuda" in the manifest names the sender's memory
 #
-# From byte `scaled_from` on, which is where the B factors are, numbers are still to be multiplied
-# by `scale`; 1.0 leaves them as they are.
+# The reader must multiply all numbers from byte `scaled_from` on, the B factors, by `scale`.
 
 
 MANIFEST, BUFFER = "rookery_buffer.json", "rookery_buffer.bin"
 FORMAT = 2
 _READERS = 8
-"""Threads that read a buffer: one copies 20 MB in 5 ms."""
+"""Threads that read a buffer: one thread copies 20 MB in 5 ms."""
 
 
 class AdapterBuffer:
-    """All factors of one adapter: in a file that is read again whenever a slot is written."""
+    """All factors of one adapter, in a file that is read again whenever a slot is written."""
 
     landing: torch.Tensor | None = None
-    """One page-locked buffer for all buffers of this process: copies from it are the quickest."""
+    """Page-locked buffer shared by all buffers of this process, for the fastest copies."""
     landed: Any = None
-    """When the device has read it."""
+    """Event after which the device has read `landing`."""
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="rookery-buffer")
 
     def __init__(
@@ -212,7 +211,7 @@ class AdapterBuffer:
             os.close(self._source)
 
     def on(self, device: Any) -> torch.Tensor:
-        """The numbers in one line on the device, scaled."""
+        """Return the numbers in one line on the device, scaled."""
         import torch
 
         if isinstance(self._source, torch.Tensor):
@@ -257,7 +256,7 @@ class AdapterBuffer:
 
 
 def open_buffer(folder: Path, manifest: dict[str, Any], layers: tuple[Any, ...]) -> AdapterBuffer:
-    """The sender's CUDA memory, or the file, kept open: its folder may be removed."""
+    """Open the sender's CUDA memory, or the file, which stays open if its folder is removed."""
     if "cuda" not in manifest:
         return AdapterBuffer(manifest, layers, os.open(folder / BUFFER, os.O_RDONLY | os.O_CLOEXEC))
     import torch
@@ -266,7 +265,7 @@ def open_buffer(folder: Path, manifest: dict[str, Any], layers: tuple[Any, ...])
     sent, uuids = manifest["cuda"], _gpus()
     if sent["uuid"] not in uuids:
         raise ValueError(f"the adapter is on GPU {sent['uuid']}, this worker sees {uuids}")
-    # The sender has waited for what it wrote: there is no event to wait for.
+    # The sender waited for its writes, so there is no event to wait for.
     event, is_awaited = b"", False
     memory = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor, (manifest["bytes"],), (1,), sent["begin"], torch.UntypedStorage, torch.uint8,
@@ -279,7 +278,7 @@ def open_buffer(folder: Path, manifest: dict[str, Any], layers: tuple[Any, ...])
 
 @cache
 def _gpus() -> list[str]:
-    """The UUIDs of the GPUs that this worker sees."""
+    """Return the UUIDs of the GPUs that this worker sees."""
     import torch
 
     count = torch.cuda.device_count()
@@ -287,6 +286,6 @@ def _gpus() -> list[str]:
 
 
 def factor_view(numbers: torch.Tensor, offset: int, shape: tuple[int, int]) -> torch.Tensor:
-    """A factor in a buffer; `offset` is in bytes."""
+    """Return a factor in a buffer; `offset` is in bytes."""
     begin = offset // numbers.itemsize
     return numbers[begin : begin + shape[0] * shape[1]].view(shape)

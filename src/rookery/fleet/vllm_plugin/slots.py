@@ -1,5 +1,5 @@
-"""The slots that vLLM keeps for adapters on the device, written whole: from a buffer, or from the
-seeds of a population's members, of which all that came since the last step are made together."""
+"""Writes vLLM's adapter slots on the device as a whole, from a buffer or from seeds of a
+population. Members that arrived since the last step are computed together."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a slot is written from buffers of one layout. Factors by their place in `SlotWriter`."""
+    """How to write a slot from buffers of one layout; places index `SlotWriter._slots`."""
 
     sizes: list[int]
-    """The buffer cut in pieces: factors, and the gaps between them."""
+    """Sizes of the pieces of the buffer: factors, and the gaps between them."""
     places: list[tuple[int, int, tuple[int, int] | None]]
-    """Of every factor its piece, its place, and its shape where it does not fill its slot."""
+    """Piece and place of every factor, and its shape if it does not fill its slot."""
     unfilled: list[int]
     """Places that no factor fills."""
 
 
 class SlotWriter:
-    """Writes whole slots from buffers, as `set_lora` and `reset_lora` of all layers would."""
+    """Writes whole slots from buffers, like `set_lora` and `reset_lora` of all layers."""
 
     def __init__(self, inner: Any, device: Any) -> None:
         self._device = device
         self._places: dict[str, tuple[int, int]] = {}
-        """Of a layer's A and B."""
+        """Places of the A and B of a layer."""
         self._slots: list[tuple[torch.Tensor, ...]] = []
-        """Of every place: the factor's memory in every slot. vLLM never moves it, and a view of
-        each would take longer to make than all of them to fill."""
+        """Per place, the factor's memory in every slot. vLLM never moves it, and making the views
+        anew would take longer than filling them."""
         self._flat: list[tuple[torch.Tensor, ...]] = []
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._waiting: dict[int, PopulationMember] = {}
-        """Slots of members that are not made yet."""
+        """Members that are not computed yet, by slot."""
         plain: set[int] = set()
         for name, (module, i) in find_parts(inner).items():
             if _is_plain(module):
@@ -57,11 +57,11 @@ class SlotWriter:
         self._others = [m for m in inner.modules.values() if id(m) not in plain]
 
     def fits(self, layers: tuple[Any, ...]) -> bool:
-        """Whether every layer is a whole linear one that can be written directly."""
+        """True if every layer is a whole linear one that can be written directly."""
         return all(layer[0] in self._places for layer in layers)
 
     def set_lora(self, index: int, source: AdapterBuffer | PopulationMember, _: Any) -> None:
-        """Called by vLLM as if this were a layer. A member's slot is written by `fill`."""
+        """Called by vLLM as if this were a layer. A member's slot waits for `fill`."""
         if isinstance(source, PopulationMember):
             self._waiting[index] = source
         else:
@@ -70,8 +70,8 @@ class SlotWriter:
             self._write(index, source.layers, memory, itemsize=source.itemsize)
 
     def fill(self) -> None:
-        """Make the members that wait, and write their slots: before the next step, and before
-        anything else is written to a slot that one of them had."""
+        """Compute the waiting members and write their slots. Call it before the next step, and
+        before anything else is written to a slot of theirs."""
         while self._waiting:
             first = next(iter(self._waiting.values()))
             alike = [i for i, m in self._waiting.items() if m.centre is first.centre]
@@ -90,7 +90,7 @@ class SlotWriter:
     def _write(
         self, index: int, layers: tuple[Any, ...], memory: torch.Tensor, *, itemsize: int
     ) -> None:
-        """Fill a slot with factors that begin in `memory` where the layers say."""
+        """Fill a slot with the factors in `memory`, which begin where `layers` says."""
         import torch
 
         plan = self._plans.get(layers)
@@ -134,8 +134,8 @@ class SlotWriter:
 
 
 def find_parts(inner: Any) -> dict[str, tuple[Any, int]]:
-    """Every layer that takes adapters, such as `model.layers.0.self_attn.q_proj`, as the part of
-    vLLM's layer that it is."""
+    """Return, for every layer that takes adapters, such as `model.layers.0.self_attn.q_proj`,
+    vLLM's layer and the part of it."""
     places: dict[str, tuple[Any, int]] = {}
     for name, module in inner.modules.items():
         stacked = getattr(module, "lora_a_stacked", None)
@@ -147,7 +147,7 @@ def find_parts(inner: Any) -> dict[str, tuple[Any, int]]:
 
 
 def _is_plain(module: Any) -> bool:
-    """A linear layer, whole on this GPU, that vLLM writes factor by factor."""
+    """True for a linear layer, whole on this GPU, that vLLM writes factor by factor."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 
@@ -167,11 +167,11 @@ if TYPE_CHECKING:
     import torch
 
 
-# Which slot each token's adapter is in, worked out on the CPU and sent to the device in one piece.
+# The slot of each token's adapter, computed on the CPU and sent to the device in one piece.
 #
-# vLLM works it out anew whenever the batch changes, in some forty small kernels and several waits
-# for the device, which end all overlap of one step with the next. `TokenIndex` has vLLM's own code
-# do the same on a twin of its tables in ordinary memory, then copies the twin over.
+# vLLM computes it whenever the batch changes, in some forty small kernels and several waits for the
+# device, which end all overlap between steps. `TokenIndex` has vLLM's own code do so on a twin of
+# its tables in host memory, then copies the twin to the device.
 
 
 logger = logging.getLogger(__name__)
@@ -179,21 +179,19 @@ _ALIGNED = 16
 
 
 def install_token_index(inner: Any, device: Any) -> bool:
-    """Whether every table of this worker's adapter manager is now kept by a TokenIndex.
-
-    A twin that differs from vLLM's own result in any number is not used.
-    """
+    """Have a TokenIndex keep every table of this worker's adapter manager; True if it worked. Not
+    used if a twin differs from vLLM's own result in any number."""
     if device.type != "cuda":
         return False
     try:
         tables = list(inner.punica_wrapper_mapping.values())
         indexes = [TokenIndex(table, device) for table in tables]
         is_equal = all(index.agrees(inner) for index in indexes)
-    except Exception:  # whatever another version has there: its own way stays
+    except Exception:  # on any difference of another version, its own code stays
         logger.warning("adapters' tables stay on the device", exc_info=True)
         return False
     finally:
-        # The tables hold a test now: vLLM must not take it for its last batch.
+        # The tables hold a test now, which vLLM must not take for its last batch.
         inner._last_mapping = None
     if is_equal:
         for table, index in zip(tables, indexes, strict=True):
@@ -202,7 +200,7 @@ def install_token_index(inner: Any, device: Any) -> bool:
 
 
 class TokenIndex:
-    """The twin of one `PunicaWrapper`, in one stretch of memory."""
+    """Twin of one `PunicaWrapper`, in one stretch of memory."""
 
     def __init__(self, table: Any, device: Any) -> None:
         import torch
@@ -212,14 +210,14 @@ class TokenIndex:
         on_device = [t for _, _, t in _tensors(table) if t.device.type == device.type]
         self._targets = [tensor.view(-1).view(torch.uint8) for tensor in on_device]
         self._sizes = []
-        """Of every tensor and of the gap behind it, in bytes."""
+        """Sizes of every tensor and of the gap behind it, in bytes."""
         for target in self._targets:
             self._sizes += [len(target), -len(target) % _ALIGNED]
         self._flat = torch.zeros(sum(self._sizes), dtype=torch.uint8)
         self._twin = self._make_twin()
 
     def _make_twin(self) -> Any:
-        """A copy whose tensors on the device are replaced by parts of `_flat`."""
+        """Copy the table, with its tensors on the device replaced by parts of `_flat`."""
         import torch
 
         parts = iter(torch.split(self._flat, self._sizes)[::2])
@@ -234,11 +232,11 @@ class TokenIndex:
         return twin
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Stands in for `update_metadata`."""
+        """Replaces `update_metadata`."""
         import torch
 
         self._twin.update_metadata(*args, **kwargs)
-        # A fresh page-locked copy each time: the device may not have read the last one yet.
+        # A new page-locked copy each time, as the device may not have read the last one yet.
         flat = self._flat.pin_memory() if self._device.type == "cuda" else self._flat.clone()
         sent = flat.to(self._device, non_blocking=True)
         sources = torch.split(sent, self._sizes)[::2]
@@ -248,7 +246,7 @@ class TokenIndex:
                 setattr(self._table, name, value)
 
     def agrees(self, inner: Any) -> bool:
-        """Whether both ways give the same numbers, for a batch with adapters and without."""
+        """True if both ways give equal numbers, for a batch with adapters and one without."""
         import torch
 
         slots = [1, *[None] * (inner.lora_slots - 1)]
@@ -271,7 +269,7 @@ class TokenIndex:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """One of the tables' own parts, such as LoRAKernelMeta."""
+    """True for one of the table's own parts, such as LoRAKernelMeta."""
     import torch
 
     parts = getattr(value, "__dict__", {})
@@ -281,7 +279,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _tensors(table: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Every tensor of a table and of its parts, with its owner and name, in a fixed order."""
+    """Yield every tensor of a table and its parts, with owner and name, in a fixed order."""
     import torch
 
     for name, value in vars(table).items():

@@ -1,7 +1,7 @@
-"""What runs in vLLM's API processes: a route for tokens in, tokens out, and an adapter with them.
+"""A route in vLLM's API processes: tokens in, tokens out, and an adapter along with them.
 
-It is given to vLLM by `--middleware` on servers that only this machine reaches. A server without it
-is served by `/v1/completions`.
+vLLM loads it by `--middleware`, on servers that only this machine reaches. Other servers are asked
+by `/v1/completions`.
 
     POST /rookery/generate
     {"model": "poet@3fa9", "path": "/dev/shm/.../poet@3fa9.bfloat16.buffer",
@@ -11,11 +11,11 @@ is served by `/v1/completions`.
                      "prompt_top": [null, [[2, 8], [-1.5, -0.9]], ...],
                      "versions": [["step-3", 0, 1], ["step-4", 1, 2]]}, ...]}
 
-What `/v1/completions` does besides costs its process more than a GPU needs for the tokens: a string
-per token and per likely token, an object for each, the text of every prefix. Here the text is made
-once, at the end. `versions` says which base weights drew which tokens, where vLLM was told their
-names. `path` is loaded the first time it is named, so that an adapter and its first
-request are one call, and go to the engine one right behind the other.
+The extra work of `/v1/completions` takes longer than a GPU needs for the tokens: a string and an
+object per token and per likely token, the text of every prefix. Here the text is made once, at the
+end. `versions` says which base weights drew which tokens, if vLLM was told their names. `path` is
+loaded on its first use, so that an adapter and its first request are one call, and reach the engine
+one right after the other.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["TokenRoute"]
 PATH = "/rookery/generate"
 FORMAT = 1
 ADAPTER_REFUSED = 424
-"""The status of a request whose adapter the server cannot load."""
+"""Status of a request whose adapter the server cannot load."""
 _FLOOR = -9999.0
-"""What vLLM writes for minus infinity, which JSON has no number for."""
+"""vLLM's number for minus infinity, which JSON cannot express."""
 _BROKEN = "\ufffd"
-"""What a tokenizer writes for a character that is not whole."""
+"""Character that a tokenizer writes for an incomplete one."""
 _CONTEXT = 5
-"""Tokens of the prompt before the text: a word that begins one is decoded with its space."""
+"""Tokens of the prompt to decode before the text, as a token at the start loses its space."""
 _UNNAMED = "default"
-"""What vLLM calls weights that nobody gave a name."""
+"""vLLM's name for weights that were never named."""
 _OF_REQUESTS = (ValueError, KeyError, TypeError, OverflowError)
-"""What fields that are missing, of a wrong type or too large raise."""
+"""Errors raised by missing, mistyped or too large fields."""
 _CLIENT_ERRORS = frozenset({"VLLMClientError", "VLLMValidationError"})
-"""vLLM's own, by name: newer ones are no ValueError, older versions do not have both."""
+"""vLLM's own errors, by name: newer ones are no ValueError, older versions lack one."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -55,7 +55,7 @@ Generate = Callable[[Any], Coroutine[Any, Any, list[Any]]]
 
 
 class _Refused(Exception):
-    """What was asked cannot be done: the status and the sentence of the answer."""
+    """A request that cannot be served, with the status and message of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -63,11 +63,11 @@ class _Refused(Exception):
 
 
 class TokenRoute:
-    """ASGI middleware: answers its own path, and passes on everything else."""
+    """ASGI middleware that answers its own path and passes on everything else."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
-        # Middleware comes before vLLM's check of the key.
+        # Middleware runs before vLLM checks the key.
         self._is_open = not os.environ.get("VLLM_API_KEY")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class TokenRoute:
                 status, answer = 200, await _until_gone(work, receive)
         except _Refused as refused:
             status, answer = refused.status, {"error": {"message": str(refused)}}
-        except Exception as error:  # vLLM's differ by version; all but the caller's go on
+        except Exception as error:  # vLLM's differ by version; only the caller's are answered
             blamed = _blamed(error)
             if blamed is None:
                 raise
@@ -92,10 +92,8 @@ class TokenRoute:
 
 
 def _blamed(error: BaseException) -> str | None:
-    """What the request did wrong; None when the error is not of its making.
-
-    An error that leaves this route closes the connection: to the client the server looks lost.
-    """
+    """Return what the request did wrong; None if it did not cause the error. An error that leaves
+    this route closes the connection, and the client takes the server for lost."""
     if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
         error = error.__cause__
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -106,7 +104,7 @@ def _blamed(error: BaseException) -> str | None:
 
 
 def _described() -> dict[str, Any]:
-    """What this route needs of vLLM is there, or the import fails."""
+    """Describe the route; the imports fail if vLLM lacks what it needs."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
@@ -122,7 +120,7 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
 
     if not isinstance(request, dict) or not isinstance(request.get("params"), dict):
         raise _Refused(400, "a request is an object with the fields model, path, prompts, params")
-    # Stop strings are found in the text as it grows; without them the text can wait.
+    # Stop strings are searched while the text grows; without them the text can wait.
     is_watched = bool(request["params"].get("stop"))
     params = SamplingParams(
         **request["params"],
@@ -160,13 +158,13 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _with_adapter(state: Any, request: dict[str, Any], generate: Generate) -> list[Any]:
-    """What `generate` makes with the LoRARequest that the request names, or with none."""
+    """Return the result of `generate` with the LoRARequest that the request names, or with None."""
     models, name, path = state.openai_serving_models, request["model"], request["path"]
     loaded = models.lora_requests
     if path is None or name in loaded:
         return await generate(None if path is None else loaded[name])
     async with models.lora_resolver_lock[name]:
-        # Two requests may name it first together: the other one has loaded it then.
+        # If two requests name it first together, the other one has loaded it by now.
         if name in loaded:
             making = asyncio.create_task(generate(loaded[name]))
         else:
@@ -180,21 +178,19 @@ async def _with_adapter(state: Any, request: dict[str, Any], generate: Generate)
 async def _load_and_start(
     state: Any, name: str, path: str, generate: Generate
 ) -> asyncio.Task[list[Any]]:
-    """Have an adapter loaded; `generate` is on its way to the engine meanwhile.
-
-    The engine does one after the other. When the first fails, `extension.py` lets the second pass
-    with an adapter that does nothing, and what it makes is thrown away.
-    """
+    """Have an adapter loaded, while `generate` is already on its way to the engine. The engine
+    handles them in order. If the load fails, `extension.py` answers the request with an adapter
+    that does nothing, and the result is discarded."""
     from vllm.lora.request import LoRARequest
 
     models = state.openai_serving_models
     if not getattr(state, "rookery_is_attached", False):
-        # Before the first adapter: a worker that knows no buffers would die of the request.
+        # Before the first adapter: a worker that cannot read buffers would die of the request.
         await state.engine_client.collective_rpc("rookery_attach")
         state.rookery_is_attached = True
     lora = LoRARequest(lora_name=name, lora_int_id=models.lora_id_counter.inc(1), lora_path=path)
     adding = asyncio.ensure_future(state.engine_client.add_lora(lora))
-    await asyncio.sleep(0)  # up to its first wait, which is for the engine's answer
+    await asyncio.sleep(0)  # up to its first wait, for the engine's answer
     making = asyncio.create_task(generate(lora))
     try:
         await adding
@@ -212,7 +208,7 @@ async def _last(outputs: Any) -> Any:
 
 
 async def _gathered(work: list[Any]) -> list[Any]:
-    """All results; the first error stops the others."""
+    """Return all results; the first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -222,7 +218,7 @@ async def _gathered(work: list[Any]) -> list[Any]:
 
 
 async def _until_gone(work: Any, receive: Receive) -> Any:
-    """The result; None when the client went away first, which stops the work."""
+    """Return the result; None if the client disconnected first, which cancels the work."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -251,7 +247,7 @@ def _choice(
         "token_logprobs": [logprobs[0] for _, logprobs in positions],
     }
     if tokenizer is not None:
-        # A token that stops is no part of the text.
+        # The token that stopped generation is no part of the text.
         shown = tokens[:-1] if sample.finish_reason == "stop" else tokens
         choice["text"] = _text(tokenizer, output.prompt_token_ids, shown)
     # Before 0.32 there are none.
@@ -269,7 +265,7 @@ def _choice(
 
 
 def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
-    """Per position the tokens reported, the drawn one first, and their log-probabilities."""
+    """Return per position the reported tokens, drawn one first, and their log-probabilities."""
     tops = []
     for begin, end in zip(flat.start_indices[:num], flat.end_indices[:num], strict=True):
         logprobs = [
@@ -280,12 +276,12 @@ def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
 
 
 def _floored(value: float) -> Any:
-    """Minus infinity as vLLM writes it; None for NaN."""
+    """Return vLLM's number for minus infinity; None for NaN."""
     return _FLOOR if value <= _FLOOR else None
 
 
 def _text(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
-    """The text that the tokens add to the prompt's, without a character that is not whole."""
+    """Return the text that the tokens add to the prompt's, without an incomplete last character."""
     if not tokens:
         return ""
     context = prompt[-_CONTEXT:]

@@ -1,10 +1,10 @@
-"""vLLM's scheduler, with answers of the token route handed on once, when they are whole.
+"""vLLM's scheduler, changed to pass on answers of the token route once, when they are complete.
 
-It is given to vLLM by `--scheduler-cls`. Stock vLLM sends every token of every sequence to its API
-process by itself, each with three arrays around its log-probability: with hundreds of sequences
-that takes longer than a GPU needs for the tokens. Nobody reads an answer of the token route before
-its end, so its tokens wait here. Where vLLM notes which weights drew a token (0.32), it notes it
-when the tokens arrive, and only the log-probabilities wait.
+vLLM loads it by `--scheduler-cls`. Stock vLLM sends every token of every sequence to its API
+process separately, with three arrays around its log-probability: with hundreds of sequences that
+takes longer than a GPU needs for the tokens. Nobody reads an answer of the token route before its
+end, so its tokens wait here. vLLM 0.32 notes which weights drew a token when the token arrives:
+there, only the log-probabilities wait.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 __all__ = ["WHOLE", "WholeAnswers"]
 
 WHOLE = "rookery-whole-"
-"""In the id of a request whose answer is read at its end; vLLM writes more around it."""
+"""Part of the id of requests whose answer is read at its end; vLLM writes more around it."""
 
 
 class WholeAnswers:
-    """What `--scheduler-cls` names: makes the scheduler that vLLM would take, with answers held."""
+    """Target of `--scheduler-cls`: makes the scheduler that vLLM would use, with held answers."""
 
     def __new__(cls, vllm_config: Any, **parts: Any) -> Any:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -38,7 +38,7 @@ class WholeAnswers:
 
 
 class _Holding:
-    """Goes before vLLM's scheduler among the bases."""
+    """Overrides methods of vLLM's scheduler, as the first of two base classes."""
 
     rookery_answers: HeldAnswers
     requests: dict[str, Any]
@@ -48,28 +48,28 @@ class _Holding:
         self.rookery_answers.add(request)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        for outputs in found.values():
+        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for outputs in result.values():
             outputs.outputs = self.rookery_answers.ready(outputs.outputs)
-        return found
+        return result
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        result = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         self.rookery_answers.keep(self.requests)
-        return found
+        return result
 
 
 class HeldAnswers:
-    """What was drawn of answers that are not whole."""
+    """Outputs of answers that are not complete."""
 
     def __init__(self, *, has_versions: bool) -> None:
         self._has_versions = has_versions
         self._held: dict[str, list[Any]] = {}
-        """The outputs of a request so far, in their order."""
+        """Outputs of each request so far, in order."""
 
     def add(self, request: Any) -> None:
-        """Hold its answer, if nobody reads it before its end, whoever named it: a client can choose
-        a part of the id. The API process looks for stop strings in every token."""
+        """Hold a request's answer if nobody reads it before its end. The id alone does not decide,
+        as clients can choose a part of it. With stop strings, the API process reads every token."""
         params = request.sampling_params
         if WHOLE not in request.request_id or params is None or params.stop:
             return
@@ -77,11 +77,11 @@ class HeldAnswers:
             self._held.setdefault(request.request_id, [])
 
     def ready(self, outputs: list[Any]) -> list[Any]:
-        """What is to be sent of a step's outputs."""
+        """Return the outputs of a step that are to be sent now."""
         return [output for output in outputs if self._is_ready(output)]
 
     def keep(self, requests: Iterable[str]) -> None:
-        """Forget all others: they were stopped from outside."""
+        """Forget all other requests: they were aborted."""
         for name in self._held.keys() - set(requests):
             del self._held[name]
 
@@ -105,13 +105,13 @@ class HeldAnswers:
 
 
 def _has_more(output: Any) -> bool:
-    """Whether it has something for each token that is not joined here."""
+    """True if it carries data for each token that is not joined here."""
     names = ("routed_experts", "new_sampling_mask")
     return any(getattr(output, name, None) is not None for name in names)
 
 
 class _Drawn:
-    """The log-probabilities of tokens that were sent before."""
+    """Log-probabilities of tokens that were sent before."""
 
     new_token_ids: tuple[int, ...] = ()
     events = prefill_stats = new_prompt_logprobs_tensors = None
@@ -121,7 +121,7 @@ class _Drawn:
 
 
 def _join(earlier: list[Any], last: Any) -> None:
-    """Make `last` the one output of its request."""
+    """Merge all outputs of a request into `last`."""
     if not earlier:
         return
     outputs = [*earlier, last]
@@ -129,13 +129,13 @@ def _join(earlier: list[Any], last: Any) -> None:
     drawn = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if drawn:
         tokens, logprobs, ranks = zip(*(one[:3] for one in drawn), strict=True)
-        # A step has the columns of the request in it that wants most: others come and go.
+        # A step has as many columns as its most demanding request: keep those that all steps have.
         width = min(part.shape[1] for part in tokens)
         tables = [np.concatenate([part[:, :width] for part in all]) for all in (tokens, logprobs)]
         last.new_logprobs = type(drawn[0])(*tables, np.concatenate(ranks))
     if events := [event for output in outputs for event in output.events or ()]:
         last.events = events
-    # A prompt's come with its first token.
+    # Data of the prompt comes with the first token.
     for field in ("prefill_stats", "new_prompt_logprobs_tensors"):
-        found = [getattr(output, field) for output in outputs]
-        setattr(last, field, next((value for value in found if value is not None), None))
+        values = [getattr(output, field) for output in outputs]
+        setattr(last, field, next((value for value in values if value is not None), None))

@@ -1,11 +1,11 @@
 """The worker extension for servers whose CUDA graphs hold whole steps, prompts included.
 
-FlashAttention 3 takes its kernel and the layout of its schedule from the longest query of a batch.
-A graph keeps the kernel of its capture, for which vLLM 0.26 gives single tokens and later versions
-one prompt as long as the batch; the schedule is made anew for every step, of the queries that it
-has. Where the two disagree (heads of up to 64 or more than 128 numbers: single tokens take no
-causal mask) answers are silently wrong. Here all whole steps, captured and run, are prepared for
-one prompt as long as the graph. vLLM imports this module in its workers before it captures.
+FlashAttention 3 chooses its kernel and the layout of its schedule by the longest query of a batch.
+A graph keeps the kernel it was captured with: vLLM 0.26 captures with single tokens, later versions
+with one prompt as long as the batch. The schedule is computed for the queries of every step. If
+kernel and schedule disagree (head sizes up to 64 or above 128: single tokens take no causal mask),
+answers are silently wrong. Here every whole step is captured and run as one prompt as long as the
+graph. vLLM imports this module in its workers before it captures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ __all__ = ["WorkerExtension", "agree_on_queries"]
 
 
 def agree_on_queries(graphs: Any) -> None:
-    """Change vLLM's module `cudagraph_utils`: what captures whole steps prepares all of them
-    alike."""
+    """Patch vLLM's module `cudagraph_utils` so that all whole steps are prepared alike."""
     stock = graphs.ModelCudaGraphManager.capture
     full = graphs.CUDAGraphMode.FULL
 
     def capture(self: Any, model: Any, model_state: Any, *args: Any, **kwargs: Any) -> Any:
-        # Other modes have whole steps of single tokens alone.
+        # In other modes, only steps of single tokens are whole.
         if self.cudagraph_mode == full:
             model_state.prepare_attn = _as_one_prompt(model_state.prepare_attn, full)
         return stock(self, model, model_state, *args, **kwargs)
@@ -40,7 +39,7 @@ def _as_one_prompt(prepare: Any, full: Any) -> Any:
         if mode == full or kwargs.get("for_capture"):
             longest = batch.num_tokens_after_padding
             batch = copy.copy(batch)
-            # Only the longest is read there: of these, or in later versions this one.
+            # vLLM reads only the longest query: from this array, or later from `max_query_len`.
             batch.num_scheduled_tokens = np.full_like(batch.num_scheduled_tokens, longest)
             batch.max_query_len = longest
         return prepare(batch, mode, *args, **kwargs)
