@@ -356,9 +356,3 @@ def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
     assert any("{{ nothing }} of the prompt is no field" in w for w in outcome.report.warnings)
     with Run.view(outcome.path) as run:
         assert run.counts()["prompt/chosen"] == 1
-
-
-def test_a_prompt_that_no_context_holds_is_refused(refused: Command, problem: Path) -> None:
-    write_chat_model(problem / "chat", max_position_embeddings=64)
-    (problem / "prompt.txt").write_text("x" * 100)
-    assert "gets no score (no_reward)" in refused(*PROMPT, *CHAT, *TASKS).words

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 from tiny import write_chat_model
 
 import rookery
@@ -115,12 +114,6 @@ def here(place: Path) -> dict[str, Any]:
     return {"model": str(place / "tiny"), "cache_gib": 0.01}
 
 
-def drawn(place: Path) -> dict[str, Any]:
-    """Tasks whose answers are drawn: even tokens are rewarded."""
-    return {"type": "jsonl", "path": str(place / "tasks.jsonl"), "sampling": {"max_tokens": 4},
-            "scorer": {"type": "python", "function": f"{place / 'scorer.py'}:score"}}  # fmt: skip
-
-
 def genome(place: Path, **changes: Any) -> dict[str, Any]:
     return {
         "engine": here(place),
@@ -213,20 +206,6 @@ def test_an_adapter_trained_on_a_service_is_the_same_adapter(service: Service, p
     assert measured[0].models == measured[1].models
 
 
-def test_a_training_on_a_service_is_the_same_training(service: Service, place: Path) -> None:
-    loss = {"loss": {"kl": {"weight": 0.04}}}
-    # Nearly as the service does: a packed copy of the weights rounds otherwise.
-    own = rookery.run_grpo(grpo(place, share=True, **loss), name="own", progress=False)
-    config = grpo(place, **loss, **on(service, place))
-    far = rookery.run_grpo(config, name="far", progress=False)
-    ours, theirs = (read_adapter(one.path / "checkpoints/adapter_step_4") for one in (own, far))
-    assert ours.base == theirs.base
-    for layer, factors in ours.factors.items():
-        torch.testing.assert_close(theirs.factors[layer].b, factors.b, rtol=0, atol=1e-5)
-    assert any(factors.b.abs().max() > 1e-3 for factors in ours.factors.values())
-    assert clockless(far.report) == clockless(own.report)
-
-
 def test_a_training_goes_on_with_the_service_started_again(
     service: Service, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,25 +234,6 @@ def test_a_training_goes_on_with_the_service_started_again(
     again = rookery.resume("runs/again", progress=False)
     last = [read_adapter(one.path / "checkpoints/adapter_step_4") for one in (whole, again)]
     assert last[0].version == last[1].version
-
-
-def test_a_league_on_a_service_is_the_same_league(service: Service, place: Path) -> None:
-    league = {
-        "taskset": str(place / "tasks.jsonl"),
-        "budget": {"max_answer_tokens": 200},
-        "num_seeds": 1,
-        "entrants": ["sft", "es"],
-        "settings": {
-            "sft": {"rank": 2, "layers": 1, "batch_size": 4},
-            "es": {"init": {"rank": 2}, "stages": [{"type": "es", "rank": 1, "num_pairs": 1}]},
-        },
-    }
-    own = rookery.run_league({**league, "engine": here(place)}, name="own", progress=False)
-    far = rookery.run_league({**league, **on(service, place)}, name="far", progress=False)
-    assert not far.report.left_out
-    assert [(row.name, row.mean) for row in far.report.rows] == [
-        (row.name, row.mean) for row in own.report.rows
-    ]
 
 
 def test_prompts_are_evolved_on_a_service(service: Service, place: Path) -> None:

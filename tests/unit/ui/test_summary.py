@@ -228,12 +228,6 @@ def test_any_report_can_be_shown(document: dict[str, Any]) -> None:
 # Numbers as text.
 
 
-def test_scores_have_three_decimals_and_missing_ones_a_hyphen() -> None:
-    assert wording.score(0.91) == "0.910"
-    assert wording.score(0.0) == "0.000"
-    assert wording.score(None) == "-"
-
-
 def test_questions_are_told_where_tasks_share_them() -> None:
     assert wording.tasks(240, 240) == wording.tasks(240, 0) == "240 tasks"
     assert wording.tasks(240, 30) == "30 questions (240 rows)"
@@ -288,12 +282,6 @@ def test_no_duration_has_sixty_of_a_unit(seconds: float) -> None:
     }
 
 
-def test_amounts() -> None:
-    assert wording.count(1234567) == "1,234,567"
-    assert wording.plural(1, "candidate") == "1 candidate"
-    assert wording.plural(0, "candidate") == "0 candidates"
-
-
 # The verdict at the top of the page.
 
 
@@ -322,11 +310,6 @@ def test_the_interval_of_the_gain_decides(
     said = headline(rows=winner(low, high))
     assert said.verdict == verdict
     assert words in said.sentence
-
-
-def test_a_gain_without_an_interval_is_no_result() -> None:
-    rows = [made_row("evolved", 0.9, is_winner=True, gain=None)]
-    assert headline(rows=rows).verdict == "unmeasured"
 
 
 def test_candidates_and_tasks_are_disclosed() -> None:
@@ -365,10 +348,6 @@ def test_an_unfinished_run_tells_how_far_it_is() -> None:
     assert said.verdict == "unfinished"
     assert said.winner is None
     assert said.context == "Best score on the search tasks so far: 0.800, in generation 2."
-
-
-def test_a_run_that_has_measured_nothing_says_nothing_of_scores() -> None:
-    assert headline(rows=[], generations=[{"generation": 0}]).context == ""
 
 
 def test_the_best_may_be_negative() -> None:

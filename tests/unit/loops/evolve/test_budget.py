@@ -38,16 +38,6 @@ def test_equal_attempts_spend_all_tokens_whatever_is_in_flight(num_attempts: int
         assert exhausted(num_told, num_open, max_tokens=budget - 1)
 
 
-@pytest.mark.parametrize("num_attempts", [20, 49, 200])
-def test_equal_attempts_spend_all_money_whatever_is_in_flight(num_attempts: int) -> None:
-    prices = {"usd_per_million_prompt_tokens": 0.3, "usd_per_million_answer_tokens": 0.7}
-    budget = TOKENS * num_attempts / 1e6
-    for num_told in range(1, num_attempts):
-        num_open = num_attempts - 1 - num_told
-        assert not exhausted(num_told, num_open, max_usd=budget, **prices)
-        assert exhausted(num_told, num_open + 1, max_usd=budget, **prices)
-
-
 def test_what_first_programs_cost_counts_before_any_attempt() -> None:
     spending = Spending(prompt_tokens=11)
     for limit, is_over in ((10, True), (11, False)):
@@ -93,25 +83,11 @@ def test_the_share_is_that_of_the_tightest_limit(
 # How many children may wait for an evaluation, and why a search stops.
 
 
-def test_a_few_may_wait_before_anything_was_timed() -> None:
-    backlog = BacklogLimit(num_workers=3)
-    assert backlog.max_waiting == 6
-    backlog.model.add(5.0)
-    assert backlog.max_waiting == 6
-
-
 def test_as_many_may_wait_as_are_evaluated_during_a_call() -> None:
     backlog = BacklogLimit(num_workers=8)
     backlog.model.add(5.0)
     backlog.evaluation.add(0.1)
     assert backlog.max_waiting == 8 * 50
-
-
-def test_slow_evaluations_leave_few_waiting() -> None:
-    backlog = BacklogLimit(num_workers=8)
-    backlog.model.add(5.0)
-    backlog.evaluation.add(60.0)
-    assert backlog.max_waiting == 16
 
 
 def test_old_times_fade() -> None:

@@ -4,20 +4,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loops.evolve.toy import FIRST, evolve_toy, propose_new, toy_config, toy_model
+from loops.evolve.toy import FIRST, evolve_toy, toy_config, toy_model
 
-from rookery.errors import ConfigError, ExecutorError
+from rookery.errors import ConfigError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.problem import (
-    EvaluationRequest,
     FirstProgram,
     evaluation_spec,
-    open_evaluation,
     read_first_program,
 )
 from rookery.reports import EvolveReport
-from rookery.sandbox import decode_outcome
 from rookery.testing import FakeTextModel
 from rookery.types import TextRequest
 
@@ -105,33 +102,6 @@ async def test_real_workers_score_programs_and_report_their_failures(
     assert any("without a sandbox" in warning for warning in result.warnings)
 
 
-async def test_an_evaluator_that_cannot_be_imported_ends_before_any_model_call(
-    tmp_path: Path, evaluator: Path
-) -> None:
-    await asyncio.to_thread(evaluator.write_text, "import nothing_of_that_name\n")
-    model = toy_model(propose_new)
-    with pytest.raises(ExecutorError, match="nothing_of_that_name"):
-        await evolve_local(tmp_path, unsafe_config(), evaluator, model)
-    assert not model.requests
-
-
-async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
-    (tmp_path / "evaluator.py").write_text(
-        "import os\n"
-        "def evaluate(path):\n"
-        "    return {'combined_score': float(len(os.listdir(path)))}\n"
-    )
-    spec = evaluation_spec(unsafe_config(), evaluator=tmp_path / "evaluator.py", first=FIRST)
-    task = await open_evaluation(spec.settings, tmp_path)
-    try:
-        code = "--- file: a.py ---\nx = 1\n\n--- file: b.py ---\ny = 2\n"
-        outcome = decode_outcome(await task.run(EvaluationRequest(code=code).encode()))
-    finally:
-        await task.close()
-    assert task.about == "sandbox unsafe"
-    assert outcome.metrics == {"combined_score": 2.0}
-
-
 async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_path: Path) -> None:
     """In what is scored, and in `best/`; a model does not see them."""
     program, task = tmp_path / "program", tmp_path / "task"
@@ -156,11 +126,6 @@ async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_pat
     best = tmp_path / "toy" / "best" / "best_program"
     files = {path.relative_to(best).as_posix() for path in best.rglob("*") if path.is_file()}
     assert files == {"main.py", "data/factor.txt"}
-
-
-def test_a_missing_evaluator_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no evaluator"):
-        evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", first=FIRST)
 
 
 async def test_random_scores_are_the_same_for_any_number_of_workers(
