@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ui.made import (
     made_evolve,
@@ -186,43 +186,6 @@ def test_a_notebook_shows_reports_and_outcomes(tmp_path: Any) -> None:
     assert shown is not None and "Better than the best founder." in shown and "+0.210" in shown
     outcome = Outcome(report, tmp_path)._repr_html_()
     assert shown in outcome and (tmp_path / "report.html").as_uri() in outcome
-
-
-names = st.text(max_size=12)
-numbers = st.none() | st.floats()
-rows = st.fixed_dictionaries(
-    {"name": names},
-    optional={
-        "is_winner": st.booleans(),
-        "mean": numbers,
-        "low": numbers,
-        "high": numbers,
-        "gain": st.none()
-        | st.fixed_dictionaries({"mean": numbers, "low": numbers, "high": numbers}),
-        "by_source": st.dictionaries(names, numbers, max_size=2),
-        "num_failed": st.integers(0, 10**6),
-        "note": names,
-    },
-)
-reports = st.fixed_dictionaries(
-    {},
-    optional={
-        "run": names,
-        "rows": st.lists(rows, max_size=3),
-        "seconds": numbers,
-        "num_tokens": st.integers(0, 10**12),
-        "warnings": st.lists(names, max_size=2),
-    },
-)
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(reports)
-def test_any_report_can_be_shown(document: dict[str, Any]) -> None:
-    for kind in ("genome", "grpo"):
-        html = render_summary(parse_report(kind, document))
-        html.encode()
-        Tags(html)
 
 
 # Numbers as text.
