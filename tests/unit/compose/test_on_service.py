@@ -156,15 +156,31 @@ def on(service: Service, place: Path) -> dict[str, Any]:
     return {"engine": service.engine, "tokenizer": str(place / "tiny")}
 
 
-def test_a_search_on_a_service_is_the_same_search(service: Service, place: Path) -> None:
+def test_a_search_on_a_service_is_the_same_search_and_a_wrong_key_or_model_is_said_first(
+    service: Service, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = rookery.run_genome(genome(place), name="own", progress=False)
     far = rookery.run_genome(genome(place, **on(service, place)), name="far", progress=False)
     assert clockless(far.report) == clockless(own.report)
     assert read_adapter(far.path / "winner").version == read_adapter(own.path / "winner").version
     assert "tml-" not in (far.path / "config.json").read_text()
+    config = genome(place, **on(service, place))
+    with pytest.raises(EngineError, match=r"no base model 'large'. It has: tiny, chat"):
+        rookery.run_genome(
+            {**config, "engine": {**service.engine, "model": "large"}}, name="x", progress=False
+        )
+    with pytest.raises(ConfigError, match="A service does not send its tokenizer"):
+        rookery.run_genome({**config, "tokenizer": ""}, name="x", progress=False)
+    with monkeypatch.context() as patched:
+        patched.setenv(KEY_NAME, "tml-wrong")
+        with pytest.raises(ServiceDownError, match=r"says: .*key"):
+            rookery.run_genome(config, name="x", progress=False)
+    assert not (place / "runs/x").exists()
+    with pytest.raises(ValueError, match="an engine of its own"):
+        ServeConfig.model_validate({"engine": service.engine})
 
 
-def test_labels_of_a_service_are_the_same_labels(service: Service, place: Path) -> None:
+def test_labels_and_adapters_of_a_service_are_the_same(service: Service, place: Path) -> None:
     rows = [{"id": f"i{i}", "a": 4 + i} for i in range(8)]
     (place / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -183,18 +199,15 @@ def test_labels_of_a_service_are_the_same_labels(service: Service, place: Path) 
     assert [row["label"] for row in labels[1]] == [row["label"] for row in labels[0]]
     scores = [row["score"] for row in labels[0]]
     assert [row["score"] for row in labels[1]] == pytest.approx(scores, abs=1e-5)
-
-
-def test_an_adapter_trained_on_a_service_is_the_same_adapter(service: Service, place: Path) -> None:
     values: dict[str, Any] = {
         "rank": 2, "alpha": 8.0, "targets": ["q_proj", "up_proj"], "layers": 2, "steps": 3,
         "batch_size": 4, "save_every": 1, "progress": False,
     }  # fmt: skip
-    own = rookery.run_sft(place / "tiny", place / "tasks.jsonl", "out/own", **values)
-    far = rookery.run_sft(
+    ours = rookery.run_sft(place / "tiny", place / "tasks.jsonl", "out/own", **values)
+    theirs = rookery.run_sft(
         place / "tiny", place / "tasks.jsonl", "out/far", engine=service.engine, **values
     )
-    assert far.version == own.version and far.base == own.base
+    assert theirs.version == ours.version and theirs.base == ours.base
     where: list[dict[str, Any]] = [{}, {"engine": service.engine}]
     measured = [
         rookery.evaluate(
@@ -271,22 +284,3 @@ def test_what_a_service_cannot_do_is_refused_first(
     with pytest.raises(ConfigError, match=sentence):
         rookery.run_grpo(grpo(place, **far, **changes), name="x", progress=False)
     assert not (place / "runs/x").exists()
-
-
-def test_a_wrong_key_or_model_is_said_before_a_run_is_made(
-    service: Service, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = genome(place, **on(service, place))
-    with pytest.raises(EngineError, match=r"no base model 'large'. It has: tiny, chat"):
-        rookery.run_genome(
-            {**config, "engine": {**service.engine, "model": "large"}}, name="x", progress=False
-        )
-    with pytest.raises(ConfigError, match="A service does not send its tokenizer"):
-        rookery.run_genome({**config, "tokenizer": ""}, name="x", progress=False)
-    with monkeypatch.context() as patched:
-        patched.setenv(KEY_NAME, "tml-wrong")
-        with pytest.raises(ServiceDownError, match=r"says: .*key"):
-            rookery.run_genome(config, name="x", progress=False)
-    assert not (place / "runs/x").exists()
-    with pytest.raises(ValueError, match="an engine of its own"):
-        ServeConfig.model_validate({"engine": service.engine})

@@ -114,25 +114,7 @@ def test_the_log_cannot_move_the_terminal(tmp_path: Path) -> None:
 async def test_checkpoints_share_programs_with_each_other_and_not_with_the_run(
     tmp_path: Path,
 ) -> None:
-    config = toy_config(max_iterations=30)
-    await evolve_toy(tmp_path, config)
-    checkpoints = tmp_path / "toy" / "checkpoints"
-    files = {
-        number: {
-            path.name: path.stat()
-            for path in (checkpoints / f"checkpoint_{number}/programs").iterdir()
-        }
-        for number in (10, 20, 30)
-    }
-    for before, after in ((10, 20), (20, 30)):
-        both = files[before].keys() & files[after].keys()
-        assert both
-        assert all(files[before][name].st_ino == files[after][name].st_ino for name in both)
-    blobs = [path for path in (tmp_path / "toy" / "blobs").rglob("*") if path.is_file()]
-    assert blobs and all(path.stat().st_nlink == 1 for path in blobs)
-
-
-async def test_a_resumed_run_shares_the_programs_of_its_last_checkpoint(tmp_path: Path) -> None:
+    """Also those of a run that went on."""
     await evolve_toy(tmp_path, toy_config(max_iterations=10))
     await evolve_toy(tmp_path, toy_config(max_iterations=20))
     checkpoints = tmp_path / "toy" / "checkpoints"
@@ -140,6 +122,8 @@ async def test_a_resumed_run_shares_the_programs_of_its_last_checkpoint(tmp_path
     both = {path.name for path in before.iterdir()} & {path.name for path in after.iterdir()}
     assert both
     assert all((before / name).samefile(after / name) for name in both)
+    blobs = [path for path in (tmp_path / "toy" / "blobs").rglob("*") if path.is_file()]
+    assert blobs and all(path.stat().st_nlink == 1 for path in blobs)
 
 
 async def test_a_large_population_gets_a_checkpoint_when_enough_of_it_is_new(
