@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from driving import Command
 from scripted import Scripted, serve_scripted
-from tiny import write_chat_model
 
 from rookery.compose.evolve import evolve_prompt
 from rookery.runs import Run
@@ -302,7 +301,7 @@ def test_answers_that_improved_a_program_are_exported(
 # Prompts.
 
 PROMPT = ("evolve", "prompt", "prompt.txt")
-CHAT = ("--model", "chat")
+CHAT = ("--model", "../chat")
 TASKS = ("--taskset", "../tasks.jsonl")
 
 
@@ -323,7 +322,6 @@ TASKS = ("--taskset", "../tasks.jsonl")
 def test_prompts_that_cannot_be_asked_are_refused(
     refused: Command, problem: Path, text: str, words: tuple[str, ...], sentence: str
 ) -> None:
-    write_chat_model(problem / "chat")
     (problem / "prompt.txt").write_text(text)
     ended = refused(*PROMPT, *words)
     assert sentence in ended.words
@@ -339,13 +337,12 @@ def test_a_model_without_a_chat_template_answers_where_another_proposes(
 
 def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
     """From Python, with a taskset that another run left."""
-    write_chat_model(problem / "chat")
     text = "Say {{ nothing }} of {% raw %} {0} or {{"
     (problem / "prompt.txt").write_text(text)
     with Run.create(problem / "runs", kind="icm", name="a", config={}) as run:
         run.write_text("rows.jsonl", (problem / "../tasks.jsonl").read_text())
     outcome = evolve_prompt(
-        "prompt.txt", "run:a/rows.jsonl", "chat", max_iterations=2, llm={"max_tokens": 4}
+        "prompt.txt", "run:a/rows.jsonl", "../chat", max_iterations=2, llm={"max_tokens": 4}
     )
     tasks = outcome.report.tasks
     assert tasks is not None and tasks.taskset.num_report == len(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from driving import Command
-from tiny import write_chat_model
 
 from rookery.compose.league.entrants import League, LeagueConfig
 from rookery.reports import LeagueReport, parse_league_report
@@ -243,7 +242,7 @@ def test_a_prompt_that_a_report_task_cannot_fill_is_refused_before_the_first_ent
     rows = [row if row["prompt"] in report else row | {"hint": "w9"} for row in rows]
     (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "first.txt").write_text("{{ hint }} {{ prompt }}")
-    engine = {"model": str(write_chat_model(place / "chat"))}
+    engine = {"model": str(place / "chat")}
     ended = refused("league", write(place, entrants=["prompt"], prompt="first.txt", engine=engine))
     assert "The prompt names {{ hint }}, and the task" in ended.words
 
@@ -351,7 +350,6 @@ def test_a_prompt_is_measured_as_the_search_asked_it(
 ) -> None:
     """A field that only a child names is never filled in."""
     (place / "first.txt").write_text("Answer.")
-    write_chat_model(place / "chat")
     engine = {"model": "chat", "cache_gib": 0.01}
     prompt = {"llm": {"max_tokens": 8}}
     write(place, entrants=["prompt"], num_seeds=1, prompt="first.txt", engine=engine,

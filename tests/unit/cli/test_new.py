@@ -7,7 +7,6 @@ import pytest
 from driving import Command
 from evolve_command import require_sandbox
 from marks import long
-from tiny import write_chat_model
 
 from rookery.cli.demo import Kind
 from rookery.starters.number_changer import NAME, serve_number_changer
@@ -64,7 +63,6 @@ def test_a_program_evolves(rookery: Command, place: Path) -> None:
 
 
 def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "chat")
     words = (*written(rookery, "prompt"), "--model", "chat", "--llm.max-tokens", "8", "-o", "out")
     ended = rookery(*words)
     assert ended.code == 0, ended.err
@@ -75,10 +73,9 @@ def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
 
 @long
 def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "mine-chat", max_position_embeddings=8192)
     words = written(rookery, "flywheel")
     config = place / "mine/config.yaml"
-    text = config.read_text().replace("smollm2", str(place / "mine-chat"))
+    text = config.read_text().replace("smollm2", str(place / "chat"))
     config.write_text(
         text.replace("max_tokens: 128", "max_tokens: 4").replace(
             "max_iterations: 12", "max_iterations: 5"
@@ -93,11 +90,10 @@ def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
 
 
 def test_a_sweeps_adapters_are_founders(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "mine-chat")
     words = written(rookery, "sweep")
     for name in ("config.yaml", "taskset.yaml"):
         file = place / "mine" / name
-        text = file.read_text().replace("smollm2", str(place / "mine-chat"))
+        text = file.read_text().replace("smollm2", str(place / "chat"))
         exact = "{type: exact, ignore_case: true, ignore_punctuation: true}"
         text = text.replace(exact, "{type: python, function: scorer.py:score}")
         file.write_text(text.replace("steps: 8", "steps: 1").replace("layers: 8", "layers: 1"))

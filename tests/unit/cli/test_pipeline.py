@@ -10,7 +10,6 @@ import pytest
 import yaml
 from driving import Command
 from evolve_command import require_sandbox
-from tiny import write_chat_model
 
 from rookery.compose.steps import StepConfig
 from rookery.runs import Run
@@ -155,7 +154,6 @@ def test_a_seen_task_is_refused_before_the_first_step_where_only_the_adapter_is_
 
 
 def test_a_seen_task_is_known_as_a_chat_too(refused: Command, place: Path) -> None:
-    write_chat_model(place / "chat")
     turn = {"role": "user", "content": "2 + 2 =  ?"}
     for name, prompt in (
         ("seen", "2 + 2 = ?"),
@@ -183,7 +181,6 @@ def evolving(**changes: Any) -> dict[str, Any]:
 
 def test_winners_of_evolve_train_the_next_proposer(rookery: Command, place: Path) -> None:
     require_sandbox()
-    write_chat_model(place / "chat", max_position_embeddings=8192)
     assert rookery("new", "evolve", "mine").code == 0
     engine = {"engine": {"model": "chat"}, "adapters": {"writer": "run:student/trained"}}
     values = {"model": "chat", "rank": 2, "layers": 1, "steps": 1, "batch_size": 1}
@@ -235,7 +232,6 @@ def test_a_step_whose_run_cannot_have_its_name_is_refused_before_the_first_one(
 
 def test_a_step_that_was_refused_is_begun_again(rookery: Command, place: Path) -> None:
     """It leaves no run that would hold on to what was wrong."""
-    write_chat_model(place / "chat")
     scorer = "def score(task, completion):\n    return float(len(completion.tokens) > 1)\n"
     (place / "scorer.py").write_text(scorer.replace("return", "return wrong +"))
     (place / "prompt.txt").write_text("Answer.")
@@ -278,7 +274,6 @@ def every_loop(place: Path) -> dict[str, Any]:
     (place / "scorer.py").write_text(SCORER)
     items = [{"id": f"i{index}", "a": 4 + index} for index in range(8)]
     (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
-    write_chat_model(place / "chat")
     (place / "drawn.yaml").write_text(yaml.safe_dump(DRAWN))
     (place / "prompt.txt").write_text("Answer.")
     data = {"path": "items.jsonl", "prompt": "w{{ a }} w20", "labels": ["w90", "w91"]}

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 from environments.groups import make_document
-from tiny import write_tiny_model
 
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.runs.journal import Journal
@@ -110,9 +109,10 @@ PENALTIES: list[tuple[Draw, dict[str, float]]] = [
 ]
 
 
-async def test_what_was_drawn_with_a_penalty_is_not_trained_on(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    engine = {"type": "embedded", "model": str(folder), "cache_gib": 0.01}
+async def test_what_was_drawn_with_a_penalty_is_not_trained_on(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    engine = {"type": "embedded", "model": str(tiny_folder), "cache_gib": 0.01}
     config = GatewayConfig.model_validate(
         {"port": 0, "folder": tmp_path / "gateway", "vocab_size": 97, "engine": engine}
     )

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from tiny import write_chat_model
 
 import rookery
 from rookery.compose.serve import ServeConfig, serving
@@ -104,7 +103,6 @@ def running(place: Path) -> Iterator[Service]:
 def service(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv(KEY_NAME, add_key(place / "keys.json", name="ada"))
     (place / "scorer.py").write_text(SCORER)
-    write_chat_model(place / "chat")
     with running(place) as service:
         yield service
         assert service.left() == {"adapters": 0, "checkpoints": 0}
