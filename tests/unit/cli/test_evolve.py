@@ -136,21 +136,16 @@ def test_a_cluster_that_is_not_there_is_refused(refused: Command, model: Scripte
 
 
 def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scripted) -> None:
+    """Where the flags of places say, also where the config says otherwise."""
     before = model.stats()["calls"]
-    ended = rookery("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
-    assert ended.code == 0, ended
-    assert "first program: combined_score 0.25" in ended.words
-    assert "model scripted: 'There is no program" in ended.words
-    assert model.stats()["calls"] == before + 1
-    assert not (problem / "openevolve_output").exists()
-
-
-def test_check_takes_the_flags_of_places(rookery: Command, problem: Path, model: Scripted) -> None:
-    """Also where the config says otherwise: the flag goes before it."""
     (problem / "config.yaml").write_text("evaluator: {distributed: true}\n")
     check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
     ended = rookery(*check, "--executor", "local", "--in-flight", 2, *model.flags)
     assert ended.code == 0 and "workers: local/0" in ended.words, ended
+    assert "first program: combined_score 0.25" in ended.words
+    assert "model scripted: 'There is no program" in ended.words
+    assert model.stats()["calls"] == before + 1
+    assert not (problem / "openevolve_output").exists()
 
 
 def test_check_embeds_once_where_programs_are_compared(

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 from driving import Command
-from evolve_command import require_sandbox
 from marks import long
 
 from rookery.cli.demo import Kind
-from rookery.starters.number_changer import NAME, serve_number_changer
 
 ENGINE = ("--engine.model", "tiny", "--engine.cache-gib", "0.01")
 FLAGS: dict[Kind, tuple[str, ...]] = {
@@ -52,16 +50,6 @@ def test_a_scorer_is_measured(rookery: Command, place: Path) -> None:
     assert row["num_failed"] == 0 and 0 < row["mean"] <= 1
 
 
-def test_a_program_evolves(rookery: Command, place: Path) -> None:
-    require_sandbox()
-    words = written(rookery, "evolve")
-    with serve_number_changer() as url:
-        model = ("--primary-model", NAME, "--api-base", url, "--rookery.engine", "null")
-        ended = rookery(*words, *model, "-i", "4", "-o", "out")
-    assert ended.code == 0, ended.err
-    assert (place / "out/report.html").exists() and "4" in ended.words
-
-
 def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
     words = (*written(rookery, "prompt"), "--model", "chat", "--llm.max-tokens", "8", "-o", "out")
     ended = rookery(*words)
@@ -89,6 +77,7 @@ def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
     assert "fw.first, fw.writer" in ended.words
 
 
+@long
 def test_a_sweeps_adapters_are_founders(rookery: Command, place: Path) -> None:
     words = written(rookery, "sweep")
     for name in ("config.yaml", "taskset.yaml"):

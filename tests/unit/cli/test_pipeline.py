@@ -10,6 +10,7 @@ import pytest
 import yaml
 from driving import Command
 from evolve_command import require_sandbox
+from marks import long
 
 from rookery.compose.steps import StepConfig
 from rookery.runs import Run
@@ -179,6 +180,7 @@ def evolving(**changes: Any) -> dict[str, Any]:
     return {"loop": "evolve", "values": {**files, **changes, "settings": settings}}
 
 
+@long
 def test_winners_of_evolve_train_the_next_proposer(rookery: Command, place: Path) -> None:
     require_sandbox()
     assert rookery("new", "evolve", "mine").code == 0
