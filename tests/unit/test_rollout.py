@@ -523,14 +523,6 @@ async def test_an_answer_that_was_not_stored_is_not_known(template: Template, ru
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_models_and_tasks_given_twice_are_asked_once(template: Template, run: Run) -> None:
-    taskset, sampler = written(2), FakeSampler()
-    judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
-    groups = await judged.rollout([BASE, BASE], [*taskset.tasks, taskset.tasks[0]])
-    assert len(groups) == 6 and groups[0] == groups[2] == groups[3]
-    assert judged.num_rollouts == 2 == sampler.num_samples
-
-
 async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
     body = "return float(completion.tokens[0])"
     taskset = scored_by(written(3, n=2), tmp_path, body)
@@ -550,15 +542,6 @@ async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
         assert evaluation.seconds >= 0
     assert judged.num_rollouts == 2 * 12 and judged.num_tokens == 2 * 2 * 30
     assert sum(p.num_rollouts for p in seen) == 12 and sum(p.num_tokens for p in seen) == 120
-
-
-async def test_nothing_to_ask_is_no_question(template: Template) -> None:
-    taskset = written(2)
-    sampler = Recorder()
-    judged = evaluator(sampler, template, taskset)
-    assert await judged.rollout([BASE], []) == [] == await judged.rollout([], taskset.tasks)
-    [evaluation] = await judged.evaluate([BASE], [])
-    assert evaluation.rewards == {} and evaluation.num_tokens == 0 and sampler.sizes == []
 
 
 @pytest.mark.parametrize("num_models", [3, 100])

@@ -28,7 +28,7 @@ def exhausted(num_told: int, num_open: int, **budget: float) -> str:
     return find_exhausted(config, spending, num_told=num_told, num_open=num_open)
 
 
-@pytest.mark.parametrize("num_attempts", [20, 49, 200])
+@pytest.mark.parametrize("num_attempts", [20, 200])
 def test_equal_attempts_spend_all_tokens_whatever_is_in_flight(num_attempts: int) -> None:
     budget = 2 * TOKENS * num_attempts
     for num_told in range(1, num_attempts):
@@ -36,6 +36,16 @@ def test_equal_attempts_spend_all_tokens_whatever_is_in_flight(num_attempts: int
         assert not exhausted(num_told, num_open, max_tokens=budget)
         assert exhausted(num_told, num_open + 1, max_tokens=budget)
         assert exhausted(num_told, num_open, max_tokens=budget - 1)
+
+
+def test_equal_attempts_spend_all_money_whatever_is_in_flight() -> None:
+    num_attempts = 49
+    prices = {"usd_per_million_prompt_tokens": 0.3, "usd_per_million_answer_tokens": 0.7}
+    budget = TOKENS * num_attempts / 1e6
+    for num_told in range(1, num_attempts):
+        num_open = num_attempts - 1 - num_told
+        assert not exhausted(num_told, num_open, max_usd=budget, **prices)
+        assert exhausted(num_told, num_open + 1, max_usd=budget, **prices)
 
 
 def test_what_first_programs_cost_counts_before_any_attempt() -> None:
