@@ -523,6 +523,14 @@ async def test_an_answer_that_was_not_stored_is_not_known(template: Template, ru
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_models_and_tasks_given_twice_are_asked_once(template: Template, run: Run) -> None:
+    taskset, sampler = written(2), FakeSampler()
+    judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
+    groups = await judged.rollout([BASE, BASE], [*taskset.tasks, taskset.tasks[0]])
+    assert len(groups) == 6 and groups[0] == groups[2] == groups[3]
+    assert judged.num_rollouts == 2 == sampler.num_samples
+
+
 async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
     body = "return float(completion.tokens[0])"
     taskset = scored_by(written(3, n=2), tmp_path, body)
