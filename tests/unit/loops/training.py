@@ -1,6 +1,9 @@
 """A whole grpo training on the tiny model, for tests in this process and in one that is killed."""
 
+import asyncio
+import json
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +19,8 @@ from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runs import run as run_directory
+from rookery.runs.blobs import BlobStore
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
@@ -33,8 +38,47 @@ REWARDS = f"{Path(__file__)}:reward"
 GUESS = f"{Path(__file__).parents[1] / 'environments' / 'games.py'}:guess"
 
 
+class Killer:
+    """Kills this process, as the machine would, the n-th time that a point is passed."""
+
+    def __init__(self, point: str, number: int) -> None:
+        self._point = point
+        self._left = number
+
+    def pass_by(self, point: str) -> None:
+        if point == self._point:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner: Any, name: str, *, is_by_kind: bool = False) -> None:
+        """Make a function of a class or a module pass points: "before append batch"."""
+        function = getattr(owner, name)
+
+        def passing(*args: Any, **values: Any) -> Any:
+            what = f"{name} {args[1]}" if is_by_kind else name
+            self.pass_by(f"before {what}")
+            result = function(*args, **values)
+            if not asyncio.iscoroutine(result):
+                self.pass_by(f"after {what}")
+                return result
+
+            async def awaited() -> Any:
+                answer = await result
+                self.pass_by(f"after {what}")
+                return answer
+
+            return awaited()
+
+        setattr(owner, name, passing)
+
+
+SCORING = Killer("reward", int(os.environ.get("KILL_IN_REWARD", "0")))
+
+
 async def reward(task: Task, completion: Completion) -> float:
     """The share of even tokens: answers of the untrained model differ in it."""
+    SCORING.pass_by("reward")
     if task.id in os.environ.get("FAILING_TASKS", "").split():
         raise ValueError("no judge today")
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
@@ -195,3 +239,29 @@ def clockless(report: GrpoReport) -> dict[str, Any]:
     for step in document["steps"]:
         step["metrics"] = {k: v for k, v in step["metrics"].items() if not k.startswith("time/")}
     return document
+
+
+def arm(point: str, number: int) -> None:
+    """Have this process killed where a grpo run draws, trains, publishes or writes."""
+    killer = Killer(point, number)
+    killer.around(Run, "append", is_by_kind=True)
+    killer.around(Run, "append_many")
+    killer.around(Run, "remove_folder")
+    killer.around(BlobStore, "prune")
+    killer.around(run_directory, "replace_folder")
+    for name in ("sample", "load", "replace_base"):
+        killer.around(EmbeddedEngine, name)
+    for trainer in (LoraTrainer, FullTrainer):
+        for name in ("forward_backward", "optim_step", "save", "export", "publish"):
+            killer.around(trainer, name)
+
+
+def main(folder: Path, name: str) -> None:
+    """Go on with a run, as FOLDER/inputs.json says, and be killed at the point that it names."""
+    options = json.loads((folder / "inputs.json").read_text())
+    inputs = Inputs(*(Path(path) for path in options["inputs"]))
+    arm(*options["kill"])
+    model = load_model(inputs.model)
+    with Run.open(folder / name) as run:
+        asyncio.run(run_training(run, inputs, model=model, **options["changes"]))
+        run.finish("finished")
