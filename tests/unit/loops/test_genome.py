@@ -13,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 from fleet.stub import Stub, serve
-from loops.evolution import SEARCHED, Evolved, Faulty, Genome, Inputs, clockless
+from loops.evolution import SEARCHED, Evolved, Genome, Inputs, clockless
 from marks import long
 from peft import PeftModel
+from tiny import LINEARS
 from transformers import AutoModelForCausalLM
 
 from rookery.compose.genome import plan_rollouts
-from rookery.errors import AdapterError, ConfigError, RunError, TaskError
+from rookery.errors import AdapterError, ConfigError, RunError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, rebuild, search_evaluator
-from rookery.loops.genome.founders import FileInit, read_founders
+from rookery.loops.genome.founders import (
+    FileInit,
+    RandomInit,
+    ZeroInit,
+    make_founders,
+    read_founders,
+)
 from rookery.loops.genome.stages import EsStage
 from rookery.loops.genome.stages.context import measure_sums
 from rookery.loops.genome.stages.ga import RandomStage, run_random
@@ -36,12 +43,6 @@ from rookery.weights import read_adapter
 from rookery.weights.merge import merge
 
 GA = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 4}}}
-
-
-class Elsewhere(Faulty):
-    """The engine behind it, as if it computed on other hardware."""
-
-    is_remote = True
 
 
 def check_rebuilt(found: Evolved) -> None:
@@ -85,22 +86,10 @@ def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
         rebuild(evolved.lineage, evolved.founders[1:], result.lineage[-1].id)
 
 
-async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_search(
-    genome: Genome,
-) -> None:
-    first, second, other = [
-        clockless(
-            (
-                await genome(
-                    name, seed=seed, stages=[GA], race={"enabled": False},
-                    wrap=lambda engine, kind=kind: kind(engine, share=0.0),
-                )
-            ).report
-        )
-        for name, seed, kind in (("a", 1, Faulty), ("b", 1, Elsewhere), ("c", 2, Faulty))
-    ]  # fmt: skip
-    assert first == second
-    assert [n.score for n in first.lineage] != [n.score for n in other.lineage]
+async def test_another_seed_is_another_search(genome: Genome, evolved: Evolved) -> None:
+    other = await genome(seed=2)
+    assert len(other.report.lineage) == len(evolved.report.lineage)
+    assert [n.score for n in other.report.lineage] != [n.score for n in evolved.report.lineage]
 
 
 async def test_a_cancelled_run_is_closed_when_its_threads_have_written(
@@ -188,12 +177,14 @@ async def test_weights_and_intervals_are_computed_beside_the_event_loop(
         {"type": "random", "count": 3, "rank": 2, "targets": ["down_proj"], "size": 0.05},
     ],
 )
-async def test_fresh_founders_are_distinct(genome: Genome, init: dict[str, Any]) -> None:
-    found = await genome(init=init, stages=[GA])
-    assert len({founder.version for founder in found.founders}) == 3
-    zero = [all(not lora.b.any() for lora in f.factors.values()) for f in found.founders]
+def test_fresh_founders_are_distinct(inputs: Inputs, init: dict[str, Any]) -> None:
+    config = GenomeConfig.model_validate(inputs.document(init=init))
+    assert isinstance(config.init, ZeroInit | RandomInit)
+    layers = {f"model.layers.{i}.{name}": size for i in range(4) for name, size in LINEARS.items()}
+    made = make_founders(config.init, layers=layers, base="tiny", seed=0)
+    assert len({founder.version for founder in made.values()}) == 3
+    zero = [all(not lora.b.any() for lora in f.factors.values()) for f in made.values()]
     assert all(zero) == (init["type"] == "zero")
-    assert len(found.report.lineage) == 3 + 4
 
 
 def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path: Path) -> None:
@@ -227,7 +218,7 @@ MERGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("space", ["delta", pytest.param("factor", marks=long)])
 async def test_every_crossover_runs_in_both_spaces(genome: Genome, space: str) -> None:
     operators = [{"type": "crossover", "name": name, "weights": "random"} for name in MERGES]
-    children = {"count": 20, "operators": operators}
+    children = {"count": 14, "operators": operators}
     stage = {"type": "ga", "generations": 1, "population": {"size": 4, "children": children}}
     merges = {name: {**method, "space": space} for name, method in MERGES.items()}
     found = await genome(stages=[stage], merges=merges)
@@ -327,17 +318,6 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome: Genome) -> N
     assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
     assert f"{len(failed)} candidates failed and lost" in " ".join(found.report.warnings)
     assert found.report.winner_id.startswith("f")
-
-
-async def test_when_every_candidate_fails_the_run_says_why(
-    genome: Genome, tmp_path: Path, inputs: Inputs
-) -> None:
-    (tmp_path / "bad.py").write_text("def reward(task, completion):\n    return 'nine'\n")
-    scorer = {"type": "python", "function": f"{tmp_path}/bad.py:reward"}
-    path = str(inputs.tasks / "first.jsonl")
-    tasksets = [{"type": "jsonl", "path": path, "name": "first", "scorer": scorer}]
-    with pytest.raises(TaskError, match="All 4 founders failed"):
-        await genome(tasksets=tasksets)
 
 
 async def test_too_few_tasks_for_a_step_are_refused(genome: Genome) -> None:
@@ -447,14 +427,7 @@ async def test_each_row_of_the_report_has_what_finding_it_took(
     assert again.report.rows == report.rows, "seconds too"
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [GA, {"type": "es", "steps": 2, "population": 6, "rank": 1}],
-    ids=["ga", "members"],
-)
-async def test_one_server_and_three_of_which_one_dies_find_the_same_winner(
-    genome: Genome, stage: dict[str, Any]
-) -> None:
+async def test_one_server_and_three_of_which_one_dies_find_the_same_winner(genome: Genome) -> None:
     found = []
     for num in (1, 3):
         stubs = [Stub(latency_s=0.002 * i) for i in range(num)]
@@ -467,9 +440,7 @@ async def test_one_server_and_three_of_which_one_dies_find_the_same_winner(
             config = FleetConfig(urls=tuple(stub.url for stub in stubs))
             async with open_fleet(config) as fleet:
                 observer = FakeObserver(kill)
-                found.append(
-                    await genome(f"on-{num}", fleet=fleet, observer=observer, stages=[stage])
-                )
+                found.append(await genome(f"on-{num}", fleet=fleet, observer=observer, stages=[GA]))
         assert all(stub.loads for stub in stubs), "every server had work"
     one, three = found
     assert clockless(one.report) == clockless(three.report) and one.lineage == three.lineage
