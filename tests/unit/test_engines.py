@@ -65,9 +65,10 @@ def ask(model: ModelRef, *prompt: int, **params: Any) -> SampleRequest:
 
 
 @each_engine
-async def test_answers_come_in_the_order_of_requests_under_the_models_they_name(
+async def test_answers_come_in_order_under_the_models_they_name_and_repeat_by_their_seed(
     opening: AbstractAsyncContextManager[Engine],
 ) -> None:
+    """And scores are the log-probabilities of what was drawn."""
     async with opening as engine:
         assert isinstance(engine, Sampler) and isinstance(engine, Adapters)
         refs = [engine.base, *[await engine.load(tiny_adapter(f"a{i}", seed=i)) for i in (1, 2)]]
@@ -79,27 +80,12 @@ async def test_answers_come_in_the_order_of_requests_under_the_models_they_name(
         assert await engine.sample(asked[4:5]) == answers[4:5], "alone as in company"
         assert len({answer[0].tokens for answer in answers}) > 5, "models differ"
         assert await engine.sample([]) == [] and await engine.score([]) == []
-
-
-@each_engine
-async def test_a_seed_repeats_its_answers_and_another_draws_others(
-    opening: AbstractAsyncContextManager[Engine],
-) -> None:
-    async with opening as engine:
         first, again, other = await engine.sample(
             [ask(engine.base, n=4), ask(engine.base, n=4), ask(engine.base, n=4, seed=4)]
         )
         assert first == again
         assert len({one.tokens for one in (*first, *other)}) > 4
-
-
-@each_engine
-async def test_scores_are_the_log_probabilities_of_what_was_drawn(
-    opening: AbstractAsyncContextManager[Engine],
-) -> None:
-    async with opening as engine:
-        ref = await engine.load(tiny_adapter("a", seed=1))
-        for model in (engine.base, ref):
+        for model in refs[:2]:
             [[one, _]] = await engine.sample([ask(model)])
             tokens = (5, 6, *one.tokens)
             [score] = await engine.score(
@@ -133,7 +119,7 @@ async def test_an_adapter_is_there_from_its_load_to_its_last_unload(
 
 
 @each_engine
-async def test_what_cannot_be_asked_is_refused_and_harms_nobody(
+async def test_what_is_refused_or_cancelled_harms_nobody(
     opening: AbstractAsyncContextManager[Engine],
 ) -> None:
     async with opening as engine:
@@ -154,40 +140,6 @@ async def test_what_cannot_be_asked_is_refused_and_harms_nobody(
         with pytest.raises(RookeryError):
             await engine.unload(engine.base)
         assert len(await engine.sample([ask(engine.base)])) == 1
-
-
-@each_engine
-async def test_a_closed_engine_refuses_at_once(
-    opening: AbstractAsyncContextManager[Engine],
-) -> None:
-    async with opening as engine:
-        ref = await engine.load(tiny_adapter("a", seed=1))
-    async with asyncio.timeout(TOLD_S):
-        for model in (engine.base, ref):
-            with pytest.raises(RookeryError, match="closed"):
-                await engine.sample([ask(model)])
-        with pytest.raises(RookeryError, match="closed"):
-            await engine.load(tiny_adapter("b", seed=2))
-
-
-@each_engine
-async def test_another_event_loop_gets_a_sentence(
-    opening: AbstractAsyncContextManager[Engine],
-) -> None:
-    async with opening as engine:
-
-        def elsewhere() -> None:
-            asyncio.run(asyncio.wait_for(engine.sample([ask(engine.base)]), TOLD_S))
-
-        with pytest.raises(RookeryError, match="event loop"):
-            await asyncio.to_thread(elsewhere)
-
-
-@each_engine
-async def test_a_call_that_is_cancelled_leaves_the_others_alone(
-    opening: AbstractAsyncContextManager[Engine],
-) -> None:
-    async with opening as engine:
         expected = await engine.sample([ask(engine.base)])
         cancelled = asyncio.create_task(engine.sample([ask(engine.base, 9, n=8, max_tokens=100)]))
         kept = asyncio.create_task(engine.sample([ask(engine.base)]))
@@ -197,3 +149,23 @@ async def test_a_call_that_is_cancelled_leaves_the_others_alone(
             await cancelled
         async with asyncio.timeout(TOLD_S):
             assert await kept == expected
+
+
+@each_engine
+async def test_another_event_loop_gets_a_sentence_and_a_closed_engine_refuses_at_once(
+    opening: AbstractAsyncContextManager[Engine],
+) -> None:
+    async with opening as engine:
+
+        def elsewhere() -> None:
+            asyncio.run(asyncio.wait_for(engine.sample([ask(engine.base)]), TOLD_S))
+
+        with pytest.raises(RookeryError, match="event loop"):
+            await asyncio.to_thread(elsewhere)
+        ref = await engine.load(tiny_adapter("a", seed=1))
+    async with asyncio.timeout(TOLD_S):
+        for model in (engine.base, ref):
+            with pytest.raises(RookeryError, match="closed"):
+                await engine.sample([ask(model)])
+        with pytest.raises(RookeryError, match="closed"):
+            await engine.load(tiny_adapter("b", seed=2))

@@ -30,7 +30,6 @@ from rookery.testing import (
 )
 from rookery.types import (
     Adapter,
-    Completion,
     Datum,
     Job,
     JobDone,
@@ -42,7 +41,6 @@ from rookery.types import (
     SamplingParams,
     ScoreRequest,
     StepOutput,
-    Task,
     TextRequest,
     TokenUsage,
     TrainRequest,
@@ -50,7 +48,6 @@ from rookery.types import (
 )
 
 OTHER = ModelRef(name="poet", version="1")
-TASK = Task(id="t/1", prompt="2+2=", reference="4", source="t")
 
 
 def request(model: ModelRef = BASE, **params: Any) -> SampleRequest:
@@ -125,19 +122,6 @@ async def test_the_likeliest_tokens_are_reported_when_asked_for() -> None:
     assert plain.top_logprobs == ()
 
 
-async def test_a_sampler_can_be_told_what_to_say() -> None:
-    sampler = FakeSampler(
-        reply=lambda request, index: (index + 5,),
-        logprob=lambda model, prefix, token: -float(len(prefix)),
-        decode=lambda tokens: "abc"[tokens[0] - 5],
-    )
-    [group] = await sampler.sample([request(n=3)])
-    assert [(c.tokens, c.text, c.finish_reason) for c in group] == [
-        ((5,), "a", "stop"), ((6,), "b", "stop"), ((7,), "c", "stop"),
-    ]  # fmt: skip
-    assert group[0].logprobs == (-3.0,)
-
-
 async def test_models_that_fail_fail_whole_calls_and_count_nothing() -> None:
     sampler = FakeSampler()
     sampler.failing.add(OTHER)
@@ -164,13 +148,6 @@ async def test_adapters_are_counted_as_engines_count_them() -> None:
     assert set(adapters.loaded) == {second}
     with pytest.raises(EngineError, match="poet@1 is not loaded"):
         await adapters.unload(ref)
-
-
-async def test_every_publication_is_a_new_version() -> None:
-    publisher = FakePublisher("policy")
-    refs = [await publisher.publish(adapter()) for _ in range(3)]
-    assert len(set(refs)) == 3 and {ref.name for ref in refs} == {"policy"}
-    assert len(publisher.published) == 3
 
 
 async def test_a_trainer_learns_one_number_and_remembers_it(tmp_path: Path) -> None:
@@ -212,13 +189,6 @@ async def test_a_trainee_that_fails_fails_alone() -> None:
     assert output.error == "bad was told to fail."
 
 
-async def test_a_scorer_rewards_by_its_function() -> None:
-    completion = Completion(model=BASE, tokens=(5,), logprobs=(-1.0,), text="4",
-                            finish_reason="stop")  # fmt: skip
-    scorer = FakeScorer(lambda task, c: float(c.text == task.reference), answer="choose")
-    assert scorer.answer == "choose" and await scorer.reward(TASK, completion) == 1.0
-
-
 async def test_an_executor_runs_in_order_and_tells_what_became_of_each_job() -> None:
     def task(payload: bytes) -> bytes:
         return str(6 // int(payload)).encode()
@@ -250,11 +220,3 @@ async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:
     with pytest.raises(EngineError, match="told to fail"):
         await model.reply(TextRequest(messages=chat, seed=1))
     assert [request.seed for request in model.requests] == [0, 0, 1]
-
-
-async def test_the_embedder_answers_by_its_function_and_keeps_texts() -> None:
-    embedder = FakeEmbedder(lambda text: [float(len(text)), 1.0] if text else None)
-    assert await embedder.embed("abc") == (3.0, 1.0)
-    with pytest.raises(EngineError, match="told to fail"):
-        await embedder.embed("")
-    assert embedder.texts == ["abc", ""]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from driving import NUM_TASKS, write_rows
 from safetensors.torch import load_file, save_file
-from tiny import tiny_adapter
+from tiny import tiny_adapter, write_chat_model
 
 from rookery.weights import write_adapter
 
@@ -17,9 +17,10 @@ __all__ = ["files", "place"]
 
 @pytest.fixture(scope="session")
 def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny, nan-model; adapters a, b, other, wide, nan-adapter; tasks, empty, long .jsonl."""
+    """tiny, chat, nan-model; adapters a, b, other, wide, nan-adapter; tasks, empty, long .jsonl."""
     folder = tmp_path_factory.mktemp("cli")
     shutil.copytree(tiny_folder, folder / "tiny")
+    write_chat_model(folder / "chat", max_position_embeddings=8192)
     shutil.copytree(tiny_folder, folder / "nan-model")
     _break(folder / "nan-model" / "model.safetensors")
     adapters: dict[str, dict[str, Any]] = {

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from driving import Command
-from marks import long
 
-import rookery
 from rookery.cli.doctor import Finding, examine
 from rookery.model_names import SMOLLM2
 
@@ -26,18 +24,11 @@ def test_help_and_version(rookery: Command) -> None:
     assert rookery("--version").out.strip()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["demo"], ["new"],
-        ["eval"], ["genome", "run"], ["icm", "run"], ["sft"], ["serve"], ["evolve", "run"],
-        ["evolve", "export"], ["fleet", "up"], ["fleet", "status"], ["fleet", "verify"],
-    ],
-)  # fmt: skip
-def test_examples_have_a_line_each(rookery: Command, words: list[str]) -> None:
-    lines = [line.strip() for line in rookery(*words, "--help").out.splitlines()]
-    examples = [line for line in lines if line.startswith(" ".join(["rookery", *words]))]
-    assert len(examples) >= 2 and all(line.count("rookery") == 1 for line in examples)
+def test_examples_have_a_line_each(rookery: Command) -> None:
+    for words in ("demo", "new", "eval", "genome run", "sft", "evolve export", "fleet up"):
+        lines = [line.strip() for line in rookery(*words.split(), "--help").out.splitlines()]
+        examples = [line for line in lines if line.startswith(f"rookery {words}")]
+        assert len(examples) >= 2 and all(line.count("rookery") == 1 for line in examples), words
 
 
 @pytest.mark.parametrize(
@@ -83,15 +74,6 @@ def test_processes_end_with_0_or_with_2_and_a_sentence(tmp_path: Path) -> None:
     bad = spawn("runs", "show", "poet", folder=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: There is no run runs/poet. `rookery runs list` lists them.\n"
-    misspelt = spawn("evla", folder=tmp_path)
-    assert misspelt.returncode == 2 and 'Did you mean "eval"?' in misspelt.stderr
-
-
-@long
-def test_libraries_that_a_command_loads_say_nothing(tmp_path: Path) -> None:
-    """torchao, which transformers imports where it is installed, warns of its own code."""
-    ended = spawn("grpo", "run", "nowhere.yaml", folder=tmp_path)
-    assert ended.stderr == "error: There is no config file nowhere.yaml.\n"
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
@@ -104,10 +86,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
     process.wait()
-
-
-def test_the_module_and_the_script_are_one() -> None:
-    assert rookery.__name__ == "rookery" and Path(sys.executable).with_name("rookery").exists()
 
 
 def test_ctrl_c_while_the_command_loads_prints_no_traceback(tmp_path: Path) -> None:
@@ -126,12 +104,6 @@ def test_ctrl_c_while_the_command_loads_prints_no_traceback(tmp_path: Path) -> N
         check=False, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
-
-
-def test_no_keys_are_an_answer(rookery: Command, tmp_path: Path) -> None:
-    ended = rookery("keys", "list", "--file", tmp_path / "keys.json")
-    place = tmp_path / "keys.json"
-    assert ended.out == f"No keys in {place}. Make one with `rookery keys add NAME`.\n"
 
 
 # `rookery doctor`.

@@ -3,15 +3,12 @@
 import os
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from driving import NUM_TASKS, Command, tree
-from marks import long
 
 from rookery.runs import Run
 
@@ -99,32 +96,6 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_read(
     assert "runs/x already holds a run" in ended.err and "rookery runs resume runs/x" in ended.err
 
 
-def test_a_folder_that_is_no_run_is_left_alone(rookery: Command, place: Path) -> None:
-    (place / "runs" / "x").mkdir(parents=True)
-    (place / "runs" / "x" / "thesis.txt").write_text("years of work")
-    ended = rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x")
-    assert ended.code == 2 and "is not a run and not empty (it holds thesis.txt)" in ended.err
-    assert (place / "runs" / "x" / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_run_that_another_process_owns(rookery: Command, place: Path) -> None:
-    assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x").code == 0
-    code = (
-        "import sys; from pathlib import Path; from rookery.runs import Run\n"
-        "with Run.open(Path('runs/x')): print('open', flush=True); sys.stdin.readline()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=place,
-    ) as owner:  # fmt: skip
-        assert owner.stdout is not None and owner.stdout.readline() == "open\n"
-        ended = rookery("runs", "resume", "x")
-        assert ended.code == 2 and f"is in use by process {owner.pid}" in ended.err
-        assert "x  eval, running" in rookery("runs", "show", "x").out
-        owner.communicate("\n")
-    assert rookery("runs", "resume", "x").code == 0
-
-
 @contextmanager
 def small_files(limit_bytes: int) -> Iterator[None]:
     """Files longer than this cannot be written: like a disk that is full, for one process."""
@@ -148,22 +119,6 @@ def test_a_full_disk_in_the_middle_loses_nothing(rookery: Command, place: Path) 
     reports = [(place / f"runs/{name}/report.json").read_text() for name in ("whole", "x")]
     parts = [text.split('"seconds"')[0].partition('"model"')[2] for text in reports]
     assert parts[0] == parts[1] != ""
-
-
-@long
-def test_a_full_disk_in_a_process_of_its_own(place: Path) -> None:
-    """As it is met: the kernel's signal, a sentence, code 2, and a name that can be used again."""
-    command = [sys.executable, "-m", "rookery", "eval", "tiny", "tasks.jsonl", "--name", "x"]
-    ended = subprocess.run(
-        command, cwd=place, capture_output=True, text=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
-    )  # fmt: skip
-    assert ended.returncode == 2 and ended.stdout == ""
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and "disk" in last
-    assert "Traceback" not in ended.stderr
-    with Run.create(place / "runs", kind="eval", name="x", config={}):
-        pass
 
 
 GENOME = """\
@@ -204,26 +159,6 @@ def test_evolutions_that_cannot_be(
     kept = [line for line in GENOME.splitlines() if not line.startswith(f"{key}:")]
     (place / "g.yaml").write_text("\n".join([*kept, change]) + "\n")
     assert sentence in refused("genome", "run", "g.yaml").words
-
-
-def test_founders_of_another_base(refused: Command, place: Path) -> None:
-    (place / "mixed").mkdir()
-    for name in ("a", "other"):
-        (place / "mixed" / name).symlink_to(place / name, target_is_directory=True)
-    (place / "g.yaml").write_text(GENOME.replace("founders", "mixed"))
-    assert "was made for 'someone/llama-9000'" in refused("genome", "run", "g.yaml").words
-
-
-def test_missing_configs_name_the_nearest(refused: Command, place: Path) -> None:
-    (place / "g.yaml").write_text(GENOME)
-    assert (
-        "There is no config file g.yml. Did you mean g.yaml?"
-        in refused("genome", "run", "g.yml").err
-    )
-    assert (
-        "There is no config file no.yaml."
-        in refused("sft", "tiny", "tasks.jsonl", "out", "--config", "no.yaml").err
-    )
 
 
 @pytest.mark.parametrize(

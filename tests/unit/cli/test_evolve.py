@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from driving import Command
 from scripted import Scripted, serve_scripted
-from tiny import write_chat_model
 
 from rookery.compose.evolve import evolve_prompt
 from rookery.runs import Run
@@ -137,21 +136,16 @@ def test_a_cluster_that_is_not_there_is_refused(refused: Command, model: Scripte
 
 
 def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scripted) -> None:
+    """Where the flags of places say, also where the config says otherwise."""
     before = model.stats()["calls"]
-    ended = rookery("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
-    assert ended.code == 0, ended
-    assert "first program: combined_score 0.25" in ended.words
-    assert "model scripted: 'There is no program" in ended.words
-    assert model.stats()["calls"] == before + 1
-    assert not (problem / "openevolve_output").exists()
-
-
-def test_check_takes_the_flags_of_places(rookery: Command, problem: Path, model: Scripted) -> None:
-    """Also where the config says otherwise: the flag goes before it."""
     (problem / "config.yaml").write_text("evaluator: {distributed: true}\n")
     check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
     ended = rookery(*check, "--executor", "local", "--in-flight", 2, *model.flags)
     assert ended.code == 0 and "workers: local/0" in ended.words, ended
+    assert "first program: combined_score 0.25" in ended.words
+    assert "model scripted: 'There is no program" in ended.words
+    assert model.stats()["calls"] == before + 1
+    assert not (problem / "openevolve_output").exists()
 
 
 def test_check_embeds_once_where_programs_are_compared(
@@ -302,7 +296,7 @@ def test_answers_that_improved_a_program_are_exported(
 # Prompts.
 
 PROMPT = ("evolve", "prompt", "prompt.txt")
-CHAT = ("--model", "chat")
+CHAT = ("--model", "../chat")
 TASKS = ("--taskset", "../tasks.jsonl")
 
 
@@ -323,7 +317,6 @@ TASKS = ("--taskset", "../tasks.jsonl")
 def test_prompts_that_cannot_be_asked_are_refused(
     refused: Command, problem: Path, text: str, words: tuple[str, ...], sentence: str
 ) -> None:
-    write_chat_model(problem / "chat")
     (problem / "prompt.txt").write_text(text)
     ended = refused(*PROMPT, *words)
     assert sentence in ended.words
@@ -339,13 +332,12 @@ def test_a_model_without_a_chat_template_answers_where_another_proposes(
 
 def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
     """From Python, with a taskset that another run left."""
-    write_chat_model(problem / "chat")
     text = "Say {{ nothing }} of {% raw %} {0} or {{"
     (problem / "prompt.txt").write_text(text)
     with Run.create(problem / "runs", kind="icm", name="a", config={}) as run:
         run.write_text("rows.jsonl", (problem / "../tasks.jsonl").read_text())
     outcome = evolve_prompt(
-        "prompt.txt", "run:a/rows.jsonl", "chat", max_iterations=2, llm={"max_tokens": 4}
+        "prompt.txt", "run:a/rows.jsonl", "../chat", max_iterations=2, llm={"max_tokens": 4}
     )
     tasks = outcome.report.tasks
     assert tasks is not None and tasks.taskset.num_report == len(
@@ -356,9 +348,3 @@ def test_a_prompt_with_braces_is_evolved_and_read_once(problem: Path) -> None:
     assert any("{{ nothing }} of the prompt is no field" in w for w in outcome.report.warnings)
     with Run.view(outcome.path) as run:
         assert run.counts()["prompt/chosen"] == 1
-
-
-def test_a_prompt_that_no_context_holds_is_refused(refused: Command, problem: Path) -> None:
-    write_chat_model(problem / "chat", max_position_embeddings=64)
-    (problem / "prompt.txt").write_text("x" * 100)
-    assert "gets no score (no_reward)" in refused(*PROMPT, *CHAT, *TASKS).words

@@ -10,8 +10,6 @@ from peft import PeftModel
 from tiny import write_tiny_model
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -50,13 +48,6 @@ group_size: 3
 drawing: {max_tokens: 3}
 save_every: 2
 """
-GENOME = """\
-engine: {model: tiny}
-init: {type: file, path: founders}
-tasksets: [{type: jsonl, path: tasks.jsonl}]
-stages: [{type: ga, generations: 1, population: {size: 2, children: {count: 2}}}]
-finals: {num_finalists: 2, num_voters: 2, random_search: false}
-"""
 
 
 @pytest.fixture
@@ -69,14 +60,9 @@ def config(place: Path) -> Path:
     return place
 
 
-def test_one_step_is_a_step(rookery: Command, config: Path) -> None:
-    ended = rookery("grpo", "run", "g.yaml", "--steps", "1", "--save_every", "1")
-    assert ended.code == 0 and "\n1 step, " in ended.out
-
-
-@pytest.mark.parametrize("flags", [(), ("--share", "true", "--staleness", "1")])
-def test_from_end_to_end(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
-    ended = rookery("grpo", "run", "g.yaml", "--seed", "3", "--name", "x", *flags)
+def test_from_end_to_end(rookery: Command, config: Path) -> None:
+    flags = ("--seed", "3", "--share", "true", "--staleness", "1")
+    ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)
     assert ended.code == 0
     folder = config / "runs/x"
     report = json.loads((folder / "report.json").read_text())
@@ -84,6 +70,7 @@ def test_from_end_to_end(rookery: Command, config: Path, flags: tuple[str, ...])
     assert read_adapter(folder / "trained").factors
     page = (folder / "report.html").read_text()
     assert page.lstrip().startswith("<!doctype html>") and "Engine/trainer gap" in page
+    assert "sampled" not in report["rows"][0], "several answers to a task are for who asks"
     for words in ("tasks that the training never saw", "trained", "base model"):
         assert words in ended.out
     assert f"trained  {folder / 'trained'}\n" in ended.out
@@ -114,17 +101,6 @@ def test_a_game_from_end_to_end(rookery: Command, config: Path) -> None:
     assert rookery("runs", "resume", "x").code == 0
 
 
-def test_a_genome_winner_is_trained_on(rookery: Command, config: Path) -> None:
-    (config / "genome.yaml").write_text(GENOME)
-    assert rookery("genome", "run", "genome.yaml", "--name", "x").code == 0
-    words = ("--init-from", "runs/x/winner", "--steps", "1", "--name", "y")
-    assert rookery("grpo", "run", "g.yaml", *words).code == 0
-    winner = read_adapter(config / "runs/x/winner")
-    assert read_adapter(config / "runs/y/start").version == winner.version
-    report = json.loads((config / "runs/y/report.json").read_text())
-    assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
-
-
 def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> None:
     """And is kept in the run, which goes on when its folder is gone."""
     shutil.copytree(config / "a", config / "own")
@@ -141,15 +117,9 @@ def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> 
     assert {example["prompt"] for example in examples} <= prompts, "an answer beside its question"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--full", "true", "--share", "true", "--staleness", "1"),
-        ("--full.layers", "2", "--loss", "{type: grpo, kl: {weight: 0.1}}"),
-    ],
-)
-def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
+def test_a_model_is_trained_whole(rookery: Command, config: Path) -> None:
     """And the next run starts from what this one trained."""
+    flags = ("--full.layers", "2", *KL)
     first = rookery("grpo", "run", "g.yaml", "--name", "x", "--lora.rank", "3", *flags)
     assert first.code == 0 and "lora has no effect: full trains all weights" in first.err
     trained = config / "runs/x/checkpoints/step_2"
@@ -163,9 +133,8 @@ def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[s
     report = json.loads((config / "runs/y/report.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
     assert report["model"] == before["model"]
-    if "--loss" in flags:
-        assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
-        assert report["steps"][1]["metrics"]["train/kl"] > 0
+    assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
+    assert report["steps"][1]["metrics"]["train/kl"] > 0
 
 
 def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path) -> None:
@@ -182,13 +151,8 @@ def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path
 
     expected = divergence("adapter", "--reference", "a")
     assert expected > 1e-4
-    others = {
-        "merged": ("--reference", "merged"),
-        "full-merged": ("--full", "--reference", "merged"),
-    }
-    for name, flags in others.items():
-        assert divergence(name, *flags) == pytest.approx(expected, rel=1e-3)
-    assert divergence("base", "--reference", "tiny") == pytest.approx(0.0, abs=1e-9)
+    flags = ("--full", "--reference", "merged")
+    assert divergence("full-merged", *flags) == pytest.approx(expected, rel=1e-3)
     assert divergence("start", "--init-from", "a") == pytest.approx(0.0, abs=1e-9)
     shutil.copytree(config / "b", config / "own")
     divergence("changed", "--reference", "own")
@@ -198,36 +162,17 @@ def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path
     assert ended.code == 2 and "The data of reference changed" in ended.words
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path, command: str) -> None:
+def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path) -> None:
     """In a sentence of ours: transformers names two hundred other types."""
     sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / "t5")
-    small = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForMaskedLM(BertConfig(**small, **layers)).save_pretrained(config / "bert")
-    for kind in ("t5", "bert"):
-        for path in (config / "tiny").glob("tokenizer*"):
-            shutil.copy(path, config / kind)
-        ended = rookery("grpo", command, "g.yaml", "--engine.model", kind)
-        sentence = f"a model of the type {kind}, which does not continue texts: take a decoder"
+    for path in (config / "tiny").glob("tokenizer*"):
+        shutil.copy(path, config / "t5")
+    for command in ("run", "plan"):
+        ended = rookery("grpo", command, "g.yaml", "--engine.model", "t5")
+        sentence = "a model of the type t5, which does not continue texts: take a decoder"
         assert ended.code == 2 and sentence in ended.words
         assert len(ended.words) < 600 and not (config / "runs").exists()
-
-
-def test_files_of_flags_are_taken_from_here(
-    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = config / "here"
-    shutil.copytree(config / "a", here / "start")
-    (here / "own.py").write_text(REWARD)
-    monkeypatch.chdir(here)
-    function = ("--tasksets.0.scorer.function", "own.py:reward")
-    words = ("grpo", "run", "../g.yaml", "--name", "x", "--init-from", "start", *function)
-    assert rookery(*words).code == 0
-    made = json.loads((here / "runs/x/config.json").read_text())
-    assert made["init_from"] == str(here / "start")
-    assert made["tasksets"][0]["scorer"]["function"] == f"{here / 'own.py'}:reward"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ drawing: {max_tokens: 3}
 save_every: 2
 keep_rollouts: true
 """
-SWEEP = ("--vary", "learning-rate=1e-2,3e-2", "--vary", "loss.type=grpo,dr_grpo", "--seeds", "2")
+SWEEP = ("--vary", "learning-rate=1e-2,3e-2", "--seeds", "2")
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_the_report_ranks_all_by_the_select_tasks(rookery: Command, config: Path
     report = json.loads((config / "runs/s/report.json").read_text())
     sweep = report["sweep"]
     selects = [setting["select"] for setting in sweep["settings"]]
-    assert selects == sorted(selects, reverse=True) and len(selects) == 4
-    assert [row["num_seeds"] for row in sweep["settings"]] == [2] * 4
+    assert selects == sorted(selects, reverse=True) and len(selects) == 2
+    assert [row["num_seeds"] for row in sweep["settings"]] == [2] * 2
     chosen, *others = sweep["adapters"]
     assert chosen["is_chosen"] and not any(other["is_chosen"] for other in others)
     assert chosen["setting"] == sweep["settings"][0]["name"]
@@ -123,15 +123,15 @@ def test_the_report_ranks_all_by_the_select_tasks(rookery: Command, config: Path
     shown = read_saved((config / "runs/s/report.html").read_text())["answers"]["runs/s/report"]
     assert [a["name"] for a in shown["sweep"]["adapters"]] == [a["name"] for a in (chosen, *others)]
     assert len(shown["chosen"]["curves"]["train/loss"]) == len(shown["chosen"]["steps"]) == 3
-    assert len(shown["settings"]["rows"]) == 4
+    assert len(shown["settings"]["rows"]) == 2
     with Run.view(config / "runs/s") as run:
         assert {event.key for event in run.events("adapter")} == {
             a["name"] for a in [chosen, *others]
         }
         rows = run.metrics()
     assert [row.step for row in rows] == [0, 1, 2]
-    assert len([name for name in rows[0].values if name.startswith("reward/")]) == 9
-    assert "8 adapters, ranked by the select tasks" in ended.words
+    assert len([name for name in rows[0].values if name.startswith("reward/")]) == 5
+    assert "4 adapters, ranked by the select tasks" in ended.words
 
 
 def sweep_until(number: int, errors: Path, *words: str) -> None:
@@ -181,9 +181,6 @@ def test_an_adapter_that_cannot_be_trained_ends_alone(rookery: Command, config: 
     good, bad = json.loads((config / "runs/s/report.json").read_text())["sweep"]["adapters"]
     assert good["is_chosen"] and "row" not in bad and "error" in bad
     assert status_of(config / "runs/s/adapters" / bad["name"]) == "failed"
-    own = config / "runs/s/adapters" / good["name"]
-    assert rookery("grpo", "run", "g.yaml", "--name", "alone").code == 0
-    assert what_was_learned(own) == what_was_learned(config / "runs/alone")
     before = ranking(config / "runs/s")
     assert rookery("runs", "resume", "runs/s").code == 0 and ranking(config / "runs/s") == before
 

@@ -54,16 +54,6 @@ def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
     )
 
 
-def test_paths_of_flags_are_where_the_user_is(rookery: Command, config: Path) -> None:
-    folder = config / "configs"
-    folder.mkdir()
-    (config / "c.json").rename(folder / "c.json")
-    ended = rookery("icm", "run", "configs/c.json", "--name", "x", "--data.path", "items.jsonl")
-    assert ended.code == 0
-    used = json.loads((config / "runs/x/config.json").read_text())
-    assert used["data"]["path"] == str(config / "items.jsonl")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

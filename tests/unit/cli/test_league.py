@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from driving import Command
-from tiny import write_chat_model
 
 from rookery.compose.league.entrants import League, LeagueConfig
 from rookery.reports import LeagueReport, parse_league_report
@@ -158,12 +157,12 @@ def test_an_entrant_whose_least_work_is_beyond_the_budget_is_named(
 
     monkeypatch.setattr(League, "steps", count)
     founders = {"founders": ["a", "b"], "entrants": ["sft", "genome"]}
-    write(place, **founders, num_seeds=4, budget={"max_answer_tokens": 40})
+    write(place, **founders, num_seeds=2, budget={"max_answer_tokens": 40})
     assert rookery("league", league, "--name", "small").code == 0
     assert len(made) == 2
     report = read(place, "small")
     over = [line for line in report.warnings if "answer tokens of 40" in line]
-    assert [line.split()[0] for line in over] == [f"genome-{seed}" for seed in range(4)]
+    assert [line.split()[0] for line in over] == [f"genome-{seed}" for seed in range(2)]
     for row in report.rows:
         for each in (row.gain, row.lead):
             assert each is None or math.copysign(1, each.mean or 0.0) == 1 or each.mean != 0.0
@@ -243,7 +242,7 @@ def test_a_prompt_that_a_report_task_cannot_fill_is_refused_before_the_first_ent
     rows = [row if row["prompt"] in report else row | {"hint": "w9"} for row in rows]
     (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "first.txt").write_text("{{ hint }} {{ prompt }}")
-    engine = {"model": str(write_chat_model(place / "chat"))}
+    engine = {"model": str(place / "chat")}
     ended = refused("league", write(place, entrants=["prompt"], prompt="first.txt", engine=engine))
     assert "The prompt names {{ hint }}, and the task" in ended.words
 
@@ -251,7 +250,10 @@ def test_a_prompt_that_a_report_task_cannot_fill_is_refused_before_the_first_ent
 def test_a_model_that_takes_no_messages_proposes_no_prompts(
     rookery: Command, place: Path, league: Path
 ) -> None:
-    assert rookery("league", write(place, entrants=["sft", "prompt"]), "--name", "l").code == 0
+    assert (
+        rookery("league", write(place, entrants=["sft", "prompt"], num_seeds=1), "--name", "l").code
+        == 0
+    )
     [one] = read(place, "l").left_out
     assert one.name == "prompt" and not one.is_failure and "no chat template" in one.reason
     settings = {"prompt": {"llm": {"primary_model": "big", "api_base": "http://127.0.0.1:9"}}}
@@ -260,13 +262,6 @@ def test_a_model_that_takes_no_messages_proposes_no_prompts(
          "engine": {"model": "tiny"}}
     )  # fmt: skip
     assert "prompt" not in League.read(named).reasons
-
-
-def test_a_name_too_long_for_the_runs_of_entrants_is_refused_before_the_first_one(
-    refused: Command, place: Path, league: Path
-) -> None:
-    ended = refused("league", write(place, entrants=["sft"]), "--name", "l" * 198)
-    assert "Got the name of the run of the step sft-0" in ended.words
 
 
 def test_flags_name_tasksets_and_lists_of_files(
@@ -281,31 +276,6 @@ def test_flags_name_tasksets_and_lists_of_files(
         "founders.1 is run:nowhere/trained" in refused(*words, "[../a, run:nowhere/trained]").words
     )
     assert "--founders is [a: a list is" in refused(*words, "[a").words
-
-
-def test_an_interrupted_league_does_not_go_on_with_other_tasks(
-    rookery: Command, place: Path, league: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The entrants that have ended had the former ones."""
-    write(place, entrants=["sft"], num_seeds=2)
-
-    from rookery.compose.steps import feeds
-
-    def press(steps: Any, name: str) -> Any:
-        if name == "sft-1":
-            raise KeyboardInterrupt
-        return feeds(steps, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("rookery.compose.league.run.feeds", press)
-        assert rookery("league", league, "--name", "l").code == 130
-    assert not (place / "runs/l.sft-1").exists()
-    rows = (place / "rows.jsonl").read_text()
-    (place / "rows.jsonl").write_text(rows.replace("w50", "w51"))
-    ended = rookery("runs", "resume", "l")
-    assert ended.code == 2 and "The data of rows changed since" in ended.words
-    (place / "rows.jsonl").write_text(rows)
-    assert rookery("runs", "resume", "l").code == 0
 
 
 def test_tasks_that_change_between_two_entrants_end_the_league(
@@ -323,8 +293,10 @@ def test_tasks_that_change_between_two_entrants_end_the_league(
     ended = rookery("league", league, "--name", "l")
     assert ended.code == 2 and "The data of rows changed since" in ended.words
     assert (place / "runs/l.sft-0").exists() and not (place / "runs/l.sft-1").exists()
-    (place / "rows.jsonl").write_text(rows)
     monkeypatch.setattr(Steps, "end", lambda *_: None)
+    ended = rookery("runs", "resume", "l")
+    assert ended.code == 2 and "The data of rows changed since" in ended.words
+    (place / "rows.jsonl").write_text(rows)
     assert rookery("runs", "resume", "l").code == 0
 
 
@@ -381,7 +353,6 @@ def test_a_prompt_is_measured_as_the_search_asked_it(
 ) -> None:
     """A field that only a child names is never filled in."""
     (place / "first.txt").write_text("Answer.")
-    write_chat_model(place / "chat")
     engine = {"model": "chat", "cache_gib": 0.01}
     prompt = {"llm": {"max_tokens": 8}}
     write(place, entrants=["prompt"], num_seeds=1, prompt="first.txt", engine=engine,

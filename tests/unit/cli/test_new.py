@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 from driving import Command
-from evolve_command import require_sandbox
 from marks import long
-from tiny import write_chat_model
 
 from rookery.cli.demo import Kind
-from rookery.starters.number_changer import NAME, serve_number_changer
 
 ENGINE = ("--engine.model", "tiny", "--engine.cache-gib", "0.01")
 FLAGS: dict[Kind, tuple[str, ...]] = {
@@ -53,18 +50,7 @@ def test_a_scorer_is_measured(rookery: Command, place: Path) -> None:
     assert row["num_failed"] == 0 and 0 < row["mean"] <= 1
 
 
-def test_a_program_evolves(rookery: Command, place: Path) -> None:
-    require_sandbox()
-    words = written(rookery, "evolve")
-    with serve_number_changer() as url:
-        model = ("--primary-model", NAME, "--api-base", url, "--rookery.engine", "null")
-        ended = rookery(*words, *model, "-i", "4", "-o", "out")
-    assert ended.code == 0, ended.err
-    assert (place / "out/report.html").exists() and "4" in ended.words
-
-
 def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "chat")
     words = (*written(rookery, "prompt"), "--model", "chat", "--llm.max-tokens", "8", "-o", "out")
     ended = rookery(*words)
     assert ended.code == 0, ended.err
@@ -75,10 +61,9 @@ def test_a_prompt_evolves(rookery: Command, place: Path) -> None:
 
 @long
 def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "mine-chat", max_position_embeddings=8192)
     words = written(rookery, "flywheel")
     config = place / "mine/config.yaml"
-    text = config.read_text().replace("smollm2", str(place / "mine-chat"))
+    text = config.read_text().replace("smollm2", str(place / "chat"))
     config.write_text(
         text.replace("max_tokens: 128", "max_tokens: 4").replace(
             "max_iterations: 12", "max_iterations: 5"
@@ -92,12 +77,12 @@ def test_a_flywheel_turns(rookery: Command, place: Path) -> None:
     assert "fw.first, fw.writer" in ended.words
 
 
+@long
 def test_a_sweeps_adapters_are_founders(rookery: Command, place: Path) -> None:
-    write_chat_model(place / "mine-chat")
     words = written(rookery, "sweep")
     for name in ("config.yaml", "taskset.yaml"):
         file = place / "mine" / name
-        text = file.read_text().replace("smollm2", str(place / "mine-chat"))
+        text = file.read_text().replace("smollm2", str(place / "chat"))
         exact = "{type: exact, ignore_case: true, ignore_punctuation: true}"
         text = text.replace(exact, "{type: python, function: scorer.py:score}")
         file.write_text(text.replace("steps: 8", "steps: 1").replace("layers: 8", "layers: 1"))

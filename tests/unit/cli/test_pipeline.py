@@ -10,7 +10,7 @@ import pytest
 import yaml
 from driving import Command
 from evolve_command import require_sandbox
-from tiny import write_chat_model
+from marks import long
 
 from rookery.compose.steps import StepConfig
 from rookery.runs import Run
@@ -62,29 +62,6 @@ def test_steps_are_runs_and_the_report_measures_each(
     ]
     assert "flow.first" in rookery("runs", "list").out
     assert "second" in (place / "runs/flow/report.html").read_text()
-
-
-def test_an_interrupted_pipeline_goes_on_with_its_step(
-    rookery: Command, place: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = write(place, steps())
-    assert rookery("pipeline", "run", whole, "--name", "whole").code == 0
-
-    from rookery.compose import sft
-
-    def press(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "SftReport", press)
-        assert rookery("pipeline", "run", whole, "--name", "cut").code == 130
-    assert not (place / "runs/cut.second").exists()
-    assert rookery("runs", "resume", "cut").code == 0
-    adapters = [place / f"runs/{name}.second/trained" for name in ("whole", "cut")]
-    weights = [(folder / "adapter_model.safetensors").read_bytes() for folder in adapters]
-    assert weights[0] == weights[1]
-    with Run.view(place / "runs/cut.first") as run:
-        assert sum(event.kind == "run/opened" for event in run.events()) == 1, "resumed, not anew"
 
 
 def test_a_step_of_an_earlier_pipeline_is_taken_only_if_it_is_the_same(
@@ -153,24 +130,7 @@ def test_a_report_that_cannot_be_is_refused_before_the_first_step(
     assert sentence in refused("pipeline", "run", path).words
 
 
-def test_without_a_report_the_steps_are_all(rookery: Command, place: Path) -> None:
-    path = place / "flow.yaml"
-    path.write_text(yaml.safe_dump({"steps": {"first": student()}}))
-    ended = rookery("pipeline", "run", path, "--name", "flow")
-    assert ended.code == 0, ended.err
-    report = json.loads((place / "runs/flow/report.json").read_text())
-    assert [step["name"] for step in report["steps"]] == ["first"]
-
-
-def test_a_step_that_is_called_base_is_told_from_the_base_model(
-    rookery: Command, place: Path, held_out: Path
-) -> None:
-    assert rookery("pipeline", "run", write(place, {"base": student()}), "--name", "f").code == 0
-    report = json.loads((place / "runs/f/report.json").read_text())
-    assert [row["name"] for row in report["models"]] == ["base", "f.base"]
-
-
-def test_a_step_has_a_file_of_its_own_with_its_own_paths(
+def test_a_step_called_base_has_a_file_with_its_own_paths_and_is_told_from_the_base_model(
     rookery: Command, place: Path, held_out: Path
 ) -> None:
     (place / "deep").mkdir()
@@ -178,16 +138,12 @@ def test_a_step_has_a_file_of_its_own_with_its_own_paths(
     values = student("mine.jsonl")["values"] | {"model": str(place / "tiny")}
     (place / "deep/sft.yaml").write_text(yaml.safe_dump(values))
     fed = {"loop": "sft", "config": "deep/fed.yaml"}
-    (place / "deep/fed.yaml").write_text(yaml.safe_dump(values | {"init_from": "run:a/trained"}))
-    path = write(place, {"a": {"loop": "sft", "config": "deep/sft.yaml"}, "b": fed})
-    ended = rookery("pipeline", "run", path, "--name", "flow")
+    (place / "deep/fed.yaml").write_text(yaml.safe_dump(values | {"init_from": "run:base/trained"}))
+    path = write(place, {"base": {"loop": "sft", "config": "deep/sft.yaml"}, "b": fed})
+    ended = rookery("pipeline", "run", path, "--name", "f")
     assert ended.code == 0, ended.err
-
-
-def test_tasks_that_a_step_sees_are_refused_for_the_report(refused: Command, place: Path) -> None:
-    path = write(place, {"first": student()}, report="tasks.jsonl")
-    ended = refused("pipeline", "run", path)
-    assert "report tasks are also data of the step first" in ended.words
+    report = json.loads((place / "runs/f/report.json").read_text())
+    assert [row["name"] for row in report["models"]] == ["base", "f.base", "b"]
 
 
 def test_a_seen_task_is_refused_before_the_first_step_where_only_the_adapter_is_made(
@@ -199,7 +155,6 @@ def test_a_seen_task_is_refused_before_the_first_step_where_only_the_adapter_is_
 
 
 def test_a_seen_task_is_known_as_a_chat_too(refused: Command, place: Path) -> None:
-    write_chat_model(place / "chat")
     turn = {"role": "user", "content": "2 + 2 =  ?"}
     for name, prompt in (
         ("seen", "2 + 2 = ?"),
@@ -225,9 +180,9 @@ def evolving(**changes: Any) -> dict[str, Any]:
     return {"loop": "evolve", "values": {**files, **changes, "settings": settings}}
 
 
+@long
 def test_winners_of_evolve_train_the_next_proposer(rookery: Command, place: Path) -> None:
     require_sandbox()
-    write_chat_model(place / "chat", max_position_embeddings=8192)
     assert rookery("new", "evolve", "mine").code == 0
     engine = {"engine": {"model": "chat"}, "adapters": {"writer": "run:student/trained"}}
     values = {"model": "chat", "rank": 2, "layers": 1, "steps": 1, "batch_size": 1}
@@ -269,19 +224,6 @@ def test_winners_of_evolve_train_the_next_proposer(rookery: Command, place: Path
     assert rookery("runs", "resume", "flow").code == 0
 
 
-def test_a_step_of_evolve_without_winners_says_what_there_is(rookery: Command, place: Path) -> None:
-    require_sandbox()
-    assert rookery("new", "evolve", "mine").code == 0
-    with serve_number_changer() as url:
-        llm = {"primary_model": NAME, "api_base": url, "max_tokens": 1}
-        first = evolving(settings={"max_iterations": 1, "llm": llm, "max_code_length": 1})
-        steps = {"first": first, "student": student("run:first/winners.jsonl")}
-        path = place / "flow.yaml"
-        path.write_text(yaml.safe_dump({"steps": steps}, sort_keys=False))
-        ended = rookery("pipeline", "run", path, "--name", "flow")
-    assert ended.code == 2 and "the run has no winners.jsonl. It has best" in ended.words
-
-
 def test_a_step_whose_run_cannot_have_its_name_is_refused_before_the_first_one(
     refused: Command, place: Path, held_out: Path
 ) -> None:
@@ -292,7 +234,6 @@ def test_a_step_whose_run_cannot_have_its_name_is_refused_before_the_first_one(
 
 def test_a_step_that_was_refused_is_begun_again(rookery: Command, place: Path) -> None:
     """It leaves no run that would hold on to what was wrong."""
-    write_chat_model(place / "chat")
     scorer = "def score(task, completion):\n    return float(len(completion.tokens) > 1)\n"
     (place / "scorer.py").write_text(scorer.replace("return", "return wrong +"))
     (place / "prompt.txt").write_text("Answer.")
@@ -335,7 +276,6 @@ def every_loop(place: Path) -> dict[str, Any]:
     (place / "scorer.py").write_text(SCORER)
     items = [{"id": f"i{index}", "a": 4 + index} for index in range(8)]
     (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
-    write_chat_model(place / "chat")
     (place / "drawn.yaml").write_text(yaml.safe_dump(DRAWN))
     (place / "prompt.txt").write_text("Answer.")
     data = {"path": "items.jsonl", "prompt": "w{{ a }} w20", "labels": ["w90", "w91"]}
@@ -369,12 +309,9 @@ def every_loop(place: Path) -> dict[str, Any]:
 
 MISSING = {
     "items.jsonl": "labels",
-    "tiny": "labels",
     "scorer.py": "policy",
-    "tasks.jsonl": "policy",
     "a": "evolved",
     "prompt.txt": "prompt",
-    "chat": "prompt",
 }
 """Files, and the first step that reads each."""
 
@@ -469,15 +406,3 @@ def test_who_runs_a_pipeline_of_this_name_is_said(
     with Run.create(place / "runs", kind="pipeline", config={}, name="f"):
         ended = rookery("pipeline", "run", write(place, steps()), "--name", "f")
     assert ended.code == 2 and f"runs/f is in use by process {os.getpid()}" in ended.words
-
-
-def test_a_step_takes_from_a_run_outside_of_the_pipeline(rookery: Command, place: Path) -> None:
-    whole = place / "flow.yaml"
-    whole.write_text(yaml.safe_dump({"steps": {"first": student()}}))
-    assert rookery("pipeline", "run", whole, "--name", "f").code == 0
-    steps = {"only": student(init_from="run:f.first/trained", taskset=str(place / "tasks.jsonl"))}
-    whole.write_text(yaml.safe_dump({"steps": steps}))
-    assert rookery("pipeline", "run", whole, "--name", "g").code == 0
-    shutil.rmtree(place / "runs/f.first/trained")
-    ended = rookery("runs", "resume", "g")
-    assert ended.code == 2 and "f.first/trained: the run has no trained" in ended.words

@@ -92,31 +92,11 @@ def test_a_quiet_command_prints_no_line() -> None:
     assert lines.text == ""
 
 
-def test_every_phase_of_a_search_and_every_evaluation_prints_progress(
+def test_every_phase_prints_progress_and_what_was_skipped_is_told_there_and_in_the_report(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between generations, and in the last phase: baselines and random search."""
+    """Progress comes between generations, and in the last phase: baselines and random search."""
     monkeypatch.setattr(display, "LINE_EVERY_S", 0.02)
-    (place / "g.yaml").write_text(GENOME)
-    ended = rookery("genome", "run", "g.yaml", "--name", "x")
-    assert ended.code == 0
-    said = ended.err.splitlines()
-    assert "loading" in ended.err
-    last = max(i for i, line in enumerate(said) if "   best " in line)
-    after = [line for line in said[last + 1 :] if "tok/s" in line]
-    assert len(after) > 2, said
-    assert after[-1].startswith("done  ")
-    told = json.loads((place / "runs/x/progress.json").read_text())
-    assert told["done"] == told["total"] > 0 and told["noun"] == "answer" and not told["left_s"]
-
-    ended = rookery("eval", "tiny", "tasks.jsonl")
-    assert ended.code == 0 and f"loading {place / 'tiny'}" in ended.err
-    assert [line for line in ended.err.splitlines() if line.startswith("tasks  ")]
-
-
-def test_what_was_moved_and_skipped_is_on_the_terminal_and_in_the_report(
-    rookery: Command, place: Path
-) -> None:
     rows = (place / "tasks.jsonl").read_text().splitlines()
     (place / "tasks.jsonl").unlink()
     (place / "tasks.jsonl").write_text("\n".join([*rows, rows[0]]) + "\n")
@@ -124,6 +104,12 @@ def test_what_was_moved_and_skipped_is_on_the_terminal_and_in_the_report(
     (place / "g.yaml").write_text(GENOME.replace("tasks.jsonl, name", "bad.jsonl, name"))
     ended = rookery("genome", "run", "g.yaml", "--name", "x")
     assert ended.code == 0
+    said = ended.err.splitlines()
+    last = max(i for i, line in enumerate(said) if "   best " in line)
+    after = [line for line in said[last + 1 :] if "tok/s" in line]
+    assert len(after) > 2 and after[-1].startswith("done  "), said
+    told = json.loads((place / "runs/x/progress.json").read_text())
+    assert told["done"] == told["total"] > 0 and told["noun"] == "answer" and not told["left_s"]
     skipped = f"again: 2 of {len(rows) + 2} rows were skipped. The first: "
     report = json.loads((place / "runs/x/report.json").read_text())
     page = (place / "runs/x/report.html").read_text()
@@ -134,7 +120,9 @@ def test_what_was_moved_and_skipped_is_on_the_terminal_and_in_the_report(
     ended = rookery("eval", "tiny", "bad.jsonl?bad_rows=skip", "--json")
     assert ended.code == 0 and ended.document["num_skipped_rows"] == 2
     assert ended.document["warnings"][0].startswith("bad: 2 of ")
-    assert "rows were skipped" in rookery("eval", "tiny", "bad.jsonl?bad_rows=skip").err
+    told = rookery("eval", "tiny", "bad.jsonl?bad_rows=skip").err
+    assert "rows were skipped" in told and f"loading {place / 'tiny'}" in told
+    assert [line for line in told.splitlines() if line.startswith("bad  ")]
     refused = rookery("eval", "tiny", "bad.jsonl")
     assert refused.code == 2 and f"2 of {len(rows) + 2} rows cannot be used" in refused.err
 

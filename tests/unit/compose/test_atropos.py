@@ -16,7 +16,6 @@ import pytest
 from environments.groups import make_document
 from forked import forked, run_code
 from marks import long
-from tiny import write_tiny_model
 
 from rookery.compat.atropos import feed as feed_module
 from rookery.compat.atropos import group_queue as registry
@@ -25,7 +24,6 @@ from rookery.compat.atropos.group_queue import TrainerRegistration
 from rookery.compat.atropos.options import AtroposOptions, translate
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
-from rookery.compose.grpo.plan import plan_grpo
 from rookery.compose.kinds import resume
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
@@ -53,12 +51,9 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    changes = {"full": True, "share": True, "learning_rate": 1e-3} if full else {}
+def test_a_policy_is_trained_on_an_environment_elsewhere(tiny_folder: Path, tmp_path: Path) -> None:
     outcome = run_grpo(
-        config_of(folder, **changes), runs_dir=tmp_path / "runs", name="toy", progress=False
+        config_of(tiny_folder), runs_dir=tmp_path / "runs", name="toy", progress=False
     )
     report = outcome.report
     assert [step.step for step in report.steps] == [0, 1, 2]
@@ -74,36 +69,29 @@ def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: P
 
 
 def test_answers_that_top_p_cut_are_trained_on_with_what_they_were_drawn_from(
+    tiny_folder: Path,
     tmp_path: Path,
 ) -> None:
     """Over the whole vocabulary the log-probabilities would be off by a tenth."""
-    folder = write_tiny_model(tmp_path / "tiny")
-    config = config_of(folder, steps=2)
+    config = config_of(tiny_folder, steps=2)
     config["environment"]["environments"][0]["command"].append("0.8")
     outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
     gaps = [step.metrics.get("grpo/logprob_gap") for step in outcome.report.steps]
     assert len(gaps) == 2 and all(gap is not None and gap < 1e-3 for gap in gaps)
 
 
-@pytest.mark.parametrize("loss", [{}, {"kl": {"weight": 0.1}}])
 def test_some_groups_of_a_batch_have_log_probabilities_of_a_reference(
-    loss: dict[str, Any], tmp_path: Path
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Those of others are computed, or nobody needs them."""
-    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=2, loss={"type": "grpo", **loss})
+    """Those of others are computed."""
+    loss = {"type": "grpo", "kl": {"weight": 0.1}}
+    config = config_of(tiny_folder, steps=2, loss=loss)
     config["environment"]["environments"][0]["env"] = {"TOY_REFERENCE": "1"}
     outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
     assert len(outcome.report.steps) == 2
 
 
-def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    plan = plan_grpo(config_of(folder))
-    assert plan.fits and {row.name for row in plan.rows} >= {"gradients", "prefix cache"}
-
-
-def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
+def test_a_run_without_environments_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no data here')"]
     environment = {
         "type": "atropos", "port": 0, "max_token_len": 64,
@@ -111,7 +99,9 @@ def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(TaskError, match="No environment is left: environment 0 ended with status"):
         run_grpo(
-            config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
+            config_of(tiny_folder, environment=environment),
+            runs_dir=tmp_path / "runs",
+            progress=False,
         )
 
 
@@ -135,11 +125,10 @@ post("/scored_data", group | {"scores": [1.0]})
 
 
 def test_a_run_without_batches_says_what_came_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one environment, of which nothing makes a batch."""
     monkeypatch.setattr(registry, "SILENT_S", 0.5)
-    folder = write_tiny_model(tmp_path / "tiny")
     group = json.dumps(make_document(5))
     command = [sys.executable, "-c", GARBAGE, "{gateway}", group]
     environment = {
@@ -148,7 +137,9 @@ def test_a_run_without_batches_says_what_came_instead(
     }  # fmt: skip
     with pytest.raises(TaskError, match="No environment is left") as failed:
         run_grpo(
-            config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
+            config_of(tiny_folder, environment=environment),
+            runs_dir=tmp_path / "runs",
+            progress=False,
         )
     said = str(failed.value)
     assert "the environments are none" in said
@@ -184,10 +175,10 @@ run_grpo(config, runs_dir=runs, name="toy", progress=False)
 
 @pytest.mark.parametrize(("point", "number"), [pytest.param("before", 2, marks=long), ("after", 3)])
 def test_a_killed_training_goes_on_and_trains_each_group_once(
-    point: str, number: int, tmp_path: Path
+    point: str, number: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     # More groups than an environment sends ahead: the run needs one that is started again.
-    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=6)
+    config = config_of(tiny_folder, steps=6)
     words = (json.dumps(config), str(tmp_path / "runs"), point, str(number))
     with forked(run_code, KILLED, *words) as killed:
         assert killed.wait() == -signal.SIGKILL
@@ -370,10 +361,10 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_environments_of_a_run_with_a_key_are_given_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GATEWAY_KEY", "a secret/with signs")
-    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=1)
+    config = config_of(tiny_folder, steps=1)
     config["environment"]["key_env"] = "GATEWAY_KEY"
     command = config["environment"]["environments"][0]["command"]
     command[-1] = "{gateway}"  # the toy sends the engine no key of its own
@@ -430,9 +421,8 @@ async def test_a_batch_is_compressed_for_who_reads_that(tmp_path: Path) -> None:
         assert answers["gzip"] == answers["identity"] and answers["gzip"]["batch_id"] == 1
 
 
-async def test_engine_routes_over_the_embedded_engine(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    engine = {"type": "embedded", "model": str(folder), "cache_gib": 0.01}
+async def test_engine_routes_over_the_embedded_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    engine = {"type": "embedded", "model": str(tiny_folder), "cache_gib": 0.01}
     async with gateway(tmp_path, engine=engine) as (session, _):
         assert (await ask(session, "GET", "/health"))["status"] == "ok"
         body = {
@@ -455,11 +445,12 @@ async def test_engine_routes_over_the_embedded_engine(tmp_path: Path) -> None:
         assert "shorten it" in (await ask(session, "POST", "/inference/v1/generate", long))["error"]
 
 
-async def test_a_training_takes_batches_from_a_gateway_elsewhere(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
+async def test_a_training_takes_batches_from_a_gateway_elsewhere(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     async with gateway(tmp_path) as (session, url):
         environment = {"type": "atropos", "url": url, "batch_s": 60}
-        config = config_of(folder, environment=environment, steps=2, max_gap=100.0)
+        config = config_of(tiny_folder, environment=environment, steps=2, max_gap=100.0)
         training = asyncio.create_task(
             asyncio.to_thread(
                 run_grpo, config, runs_dir=tmp_path / "runs", name="client", progress=False

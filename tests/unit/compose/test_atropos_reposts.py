@@ -3,14 +3,13 @@
 import asyncio
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from environments.groups import make_document
-from tiny import write_tiny_model
 
 from rookery.compose.grpo.atropos import GatewayConfig, serving_gateway
 from rookery.runs.journal import Journal
@@ -67,6 +66,7 @@ async def test_a_post_whose_sender_gave_up_counts_once(
 # Answers with penalties.
 
 
+Draw = Callable[[aiohttp.ClientSession, dict[str, float]], Awaitable[tuple[list[int], list[float]]]]
 PROMPT = [5, 6]
 HOW = {"max_tokens": 6, "seed": 3, "ignore_eos": True}
 
@@ -102,29 +102,30 @@ async def complete(
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-@pytest.mark.parametrize("draw", [generate, generate_tokens, complete])
-@pytest.mark.parametrize(
-    "penalty",
-    [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"frequency_penalty": -2.0}],
-)
+PENALTIES: list[tuple[Draw, dict[str, float]]] = [
+    (generate, {"repetition_penalty": 1.5}),
+    (generate_tokens, {"presence_penalty": 1.0}),
+    (complete, {"frequency_penalty": -2.0}),
+]
+
+
 async def test_what_was_drawn_with_a_penalty_is_not_trained_on(
-    draw: Any, penalty: dict[str, float], tmp_path: Path
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    engine = {"type": "embedded", "model": str(folder), "cache_gib": 0.01}
+    engine = {"type": "embedded", "model": str(tiny_folder), "cache_gib": 0.01}
     config = GatewayConfig.model_validate(
         {"port": 0, "folder": tmp_path / "gateway", "vocab_size": 97, "engine": engine}
     )
+    sentence = "drawn with a repetition, presence or frequency penalty"
     async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
-        plain, penalised = await draw(session, {}), await draw(session, penalty)
-        assert plain[1] != penalised[1], "it was drawn with the penalty"
-        sentence = "drawn with a repetition, presence or frequency penalty"
-        for (tokens, logprobs), said in ((plain, "received"), (penalised, sentence)):
-            group = {
-                "tokens": [PROMPT + tokens] * 2,
-                "masks": [[-100, -100, *tokens]] * 2,
-                "inference_logprobs": [[1.0, 1.0, *logprobs]] * 2,
-                "scores": [0.0, 1.0],
-            }
-            answer = await ask(session, "/scored_data", group)
-            assert said in str(answer)
+        for draw, penalty in PENALTIES:
+            plain, penalised = await draw(session, {}), await draw(session, penalty)
+            assert plain[1] != penalised[1], "it was drawn with the penalty"
+            for (tokens, logprobs), said in ((plain, "received"), (penalised, sentence)):
+                group = {
+                    "tokens": [PROMPT + tokens] * 2,
+                    "masks": [[-100, -100, *tokens]] * 2,
+                    "inference_logprobs": [[1.0, 1.0, *logprobs]] * 2,
+                    "scores": [0.0, 1.0],
+                }
+                assert said in str(await ask(session, "/scored_data", group))

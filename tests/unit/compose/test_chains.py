@@ -40,10 +40,8 @@ DRAWN = {"scorer": {"type": "python", "function": "scorer.py:score"}, "sampling"
 
 @pytest.fixture
 def runs(place: Path) -> Path:
-    """Two adapters trained on answers, as runs `one` and `two`."""
+    """The folder to work in, with a scorer of drawn answers."""
     (place / "scorer.py").write_text(SCORER)
-    for seed, name in enumerate(("one", "two")):
-        rookery.run_sft("tiny", "tasks.jsonl", name=name, seed=seed, **TRAINING)
     return place
 
 
@@ -74,25 +72,34 @@ def grpo(name: str, *, path: str = "tasks.jsonl", fields: Any = None, **changes:
     return rookery.run_grpo(config, name=name, progress=False).path
 
 
-@pytest.mark.parametrize("left", ["one/trained", "found/winner", "policy/checkpoints"])
-def test_an_adapter_is_a_start_a_founder_and_measured(runs: Path, left: str) -> None:
-    if left.startswith("found"):
-        genome("run:one/trained", "run:two/trained", name="found")
-    if left.startswith("policy"):
-        grpo("policy", sweep={"seeds": 2})
-        genome("run:policy/adapters", "run:one/trained", name="of-sweep")
-        grpo("plain")
-        left = f"plain/{LAST_STEP}"
-    adapter = f"run:{left}"
-    start = read_adapter(runs / "runs" / left)
+def test_an_adapter_of_each_loop_is_a_start_a_founder_and_measured(runs: Path) -> None:
+    """sft -> genome -> sft -> grpo -> eval, and a page that shows the chain."""
+    for seed, name in enumerate(("one", "two")):
+        rookery.run_sft("tiny", "tasks.jsonl", name=name, seed=seed, **TRAINING)
+    genome("run:one/trained", "run:two/trained", name="found")
     taught = rookery.run_sft(
-        "tiny", "tasks.jsonl", name="s", init_from=adapter, steps=1, progress=False
+        "tiny", "tasks.jsonl", name="last", init_from="run:found/winner", steps=1, progress=False
     )
-    assert taught.rank == start.rank and taught.version != start.version
-    assert read_adapter(grpo("g", init_from=adapter) / "trained").rank == start.rank
-    genome(adapter, "run:two/trained", name="e")
+    winner = read_adapter(runs / "runs/found/winner")
+    assert taught.rank == winner.rank and taught.version != winner.version
+    policy = grpo("policy", init_from="run:last/trained")
+    assert read_adapter(policy / "trained").rank == winner.rank
+    adapter = f"run:policy/{LAST_STEP}"
     measured = rookery.evaluate("tiny", "tasks.jsonl", adapters=[adapter], progress=False)
-    assert measured.report.models[1].version == start.version
+    assert measured.report.models[1].version == read_adapter(policy / LAST_STEP).version
+    shown = OpenRuns(RunsFolder(runs / "runs")).get("last")
+    [found] = shown.overview()["made_from"]
+    assert (found["run"], found["part"], found["id"]) == ("found", "winner", "found")
+    assert [(row["run"], row["made_from"]) for row in found["made_from"]] == [
+        ("one", []),
+        ("two", []),
+    ]
+
+
+def test_the_adapters_of_a_sweep_are_founders(runs: Path) -> None:
+    grpo("policy", sweep={"seeds": 2})
+    genome("run:policy/adapters", "a", name="of-sweep")
+    assert len(list((runs / "runs/of-sweep/founders").iterdir())) == 3
 
 
 def test_a_model_whose_weights_were_trained_is_a_model_everywhere(runs: Path) -> None:
@@ -134,9 +141,7 @@ def test_margins_weigh_what_is_trained(runs: Path, labels: dict[str, float]) -> 
 def test_margins_weigh_the_tasks_of_a_search(runs: Path, labels: dict[str, float]) -> None:
     """Scores of the search are weighted means; the report counts every task alike."""
     fields = {"weight": "weight"}
-    path = genome(
-        "run:one/trained", "run:two/trained", name="e", path="run:labels/sft.jsonl", fields=fields
-    )
+    path = genome("a", "b", name="e", path="run:labels/sft.jsonl", fields=fields)
     rewards: dict[str, dict[str, float]] = {}
     with Run.view(path) as run:
         for event in run.events("rollout"):
@@ -160,7 +165,7 @@ def test_margins_weigh_the_tasks_of_a_search(runs: Path, labels: dict[str, float
 
 async def test_an_adapter_is_a_model_of_the_service(runs: Path) -> None:
     """Merged once; started again it serves the same folder."""
-    folder = f"{runs}/runs/one/trained"
+    folder = f"{runs}/a"
     config = ServeConfig(
         port=0, anonymous=True, models={"tuned": folder, "tiny": str(runs / "tiny")},
         folder=runs / "serve", engine=EngineConfig(cache_gib=0.01),
@@ -195,20 +200,6 @@ async def test_an_adapter_without_a_base_model_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="does not say its base model"):
         async with serving(config):
             pass
-
-
-def test_the_page_shows_the_chain(runs: Path) -> None:
-    genome("run:one/trained", "run:two/trained", name="found")
-    rookery.run_sft(
-        "tiny", "tasks.jsonl", name="last", init_from="run:found/winner", steps=1, progress=False
-    )
-    last = OpenRuns(RunsFolder(runs / "runs")).get("last")
-    [found] = last.overview()["made_from"]
-    assert (found["run"], found["part"], found["id"]) == ("found", "winner", "found")
-    assert [(row["run"], row["made_from"]) for row in found["made_from"]] == [
-        ("one", []),
-        ("two", []),
-    ]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")

@@ -106,18 +106,6 @@ def test_the_names_of_openevolve_work(problem: Path, model: Scripted) -> None:
         rookery.run_evolution("program.py", lambda path: {"score": 1.0})  # type: ignore[arg-type]
 
 
-def test_a_first_program_that_fails_leaves_nothing_and_asks_nobody(
-    problem: Path, model: Scripted
-) -> None:
-    (problem / "program.py").write_text("def solve(): return float('nan')\n")
-    before = model.stats()["calls"]
-    for _ in range(2):
-        with pytest.raises(RookeryError, match="first program"):
-            rookery.run_evolve("program.py", "evaluator.py", document(model))
-        assert not (problem / "openevolve_output").exists()
-    assert model.stats()["calls"] == before
-
-
 def test_keys_are_not_written_and_are_read_again(problem: Path, model: Scripted) -> None:
     config = document(model)
     config["llm"] = {"api_base": model.url, "models": [{"name": "scripted", "api_key": "hush"}]}

@@ -13,7 +13,7 @@ from aiohttp import web
 from fleet.sharing import SharingStub, said_of
 from fleet.stub import Stub, serve, until
 from forked import forked, run_code
-from tiny import tiny_adapter, write_tiny_model, write_tokenizer
+from tiny import tiny_adapter, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from rookery.compose.grpo import run_grpo
@@ -67,8 +67,10 @@ async def test_auto_takes_the_nearest_bridge_and_says_why(
     assert bridge.name == name and why in bridge.why
 
 
-async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_path: Path) -> None:
-    stub, folder = SharingStub(), write_tiny_model(tmp_path / "tiny")
+async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(
+    tiny_folder: Path,
+) -> None:
+    stub, folder = SharingStub(), tiny_folder
     async with serve(stub):
         config = config_of(stub)
         assert isinstance(config.engine, FleetConfig)
@@ -82,13 +84,12 @@ async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_p
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", "0.001"), ("bfloat16", "0.5")])
 async def test_servers_by_url_tell_how_closely_they_are_judged(
-    tmp_path: Path, dtype: str, limit: str
+    tiny_folder: Path, dtype: str, limit: str
 ) -> None:
-    folder = write_tiny_model(tmp_path / "tiny")
-    model = load_model(folder, device="cpu", dtype="float32")
+    model = load_model(tiny_folder, device="cpu", dtype="float32")
     trainer = LoraTrainer(model, config=TrainerConfig())
     trainer.add(POLICY, tiny_adapter("tiny"))
-    stub = Stub(root=str(folder), dtype=dtype)
+    stub = Stub(root=str(tiny_folder), dtype=dtype)
     async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
         trainer.publish_to(adapter_publisher(fleet, trainer, model=model))
         with pytest.raises(FleetError, match=f"nats, more than {limit}"):
@@ -171,17 +172,16 @@ class _SlowPause(SharingStub):
 
 
 async def test_a_server_that_serves_is_paused_while_a_trainer_writes_its_start(
-    tmp_path: Path,
+    tiny_folder: Path,
 ) -> None:
     """What others have in flight there would be computed with weights half written."""
-    folder = write_tiny_model(tmp_path / "tiny")
-    start = read_weights(folder, dtype=torch.float32)
+    start = read_weights(tiny_folder, dtype=torch.float32)
     stub = _SlowPause(tensors={name: tensor + 1 for name, tensor in start.items()})
     before = said_of(stub.tensors)
     async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
         shared = await share_base(fleet)
-        found = resolve_model(str(folder))
-        attaching = asyncio.create_task(attach(found, fleet, shared, start=folder))
+        found = resolve_model(str(tiny_folder))
+        attaching = asyncio.create_task(attach(found, fleet, shared, start=tiny_folder))
         await until(lambda: stub.is_pausing.is_set() or attaching.done())
         assert said_of(stub.tensors) == before
         stub.may_pause.set()

@@ -80,14 +80,18 @@ async def test_a_killed_service_trains_to_the_same_bits(tmp_path: Path, tiny_fol
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, is_tied: bool) -> None:
-    """The output layer too, which clients train by default, also where it is the embeddings."""
+async def test_what_is_trained_is_what_is_sampled_and_exported(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    """The output layer too, which clients train by default, also where it is the embeddings. What
+    is exported merged is a model of its own."""
     folder = write_tiny_model(tmp_path / "tiny", tie_word_embeddings=is_tied)
+    tokens = [5, 6, 7, 8]
     async with served_model(tmp_path / "run", folder) as served:
         ada = served.client()
         model = await ada.model(await ada.session())
         await train_on(ada, model, range(1, 5))
-        body = train_body(model, 5, tokens=[5, 6, 7, 8], forward_only=True)
+        body = train_body(model, 5, tokens=tokens, forward_only=True)
         forward = await ada.outputs(await ada.train(body))
         save = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
         reply = await ada.result(await ada.post("save_weights_for_sampler", save))
@@ -99,26 +103,10 @@ async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, is_tied: bool)
             "prompt_logprobs": True,
         }
         scored = await ada.result(await ada.post("asample", sample))
-        trained = forward.loss_fn_outputs[0].fields["logprobs"]
         blob = served.service.context.state.samplers[reply["sampling_session_id"]].blob
         adapter = read_adapter(served.service.context.wal.run.blobs.path(blob) / "adapter")
         assert adapter.factors["lm_head"].b.any()
-    of_trainer = np.frombuffer(trained.data, dtype="<f4")
-    assert scored["prompt_logprobs"][1:] == pytest.approx(of_trainer.tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-async def test_a_merged_export_is_a_model_of_its_own(tmp_path: Path, is_tied: bool) -> None:
-    folder = write_tiny_model(tmp_path / "tiny", tie_word_embeddings=is_tied)
-    tokens = [5, 6, 7, 8]
-    async with served_model(tmp_path / "run", folder) as served:
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await train_on(ada, model, range(1, 5))
-        forward = await ada.outputs(
-            await ada.train(train_body(model, 5, tokens=tokens, forward_only=True))
-        )
-        save = {"model_id": model, "seq_id": 6, "path": "whole", "merged": True}
+        save = {"model_id": model, "seq_id": 7, "path": "whole", "merged": True}
         saved = await ada.result(await ada.post("save_weights_external", save))
         run = f"/api/v1/training_runs/{model}/checkpoints/external_weights/whole"
         urls = (await ada.send("GET", f"{run}/external_weights_urls")).json()["urls"]
@@ -130,6 +118,7 @@ async def test_a_merged_export_is_a_model_of_its_own(tmp_path: Path, is_tied: bo
     with torch.inference_mode():
         rows = torch.log_softmax(whole(torch.tensor([tokens])).logits[0], dim=-1)
     trained = np.frombuffer(forward.loss_fn_outputs[0].fields["logprobs"].data, dtype="<f4")
+    assert scored["prompt_logprobs"][1:] == pytest.approx(trained.tolist(), abs=1e-4)
     expected = [float(rows[place, token + 1]) for place, token in enumerate(tokens)]
     assert trained.tolist() == pytest.approx(expected, abs=1e-4)
 

@@ -332,7 +332,7 @@ async def fight(tmp_path: Path, model: Path, *, seed: int, rounds: int) -> None:
 
 
 async def test_mutated_requests_hurt_nobody_else(tmp_path: Path, tiny_folder: Path) -> None:
-    await fight(tmp_path, tiny_folder, seed=1, rounds=4)
+    await fight(tmp_path, tiny_folder, seed=1, rounds=2)
 
 
 @long

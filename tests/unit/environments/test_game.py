@@ -135,7 +135,9 @@ async def test_a_game_that_fails_is_a_rollout_that_says_why(
     assert re.search(error, rollout.error), rollout.error
 
 
-async def test_the_last_reply_gets_the_tokens_that_are_left(template: Template) -> None:
+async def test_the_last_reply_is_that_of_the_last_turn_and_gets_the_tokens_that_are_left(
+    template: Template,
+) -> None:
     asked: list[int] = []
 
     def reply(request: SampleRequest, _: int) -> tuple[int, ...]:
@@ -144,6 +146,9 @@ async def test_the_last_reply_gets_the_tokens_that_are_left(template: Template) 
 
     await Table("endless", FakeSampler(reply=reply), template, max_tokens=12).play(TASK, BASE)
     assert asked == [5, 5, 2]
+    asked.clear()
+    await Table("endless", FakeSampler(reply=reply), template, max_turns=3).play(TASK, BASE)
+    assert asked == [5, 5, 5]
 
 
 def test_a_plain_function_is_refused(template: Template) -> None:

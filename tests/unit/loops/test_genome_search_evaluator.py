@@ -183,13 +183,6 @@ async def test_an_adapter_that_cannot_be_unloaded_does_not_end_the_run(run: Run)
     assert not adapters.loaded
 
 
-async def test_an_engine_in_this_process_is_asked_for_all_together(run: Run) -> None:
-    evaluator = Asked()
-    search = open_search(evaluator, run, is_remote=False)
-    await search.measure(NAMES, rivals=(), seed=0, keep=1)
-    assert evaluator.waves == [list(NAMES)]
-
-
 async def test_a_remote_engine_answers_while_candidates_are_made(run: Run) -> None:
     is_asked = {name: threading.Event() for name in NAMES}
 

@@ -13,7 +13,7 @@ from rookery.loops.grpo import Step
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.testing import FakeObserver
-from rookery.types import Completion, SampleRequest, TrainRequest
+from rookery.types import Completion, SampleRequest
 from rookery.ui.live.reading import OpenRun
 from rookery.weights import read_adapter
 
@@ -70,44 +70,11 @@ async def test_tokens_are_normalised_over_what_they_were_drawn_from(
     drawing = {"max_tokens": 6, **cut}
     with make_run(tmp_path) as run:
         await run_training(
-            run, grpo_inputs, model=plain_model, drawing=drawing, staleness=staleness, steps=3
+            run, grpo_inputs, model=plain_model, drawing=drawing, staleness=staleness, steps=2
         )
         metrics = [event.payload["metrics"] for event in run.events("step")]
     assert all(step["grpo/logprob_gap"] < 1e-5 for step in metrics)
     assert metrics[0]["train/ratio"] == pytest.approx(1.0, abs=1e-5)
-
-
-async def test_without_what_they_were_drawn_from_the_ratio_is_biased(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
-) -> None:
-    """The control: the same answers, normalised over the whole vocabulary."""
-
-    def wrap(part: Any) -> Any:
-        return _Whole(part) if hasattr(part, "forward_backward") else part
-
-    with make_run(tmp_path) as run:
-        options: dict[str, Any] = {"drawing": {"max_tokens": 6, "top_p": 0.8}, "max_gap": 10.0}
-        await run_training(run, grpo_inputs, model=plain_model, wrap=wrap, steps=1, **options)
-        [step] = [event.payload["metrics"] for event in run.events("step")]
-    assert step["train/ratio"] < 0.95
-
-
-class _Whole:
-    """Trains on data whose kept tokens are forgotten."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-    async def forward_backward(self, requests: Sequence[TrainRequest]) -> Any:
-        return await self._trainer.forward_backward(
-            [
-                replace(request, data=tuple(replace(datum, kept=()) for datum in request.data))
-                for request in requests
-            ]
-        )
 
 
 async def test_a_kl_term_holds_the_policy_to_its_start(
@@ -119,8 +86,8 @@ async def test_a_kl_term_holds_the_policy_to_its_start(
         "held": {"type": "grpo", "kl": {"weight": 10.0, "estimator": "k2"}},
     }.items():
         with make_run(tmp_path, name) as run:
-            await run_training(run, grpo_inputs, model=plain_model, loss=loss, steps=6)
-            start, last = run.path / "start", run.path / "checkpoints/adapter_step_6"
+            await run_training(run, grpo_inputs, model=plain_model, loss=loss, steps=4)
+            start, last = run.path / "start", run.path / "checkpoints/adapter_step_4"
             drifts[name] = _distance(start, last)
             metrics = [event.payload["metrics"] for event in run.events("step")]
         if name == "held":
@@ -200,9 +167,8 @@ async def test_failed_rollouts_are_counted_and_too_many_end_the_run(
         assert any("4 of 12 rollouts failed" in warning for warning in result.warnings)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
 async def test_an_engine_that_answers_with_other_weights_ends_the_run(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path, staleness: int
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
 ) -> None:
     """It keeps serving the first version under the names of the later ones."""
 
@@ -211,7 +177,7 @@ async def test_an_engine_that_answers_with_other_weights_ends_the_run(
 
     with make_run(tmp_path) as run, pytest.raises(TrainError, match="more than max_gap"):
         await run_training(
-            run, grpo_inputs, model=plain_model, wrap=wrap, staleness=staleness, max_gap=1e-4
+            run, grpo_inputs, model=plain_model, wrap=wrap, staleness=1, max_gap=1e-4
         )
 
 

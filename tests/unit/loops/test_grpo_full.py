@@ -61,59 +61,52 @@ class Replacements:
         return part
 
 
-@pytest.mark.parametrize("changes", [FULL, SHARED], ids=["own", "shared"])
 async def test_a_run_trains_the_model_itself(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
 ) -> None:
     steps: list[Step] = []
     replacements = Replacements()
     with make_run(tmp_path) as run:
         result = await run_training(
             run, grpo_inputs, model=plain_model, wrap=replacements,
-            observer=FakeObserver(steps.append), **changes,
+            observer=FakeObserver(steps.append), **FULL,
         )  # fmt: skip
         served = [event.payload["model"] for event in run.events("batch")]
         names = {path.name for path in (run.path / "checkpoints").iterdir()}
     best = result.chosen_step  # kept without its state
     assert names == {"trainer_step_5"} | {f"step_{step}" for step in {5, best} - {0}}
     assert [row.name for row in result.rows] == ["trained", "base model"]
-    assert result.model == ("tiny" if "share" in changes else str(grpo_inputs.model))
-    gaps = [step.metrics["grpo/logprob_gap"] for step in steps]
-    assert all(gap < 1e-5 for gap in gaps)
-    if "share" in changes and is_by_rows():
-        assert gaps == [0.0] * 5
+    assert result.model == str(grpo_inputs.model)
+    assert all(step.metrics["grpo/logprob_gap"] < 1e-5 for step in steps)
     assert len(set(served)) == 5  # a version for each step
-    # Shared weights are never handed over; only what the report compares is.
-    num_published = 0 if "share" in changes else 6
-    assert replacements.names == ["policy"] * (num_published + 1) + ["base"]
+    assert replacements.names == ["policy"] * (6 + 1) + ["base"]
 
 
-async def test_what_a_step_spends_on_publishing_is_counted_as_that(
+async def test_weights_that_the_engine_shares_are_trained_and_kept_for_transformers(
     grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that the engine shares are published with the optimizer step."""
-    apply = PolicyTrainer.apply
-    steps: list[Step] = []
+    """They are published with the optimizer step, and what that took is counted as publishing."""
+    apply, steps, replacements = PolicyTrainer.apply, list[Step](), Replacements()
 
     async def apply_slowly(own: PolicyTrainer, step: int) -> dict[str, float]:
         return await apply(own, step) | {"train/publish_s": 1000.0}
 
     monkeypatch.setattr(PolicyTrainer, "apply", apply_slowly)
     with make_run(tmp_path) as run:
-        observer = FakeObserver(steps.append)
-        await run_training(run, grpo_inputs, model=plain_model, observer=observer, **SHARED)
+        result = await run_training(
+            run, grpo_inputs, model=plain_model, wrap=replacements, keep=9,
+            observer=FakeObserver(steps.append), **SHARED,
+        )  # fmt: skip
+        served = {event.payload["model"] for event in run.events("batch")}
+        names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert names == [f"{kind}_{step}" for kind in ("step", "trainer_step") for step in (2, 4, 5)]
+    assert result.model == "tiny" and len(served) == 5  # a version for each step
+    assert replacements.names == ["policy", "base"], "only what the report compares is handed over"
+    gaps = [step.metrics["grpo/logprob_gap"] for step in steps]
+    assert gaps == [0.0] * 5 if is_by_rows() else max(gaps) < 1e-5
     assert all(step.metrics["time/publish_s"] > 999 for step in steps) and len(steps) == 5
     assert all(step.metrics["time/train_s"] < 0 for step in steps), "of which so much was counted"
     assert not any("train/publish_s" in step.metrics for step in steps)
-
-
-async def test_checkpoints_are_folders_that_transformers_loads(
-    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
-) -> None:
-    with make_run(tmp_path) as run:
-        await run_training(run, grpo_inputs, model=plain_model, keep=9, **SHARED)
-        names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
-    assert names == [f"{kind}_{step}" for kind in ("step", "trainer_step") for step in (2, 4, 5)]
     folder = tmp_path / "x/checkpoints/step_5"
     assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
     moved = AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -1,17 +1,11 @@
 """Games of several turns in the grpo loop: they are learned, counted, and go on after a cut."""
 
-import asyncio
-import shutil
 from pathlib import Path
-from typing import Any
 
-import pytest
-from loops.test_grpo_resume import Cut, check_same, final_weights, make_run, trained_positions
-from loops.training import Inputs, clockless, run_training
-from marks import long
+from loops.test_grpo_resume import make_run
+from loops.training import Inputs, run_training
 
 from rookery.loops.grpo.batch import decode_batch
-from rookery.runs import Run
 from rookery.slots import SlottedModel
 
 
@@ -53,30 +47,3 @@ async def test_a_step_has_the_turns_of_its_games(
             assert second == first + 2  # the hint of the game is between them
             assert sequence.tokens[first + 1] in (4, 5)
             assert len(sequence.tokens) == second + 1
-
-
-@pytest.mark.parametrize("staleness", [1, pytest.param(0, marks=long)])
-async def test_a_run_of_games_that_is_cut_off_ends_with_the_same_weights(
-    grpo_inputs: Inputs,
-    plain_model: SlottedModel,
-    secret_numbers: Path,
-    tmp_path: Path,
-    staleness: int,
-) -> None:
-    options: dict[str, Any] = {
-        "model": plain_model,
-        **grpo_inputs.game(
-            secret_numbers, steps=2, staleness=staleness, drawing={"max_tokens": 1, "top_p": 0.9}
-        ),
-    }
-    whole = Cut()
-    with make_run(tmp_path, "whole") as run:
-        result = await run_training(run, grpo_inputs, wrap=whole, **options)
-        expected = final_weights(run), trained_positions(run), clockless(result)
-    for at in range(staleness, len(whole.seen), 131):
-        with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
-            await run_training(run, grpo_inputs, wrap=Cut(at), **options)
-        with Run.open(tmp_path / f"cut-{at}") as run:
-            again = await run_training(run, grpo_inputs, **options)
-            check_same(run, again, expected)
-        shutil.rmtree(tmp_path / f"cut-{at}")

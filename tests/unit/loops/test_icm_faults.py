@@ -7,7 +7,6 @@ every append.
 import asyncio
 import json
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,12 @@ from typing import Any
 
 import pytest
 from loops.oracle import Oracle, make_config, write_items
-from marks import long
 
 from rookery.errors import EngineError
 from rookery.loops.icm import IcmConfig, IcmInputs, label, read_gold, read_items
 from rookery.runs import EventLog, NewEvent, Run
 from rookery.seeding import stream
 from rookery.types import Score, ScoreRequest
-
-FAULTS = ("none", "raise", "nan", "both")
 
 
 class Faulty:
@@ -153,31 +149,6 @@ async def test_killed_at_every_append(tmp_path: Path, kill_at: Any) -> None:
         await run_icm(path, config, oracle, sampler)
         assert left_behind(path) == expected, f"killed at {number}"
     assert number > 20
-
-
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=long) if n > 3 else n for n in range(8)])
-async def test_random_faults_a_server_that_dies_and_kills(
-    tmp_path: Path, kill_at: Any, seed: int
-) -> None:
-    rng, faults = random.Random(seed), FAULTS[seed % len(FAULTS)]
-    oracle, config = made(tmp_path, seed=seed, speculate=rng.choice([1, 4]))
-    await run_icm(tmp_path / "whole", config, oracle, Faulty(oracle, faults=faults, seed=seed))
-    path, num_ends = tmp_path / "killed", 0
-    for _ in range(4):
-        dies_at = rng.choice([math.inf, rng.randrange(1, 12)])
-        kill_at(rng.randrange(3, 30) if dies_at == math.inf else None)
-        sampler = Faulty(oracle, faults=faults, seed=seed, dies_at=dies_at)
-        try:
-            await run_icm(path, config, oracle, sampler)
-        except EngineError as error:
-            assert "The server is gone" in str(error)
-            num_ends += 1
-        except (Killed, BaseExceptionGroup):
-            num_ends += 1
-    kill_at(None)
-    await run_icm(path, config, oracle, Faulty(oracle, faults=faults, seed=seed))
-    assert num_ends > 0
-    assert left_behind(path) == left_behind(tmp_path / "whole")
 
 
 async def test_what_cannot_be_answered_is_told_and_not_asked_for_again(tmp_path: Path) -> None:

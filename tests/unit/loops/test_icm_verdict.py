@@ -300,14 +300,14 @@ async def report_of_a_model(kind: str, num_items: int, seed: int, questions: int
 async def test_a_random_model_is_not_coherent_and_a_concept_is(num_items: int) -> None:
     count, strengths = {}, {}
     for kind in ("random", "symmetric", "concept", "weak"):
-        reports = [await report_of_a_model(kind, num_items, seed) for seed in range(20)]
+        reports = [await report_of_a_model(kind, num_items, seed) for seed in range(10)]
         count[kind] = sum(report.verdict == "coherent" for report in reports)
         strengths[kind] = np.median([r.support.strength for r in reports if r.support])
-    assert count["random"] <= 1 and count["symmetric"] <= 1 and count["concept"] >= 19
+    assert count["random"] <= 1 and count["symmetric"] <= 1 and count["concept"] >= 9
     assert strengths["symmetric"] < 0.4 and strengths["weak"] < 0.55 < 0.65 < strengths["concept"]
 
 
 async def test_items_that_support_one_another_within_a_question_alone_are_no_concept() -> None:
-    reports = [await report_of_a_model("within", 32, seed, questions=8) for seed in range(10)]
+    reports = [await report_of_a_model("within", 32, seed, questions=8) for seed in range(5)]
     assert sum(report.verdict == "coherent" for report in reports) <= 1
     assert {report.num_groups for report in reports} == {8}

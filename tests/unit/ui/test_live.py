@@ -42,7 +42,7 @@ from rookery.ui.live.export import (
     read_file,
     render_run,
 )
-from rookery.ui.live.folder import Curves, RunsFolder, describe_run, spark, thin
+from rookery.ui.live.folder import Curves, RunsFolder, describe_run, thin
 from rookery.ui.live.reading import OpenRun
 from rookery.ui.live.server import LivePage, open_page
 
@@ -522,14 +522,6 @@ def test_a_step_that_is_measured_again_replaces_what_was_drawn(tmp_path: Path) -
     assert second["revision"] > first["revision"]
     assert second["curves"]["loss/a"] == [(0, 1.0), (1, 5.0), (2, None)]
     assert curves.document(points=10, first=1, last=1)["curves"]["loss/a"] == [(1, 5.0)]
-
-
-def test_the_small_drawing_of_a_long_file_reads_little_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = (f'{{"step": {n}, "time_s": 1.0, "loss/a": {n}}}\n' for n in range(50_000))
-    path.write_text("".join(lines))
-    name, numbers = spark(path, ("",))
-    assert name == "loss/a" and len(numbers) < 60 and numbers[-1] == 49_999
 
 
 def test_beyond_this_machine_a_key_is_needed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ui.made import (
     made_evolve,
@@ -188,50 +188,7 @@ def test_a_notebook_shows_reports_and_outcomes(tmp_path: Any) -> None:
     assert shown in outcome and (tmp_path / "report.html").as_uri() in outcome
 
 
-names = st.text(max_size=12)
-numbers = st.none() | st.floats()
-rows = st.fixed_dictionaries(
-    {"name": names},
-    optional={
-        "is_winner": st.booleans(),
-        "mean": numbers,
-        "low": numbers,
-        "high": numbers,
-        "gain": st.none()
-        | st.fixed_dictionaries({"mean": numbers, "low": numbers, "high": numbers}),
-        "by_source": st.dictionaries(names, numbers, max_size=2),
-        "num_failed": st.integers(0, 10**6),
-        "note": names,
-    },
-)
-reports = st.fixed_dictionaries(
-    {},
-    optional={
-        "run": names,
-        "rows": st.lists(rows, max_size=3),
-        "seconds": numbers,
-        "num_tokens": st.integers(0, 10**12),
-        "warnings": st.lists(names, max_size=2),
-    },
-)
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(reports)
-def test_any_report_can_be_shown(document: dict[str, Any]) -> None:
-    for kind in ("genome", "grpo"):
-        html = render_summary(parse_report(kind, document))
-        html.encode()
-        Tags(html)
-
-
 # Numbers as text.
-
-
-def test_scores_have_three_decimals_and_missing_ones_a_hyphen() -> None:
-    assert wording.score(0.91) == "0.910"
-    assert wording.score(0.0) == "0.000"
-    assert wording.score(None) == "-"
 
 
 def test_questions_are_told_where_tasks_share_them() -> None:
@@ -288,12 +245,6 @@ def test_no_duration_has_sixty_of_a_unit(seconds: float) -> None:
     }
 
 
-def test_amounts() -> None:
-    assert wording.count(1234567) == "1,234,567"
-    assert wording.plural(1, "candidate") == "1 candidate"
-    assert wording.plural(0, "candidate") == "0 candidates"
-
-
 # The verdict at the top of the page.
 
 
@@ -322,11 +273,6 @@ def test_the_interval_of_the_gain_decides(
     said = headline(rows=winner(low, high))
     assert said.verdict == verdict
     assert words in said.sentence
-
-
-def test_a_gain_without_an_interval_is_no_result() -> None:
-    rows = [made_row("evolved", 0.9, is_winner=True, gain=None)]
-    assert headline(rows=rows).verdict == "unmeasured"
 
 
 def test_candidates_and_tasks_are_disclosed() -> None:
@@ -365,10 +311,6 @@ def test_an_unfinished_run_tells_how_far_it_is() -> None:
     assert said.verdict == "unfinished"
     assert said.winner is None
     assert said.context == "Best score on the search tasks so far: 0.800, in generation 2."
-
-
-def test_a_run_that_has_measured_nothing_says_nothing_of_scores() -> None:
-    assert headline(rows=[], generations=[{"generation": 0}]).context == ""
 
 
 def test_the_best_may_be_negative() -> None:

@@ -182,20 +182,6 @@ def test_other_jobs_are_seen_before_a_unit_is_done(slower: int) -> None:
     assert not wrong(told), "and a load that has gone is forgotten"
 
 
-def test_a_load_counts_for_all_kinds_of_work() -> None:
-    clock = Clock()
-    left = TimeLeft(clock)
-    left.expect(100, "step")
-    left.expect(10, "measurement")
-    for number in range(60):
-        clock.now += 4 if number < 20 else 20
-        left.did(1, "step")
-        if number == 10:
-            clock.now += 8
-            left.did(1, "measurement")
-    assert left.seconds() == pytest.approx(40 * 20 + 9 * 40, rel=0.33), "measured before the load"
-
-
 def test_nothing_is_foretold_without_work_and_at_the_end() -> None:
     clock = Clock()
     left = TimeLeft(clock)
@@ -225,18 +211,6 @@ def test_a_delay_that_is_seen_late_turns_no_time_back(monkeypatch: pytest.Monkey
     assert left.seconds() is None, "all is done"
 
 
-def test_known_work_and_a_slow_start_are_left_out_of_the_pace() -> None:
-    clock = Clock()
-    left = TimeLeft(clock)
-    left.expect(1000)
-    clock.now = 1
-    left.did(500)  # found in the log of an interrupted run
-    for _ in range(20):
-        clock.now += 2
-        left.did(1)
-    assert left.seconds() == pytest.approx(480 * 2)
-
-
 def test_each_kind_of_work_has_its_pace_and_one_to_come_has_its_worth() -> None:
     clock = Clock()
     left = TimeLeft(clock)
@@ -249,16 +223,6 @@ def test_each_kind_of_work_has_its_pace_and_one_to_come_has_its_worth() -> None:
     clock.now += 9
     left.did(1, "measurement")
     assert left.seconds() == pytest.approx(6 * 6 + 3 * 9)
-
-
-def test_a_long_run_keeps_few_marks_and_its_pace() -> None:
-    clock = Clock()
-    left = TimeLeft(clock)
-    left.expect(100_000)
-    for _ in range(50_000):
-        clock.now += 0.5
-        left.did(1)
-    assert left.seconds() == pytest.approx(25_000)
 
 
 def test_a_run_that_a_budget_ends_takes_no_longer_than_the_budget() -> None:

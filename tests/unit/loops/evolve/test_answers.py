@@ -263,11 +263,6 @@ def test_folders_come_back_as_they_were(files: dict[str, str]) -> None:
     assert split_files(join_files(files)) == dict(sorted(files.items()))
 
 
-def test_one_file_is_no_folder() -> None:
-    assert split_files("x = 1\n--- file: a.py ---\n") == {}
-    assert _program(PARENT).files == {}
-
-
 # Judges' answers as metrics, beside OpenEvolve's own evaluator.
 
 

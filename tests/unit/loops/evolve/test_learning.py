@@ -28,7 +28,6 @@ from rookery.reports import EvolveReport
 from rookery.reports.evolve import LearnedRow
 from rookery.runs import Run
 from rookery.sandbox import EvaluationOutcome
-from rookery.tasks.taskset import load_taskset_file
 from rookery.testing import FakeTextModel
 from rookery.types import TextRequest
 
@@ -264,24 +263,6 @@ async def test_rows_are_the_answers_that_improved_their_parent(tmp_path: Path) -
         assert texts in said
         assert row["score"] == 1 - abs(100 - number_in(texts[-1])) / 100 > row["parent_score"]
         assert row["model"] == "toy"
-
-
-async def test_supervised_training_reads_the_rows(tmp_path: Path) -> None:
-    await evolve_toy(tmp_path, toy_config(max_iterations=40))
-    file, rows = tmp_path / "wins.jsonl", exported(tmp_path)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks = load_taskset_file(str(file)).split("all")
-    assert len(tasks) == len(rows)
-    assert {task.reference for task in tasks} == {row["messages"][-1]["content"] for row in rows}
-    for task in tasks:
-        assert not isinstance(task.prompt, str)
-        assert [message.role for message in task.prompt] == ["system", "user"]
-
-
-async def test_a_run_that_improved_nothing_teaches_nothing(tmp_path: Path) -> None:
-    worse = toy_model(lambda request: f"```python\nx = -{1 + (request.seed or 0)}\n```")
-    await evolve_toy(tmp_path, toy_config(max_iterations=5), model=worse)
-    assert exported(tmp_path) == []
 
 
 async def evolve_with(

@@ -4,20 +4,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loops.evolve.toy import FIRST, evolve_toy, propose_new, toy_config, toy_model
+from loops.evolve.toy import FIRST, evolve_toy, toy_config, toy_model
 
-from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.problem import (
-    EvaluationRequest,
     FirstProgram,
     evaluation_spec,
-    open_evaluation,
     read_first_program,
 )
 from rookery.reports import EvolveReport
-from rookery.sandbox import decode_outcome
 from rookery.testing import FakeTextModel
 from rookery.types import TextRequest
 
@@ -105,33 +101,6 @@ async def test_real_workers_score_programs_and_report_their_failures(
     assert any("without a sandbox" in warning for warning in result.warnings)
 
 
-async def test_an_evaluator_that_cannot_be_imported_ends_before_any_model_call(
-    tmp_path: Path, evaluator: Path
-) -> None:
-    await asyncio.to_thread(evaluator.write_text, "import nothing_of_that_name\n")
-    model = toy_model(propose_new)
-    with pytest.raises(ExecutorError, match="nothing_of_that_name"):
-        await evolve_local(tmp_path, unsafe_config(), evaluator, model)
-    assert not model.requests
-
-
-async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
-    (tmp_path / "evaluator.py").write_text(
-        "import os\n"
-        "def evaluate(path):\n"
-        "    return {'combined_score': float(len(os.listdir(path)))}\n"
-    )
-    spec = evaluation_spec(unsafe_config(), evaluator=tmp_path / "evaluator.py", first=FIRST)
-    task = await open_evaluation(spec.settings, tmp_path)
-    try:
-        code = "--- file: a.py ---\nx = 1\n\n--- file: b.py ---\ny = 2\n"
-        outcome = decode_outcome(await task.run(EvaluationRequest(code=code).encode()))
-    finally:
-        await task.close()
-    assert task.about == "sandbox unsafe"
-    assert outcome.metrics == {"combined_score": 2.0}
-
-
 async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_path: Path) -> None:
     """In what is scored, and in `best/`; a model does not see them."""
     program, task = tmp_path / "program", tmp_path / "task"
@@ -158,11 +127,6 @@ async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_pat
     assert files == {"main.py", "data/factor.txt"}
 
 
-def test_a_missing_evaluator_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no evaluator"):
-        evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", first=FIRST)
-
-
 async def test_random_scores_are_the_same_for_any_number_of_workers(
     tmp_path: Path, evaluator: Path
 ) -> None:
@@ -173,7 +137,7 @@ async def test_random_scores_are_the_same_for_any_number_of_workers(
     program = "import random\ndraw = random.random\nx = {}\n"
     first = FirstProgram(code=program.format(1), language="python", suffix=".py")
     curves = []
-    for num_workers in (1, 3):
+    for num_workers in (1, 2):
         model = toy_model(lambda request: f"```python\n{program.format(request.seed)}```")
         own = {"sandbox": {"backend": "none"}, "mode": "deterministic", "workers": num_workers}
         config = toy_config(max_iterations=6, random_seed=3, rookery=own)
@@ -187,22 +151,17 @@ async def test_random_scores_are_the_same_for_any_number_of_workers(
     assert curves[0] == curves[1] and len({score for _, score in curves[0]}) > 1
 
 
-@pytest.mark.parametrize("isolate", ["auto", "always"])
 async def test_an_evaluator_that_needs_one_process_gets_it_and_the_report_says_so(
-    tmp_path: Path, evaluator: Path, isolate: str
+    tmp_path: Path, evaluator: Path
 ) -> None:
     text = "import runpy\ndef evaluate(path):\n"
     text += " return {'combined_score': float(runpy.run_path(path)['box'])}"
     await asyncio.to_thread(evaluator.write_text, text)
     code = "class Box:\n def __float__(self): return 0.25\nbox = Box()\nx = 1\n"
     first = FirstProgram(code=code, language="python", suffix=".py")
-    own = {"sandbox": {"backend": "none", "isolate": isolate}, "workers": 2}
+    own = {"sandbox": {"backend": "none", "isolate": "auto"}, "workers": 2}
     config = toy_config(max_iterations=2, rookery=own)
     model = toy_model(lambda request: f"```python\n{code.replace('0.25', '0.5')}```")
-    if isolate == "always":
-        with pytest.raises(ConfigError, match=r"write `auto`"):
-            await evolve_local(tmp_path, config, evaluator, model, first=first)
-        return
     result = await evolve_local(tmp_path, config, evaluator, model, first=first)
     assert result.best is not None
     assert result.best.metrics == {"combined_score": 0.5}

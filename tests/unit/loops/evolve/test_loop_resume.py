@@ -44,7 +44,7 @@ async def test_deterministic_runs_are_equal_for_any_number_of_workers(
     tmp_path: Path, strategy: str
 ) -> None:
     texts = []
-    for workers in (1, 4, 16):
+    for workers in (1, 16):
         config = toy_config(
             max_iterations=50,
             database={"strategy": strategy},
@@ -54,14 +54,7 @@ async def test_deterministic_runs_are_equal_for_any_number_of_workers(
         await evolve_toy(tmp_path / str(workers), config, executor=executor)
         texts.append(read_export(tmp_path / str(workers)))
     assert texts[0].count("\n") == 51
-    assert texts[0] == texts[1] == texts[2]
-
-
-async def test_another_lag_is_another_evolution(tmp_path: Path) -> None:
-    for lag in (1, 6):
-        config = toy_config(max_iterations=50, rookery={**DETERMINISTIC, "lag": lag})
-        await evolve_toy(tmp_path / str(lag), config)
-    assert read_export(tmp_path / "1") != read_export(tmp_path / "6")
+    assert texts[0] == texts[1]
 
 
 class CancelAfter:
@@ -78,8 +71,9 @@ class CancelAfter:
         return 0.001
 
 
-@STRATEGIES
-@pytest.mark.parametrize("mode", ["steady", "deterministic"])
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [("steady", "openevolve"), ("deterministic", "adaptive")]
+)
 async def test_a_cancelled_run_goes_on_where_it_was(
     tmp_path: Path, mode: str, strategy: str
 ) -> None:
@@ -109,9 +103,8 @@ async def test_a_cancelled_run_goes_on_where_it_was(
         assert read_export(tmp_path / "cut") == read_export(tmp_path / "whole")
 
 
-@STRATEGIES
-async def test_a_finished_run_gives_the_same_report_again(tmp_path: Path, strategy: str) -> None:
-    config = toy_config(database={"strategy": strategy})
+async def test_a_finished_run_gives_the_same_report_again(tmp_path: Path) -> None:
+    config = toy_config(database={"strategy": "adaptive"})
     first = await evolve_toy(tmp_path, config)
     model, executor = toy_model(), ToyExecutor()
     again = await evolve_toy(tmp_path, config, model=model, executor=executor)
@@ -208,7 +201,7 @@ asyncio.run(evolve_toy(folder, config, model=toy_model(reply), executor=executor
 """
 
 
-@pytest.mark.parametrize(("mode", "num_kills"), [("steady", 3), ("deterministic", 3)])
+@pytest.mark.parametrize(("mode", "num_kills"), [("steady", 1), ("deterministic", 2)])
 def test_a_killed_process_resumes_exactly(tmp_path: Path, mode: str, num_kills: int) -> None:
     """SIGKILL after a random number of events, again and again, until the run finishes."""
     rng = random.Random(7)

@@ -177,14 +177,11 @@ class Stopping:
         return await self._inner.embed(text)
 
 
-@pytest.mark.parametrize("llm", [False, None])
-async def test_deterministic_runs_are_equal_however_they_are_run(
-    tmp_path: Path, llm: bool | None
-) -> None:
+async def test_deterministic_runs_are_equal_however_they_are_run(tmp_path: Path) -> None:
     """With any number of workers, and interrupted; vectors are read from the run, not asked."""
 
     def config(workers: int) -> EvolveConfig:
-        return embedding_config(mode="deterministic", workers=workers, novelty_llm=llm)
+        return embedding_config(mode="deterministic", workers=workers, novelty_llm=None)
 
     def model() -> FakeTextModel:
         return toy_model(

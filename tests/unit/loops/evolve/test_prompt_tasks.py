@@ -155,12 +155,6 @@ async def test_a_scorer_that_raises_fails_the_prompt_and_not_the_run(tmp_path: P
     assert report.tasks.rows[0].mean is not None
 
 
-async def test_a_first_prompt_that_gets_no_score_is_refused(tmp_path: Path) -> None:
-    taskset = toy_taskset(scorer=RAISING)
-    with pytest.raises(ConfigError, match=r"gets no score .no_reward.*cannot be judged"):
-        await evolve_prompts(tmp_path, taskset=taskset, first="know a know b know c know d")
-
-
 @pytest.mark.parametrize(
     ("proposal", "kind"),
     [

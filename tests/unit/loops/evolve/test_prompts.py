@@ -298,11 +298,6 @@ def test_secrets_do_not_reach_a_prompt(secret: str) -> None:
     assert hide_secrets("plain words, a = 3") == "plain words, a = 3"
 
 
-def test_a_judge_is_shown_the_program() -> None:
-    prompt = _prompts().build_feedback("x = 1")
-    assert "```python\nx = 1\n```" in prompt.user and '"readability"' in prompt.user
-
-
 def test_a_template_without_places_for_them_still_asks_for_a_repair_with_its_error(
     tmp_path: Path,
 ) -> None:

@@ -195,11 +195,6 @@ async def test_baselines_are_tuned_where_they_say_so(tmp_path: Path) -> None:
         EvolveConfig.model_validate({"rookery": {"baselines": ["sequential+tune"]}})
 
 
-async def test_nothing_is_tuned_by_default(tmp_path: Path) -> None:
-    config = EvolveConfig.model_validate({"max_iterations": 5, "diff_based_evolution": False})
-    assert (await evolve_toy(tmp_path, config)).num_tuning_evaluations == 0
-
-
 async def test_fast_programs_are_scored_more_often_where_seconds_allow(tmp_path: Path) -> None:
     own = {"tune": {"evaluations": 4, "seconds": 0.3}}
     report = await run_toy(tmp_path, tune_config(**own), ToyExecutor(outcome_of))
