@@ -13,6 +13,7 @@ from marks import long
 
 import rookery
 from rookery.cli.doctor import Finding, examine
+from rookery.errors import install_extra
 from rookery.model_names import SMOLLM2
 
 
@@ -165,9 +166,10 @@ def test_what_is_missing_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     ended = rookery("doctor")
     assert ended.code == 2 and "Something that is needed is missing." in ended.out
-    assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
-    assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
-    assert "· serve        not installed: zstandard\n  → pip install 'rookery[serve]'" in ended.out
+    assert f"✗ peft         not installed\n  → {install_extra('hf')}\n" in ended.out
+    assert f"· Ray          not installed\n  → {install_extra('ray')}\n" in ended.out
+    remedy = install_extra("serve")
+    assert f"· serve        not installed: zstandard\n  → {remedy}" in ended.out
 
 
 def test_the_model_may_be_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
