@@ -188,11 +188,14 @@ def install_extra(extra: str) -> str:
     except PackageNotFoundError:
         text = None
     source = json.loads(text) if text else {}
-    url = urlsplit(source.get("url", "./rookery-0.1.0-py3-none-any.whl"))
+    url = urlsplit(source.get("url", ""))
+    path = unquote(url.path)
     if url.scheme not in ("", "file"):
         return f"pip install 'rookery[{extra}] @ {url.geturl()}'"
+    if not path or not os.path.exists(path):  # a container removes it
+        path = "./rookery-0.1.0-py3-none-any.whl"
     editable = "-e " if source.get("dir_info", {}).get("editable") else ""
-    return f"pip install {editable}{shlex.quote(f'{unquote(url.path)}[{extra}]')}"
+    return f"pip install {editable}{shlex.quote(f'{path}[{extra}]')}"
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:

@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,24 +116,25 @@ WHEEL = f"rookery-{PROJECT['version']}-py3-none-any.whl"
 @pytest.mark.parametrize(
     ("source", "command"),
     [
-        ({"url": f"file:///a%20b/{WHEEL}"}, f"pip install '/a b/{WHEEL}[ray]'"),
+        ({"url": "file://{folder}/a%20b"}, "pip install '{folder}/a b[ray]'"),
         ({"url": f"https://x.y/{WHEEL}"}, f"pip install 'rookery[ray] @ https://x.y/{WHEEL}'"),
-        ({"url": "file:///clone", "dir_info": {}}, "pip install '/clone[ray]'"),
         (
-            {"url": "file:///clone", "dir_info": {"editable": True}},
-            "pip install -e '/clone[ray]'",
+            {"url": "file://{folder}/a%20b", "dir_info": {"editable": True}},
+            "pip install -e '{folder}/a b[ray]'",
         ),
+        ({"url": "file:///removed", "dir_info": {}}, f"pip install './{WHEEL}[ray]'"),
         (None, f"pip install './{WHEEL}[ray]'"),
     ],
 )
 def test_an_extra_is_installed_from_where_rookery_came(
-    monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None, command: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: dict[str, Any] | None,
+    command: str,
 ) -> None:
     """As pip and uv record it (PEP 610); from the index it would be another project."""
-
-    class Installed:
-        def read_text(self, name: str) -> str | None:
-            return json.dumps(source) if name == "direct_url.json" and source else None
-
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
-    assert install_extra("ray") == command
+    (tmp_path / "a b").mkdir()
+    written = json.dumps(source).replace("{folder}", str(tmp_path)) if source else None
+    installed = SimpleNamespace(read_text={"direct_url.json": written}.get)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert install_extra("ray") == command.replace("{folder}", str(tmp_path))
