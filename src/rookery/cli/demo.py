@@ -157,8 +157,8 @@ def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> i
     if best is not None:
         mean, low, high = (best.metrics.get(f"held_out_{end}") for end in ("gain", "low", "high"))
         say(
-            f"On 60 functions that no choice depended on, its minimum is lower than the first "
-            f"program's by {wording.signed(mean)} (95 % interval {wording.signed(low)} to "
+            f"On 60 functions that no choice depended on, its gain over the first program is "
+            f"{wording.signed(mean)} (95 % interval {wording.signed(low)} to "
             f"{wording.signed(high)})."
         )
     say("A script proposed these programs, not a language model: give yours in the config.")

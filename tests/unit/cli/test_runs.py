@@ -34,11 +34,15 @@ def test_runs_are_listed_the_newest_first(rookery: Command, two_runs: Path) -> N
     assert table.index("second") < table.index("first") and "finished" in table
 
 
-def test_a_service_is_not_resumed_but_started(refused: Command, place: Path) -> None:
+def test_a_service_is_not_resumed_but_started(rookery: Command, place: Path) -> None:
     with Run.create(place / "runs", kind="serve", name="served", config={}) as run:
         pass
-    said = refused("runs", "resume", "served").words
-    assert f"goes on when it is started: rookery serve {run.path / 'config.json'}" in said
+    ended = rookery("runs", "resume", "served")
+    said = ended.words
+    assert (
+        ended.code == 2
+        and f"goes on when it is started: rookery serve {run.path / 'config.json'}" in said
+    )
 
 
 def test_the_page_of_a_folder_that_is_not_there_says_so(
