@@ -126,6 +126,10 @@ def read_document(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"There is no config file {path}.{near_path(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder: give the config in it, such as {path / 'config.yaml'}."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}") from error
     try:
@@ -133,7 +137,8 @@ def read_document(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} does not parse: it is nested too deeply.") from None
     except (yaml.YAMLError, ValueError) as error:  # also of tomllib, json, huge numbers
-        raise ConfigError(f"{path} does not parse: {' '.join(str(error).split())}") from error
+        what = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
+        raise ConfigError(f"{path} does not parse: {what}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):

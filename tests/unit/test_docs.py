@@ -139,8 +139,12 @@ def test_what_pages_install_exists() -> None:
         named = re.findall(r"(?:rookery|whl|[ \"]\.)\[([a-z,]+)\]", text)
         assert {extra for names in named for extra in names.split(",")} <= extras, path
         assert set(re.findall(r"rookery-(\S+?)-py3", text)) <= {project["version"]}, path
-    first = (ROOT / "README.md").read_text() + (DOCS / "start.md").read_text()
-    assert "'rookery[demo]'" not in first, "the index has another project of this name"
+
+
+def test_nothing_installs_rookery_from_the_index() -> None:
+    """The index has another project of this name."""
+    for path in [*TEXTS, *SOURCE.rglob("*.py")]:
+        assert not re.search(r"install '?rookery\b(?!.* @ )", path.read_text()), path
 
 
 def test_the_sentences_of_troubleshooting_are_those_of_the_code() -> None:

@@ -1,6 +1,12 @@
 """The error tree: one root, a drawing that is true, and a boundary that lets nothing foreign by."""
 
+import importlib.metadata
+import json
 import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +21,7 @@ from rookery.errors import (
     RookeryError,
     TaskError,
     boundary,
+    install_extra,
 )
 
 CLASSES = {
@@ -30,7 +37,8 @@ def test_the_drawing_names_every_class() -> None:
     )
     assert sorted(drawing) == sorted(CLASSES)
     others = {
-        "boundary", "did_you_mean", "is_of_disk", "missing_extra", "near_path", "signal_name",
+        "boundary", "did_you_mean", "install_extra", "is_of_disk", "missing_extra", "near_path",
+        "signal_name",
     }  # fmt: skip
     assert set(CLASSES) | others == set(rookery.errors.__all__)
 
@@ -99,3 +107,34 @@ def test_nothing_happens_when_nothing_is_raised() -> None:
     with boundary(ModelError, "x") as nothing:
         value = 3
     assert value == 3 and nothing is None
+
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+WHEEL = f"rookery-{PROJECT['version']}-py3-none-any.whl"
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ({"url": "file://{folder}/a%20b"}, "pip install '{folder}/a b[ray]'"),
+        ({"url": f"https://x.y/{WHEEL}"}, f"pip install 'rookery[ray] @ https://x.y/{WHEEL}'"),
+        (
+            {"url": "file://{folder}/a%20b", "dir_info": {"editable": True}},
+            "pip install -e '{folder}/a b[ray]'",
+        ),
+        ({"url": "file:///removed", "dir_info": {}}, f"pip install './{WHEEL}[ray]'"),
+        (None, f"pip install './{WHEEL}[ray]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_rookery_came(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: dict[str, Any] | None,
+    command: str,
+) -> None:
+    """As pip and uv record it (PEP 610); from the index it would be another project."""
+    (tmp_path / "a b").mkdir()
+    written = json.dumps(source).replace("{folder}", str(tmp_path)) if source else None
+    installed = SimpleNamespace(read_text={"direct_url.json": written}.get)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert install_extra("ray") == command.replace("{folder}", str(tmp_path))

@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         with stop_signals():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
-        fail(f"{error} See `rookery --help`.")
+        fail(_explain(error))
         sys.exit(2)
     except RookeryError as error:
         fail(str(error))
@@ -72,3 +72,16 @@ def main(words: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with the words, and whose help says more. Cyclopts calls a word that is missing
+    after the command by a flag that its help does not show."""
+    command = " ".join(("rookery", *(error.command_chain or ())))
+    text, argument = str(error), error.argument
+    if isinstance(error, cyclopts.MissingArgumentError) and argument is not None:
+        if argument.index is not None and error.keyword is None and not argument.tokens:
+            text = f"`{command}` needs {argument.name.removeprefix('--').upper()}."
+    elif isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
+        text = f"`{command}` does not take {' '.join(error.unused_tokens)!r}."
+    return f"{text} See `{command} --help`."

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from rookery.cli.loop_command import read_loop_config
 from rookery.cli.terminal import log_warnings, print_outcome, say
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, did_you_mean
 from rookery.paths import expanded
 from rookery.starters import DEMOS, PROJECTS
 
@@ -55,6 +55,7 @@ def genome(*overrides: _Words, name: str = "", runs_dir: Path = _RUNS) -> int:
     runs_dir
         Where runs are kept.
     """
+    _refuse_other_demos(overrides)
     outcome = _run_loop("genome", DEMOS / "genome.yaml", overrides, name=name, runs_dir=runs_dir)
     winner = shlex.quote(str(outcome.path / "winner"))
     return _say_next(
@@ -156,8 +157,8 @@ def evolve(*, iterations: int = 40, name: str = "", runs_dir: Path = _RUNS) -> i
     if best is not None:
         mean, low, high = (best.metrics.get(f"held_out_{end}") for end in ("gain", "low", "high"))
         say(
-            f"On 60 functions that no choice depended on, its minimum is lower than the first "
-            f"program's by {wording.signed(mean)} (95 % interval {wording.signed(low)} to "
+            f"On 60 functions that no choice depended on, its gain over the first program is "
+            f"{wording.signed(mean)} (95 % interval {wording.signed(low)} to "
             f"{wording.signed(high)})."
         )
     say("A script proposed these programs, not a language model: give yours in the config.")
@@ -202,6 +203,16 @@ def serve(*, model: str = "smollm2", name: str = "demo-serve", runs_dir: Path = 
         ("rookery keys add ada", "a key for a user; serve then with --anonymous false"),
         ("pip install tinker", "its client, for code that runs elsewhere"),
     )
+
+
+def _refuse_other_demos(words: Sequence[str]) -> None:
+    """A misspelt name of a demo reaches `rookery demo` itself, as its first override."""
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        names = sorted(name for name in demo if not name.startswith("-"))
+        raise ConfigError(
+            f"There is no demo {words[0]}.{did_you_mean(words[0], names)} There are "
+            f"{', '.join(names[:-1])} and {names[-1]}; `rookery demo` alone evolves adapters."
+        )
 
 
 def _addition() -> Path:

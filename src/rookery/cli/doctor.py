@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.markup import escape
 
 from rookery.cli.terminal import console
-from rookery.errors import EXTRAS
+from rookery.errors import EXTRAS, install_extra
 from rookery.model_names import SMOLLM2, cache_folder
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -72,7 +72,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield _gpu()
     yield _vllm()
-    yield _package("Ray", "ray", "pip install 'rookery[ray]'", is_needed=False)
+    yield _package("Ray", "ray", install_extra("ray"), is_needed=False)
     for extra, purpose in _PURPOSES.items():
         yield _extra(extra, purpose)
     yield _sandbox()
@@ -81,7 +81,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    install = "pip install 'rookery[hf]'"
+    install = install_extra("hf")
     for package in ("torch", "transformers", "peft", "datasets"):
         yield _package(package, package, install, is_needed=True)
 
@@ -100,7 +100,7 @@ def _extra(extra: str, purpose: str) -> Finding:
     packages = [name for name, brought_by in EXTRAS.items() if brought_by == extra]
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     seen = f"not installed: {', '.join(missing)}" if missing else "installed"
-    remedy = f"pip install 'rookery[{extra}]' (for {purpose})"
+    remedy = f"{install_extra(extra)} (for {purpose})"
     return Finding(extra, not missing, seen, remedy, is_needed=False)
 
 
@@ -121,7 +121,7 @@ def _vllm() -> Finding:
         finding = _package("vLLM", package, "", is_needed=False)
         if finding.is_fine:
             return finding
-    remedy = "pip install 'rookery[vllm]' on a GPU machine; not needed for the embedded engine"
+    remedy = f"{install_extra('vllm')} (on a GPU machine; the embedded engine does not need it)"
     return Finding("vLLM", is_fine=False, seen="not installed", remedy=remedy, is_needed=False)
 
 

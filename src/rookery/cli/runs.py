@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from rookery.cli.terminal import console, log_warnings, print_outcome, say
+from rookery.errors import near_path
 from rookery.paths import expanded
 
 __all__ = ["runs", "ui"]
@@ -220,6 +221,10 @@ def ui(
 
     with open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service) as page:
         say(page.url)
-        say(f"Shows the runs of {runs_dir}. Ctrl-C ends it.")
+        if expanded(runs_dir).is_dir():
+            say(f"Shows the runs of {runs_dir}. Ctrl-C ends it.")
+        else:
+            near = near_path(expanded(runs_dir).absolute())
+            say(f"There is no folder {runs_dir} yet: its runs will appear.{near} Ctrl-C ends it.")
         page.wait()
     return 0

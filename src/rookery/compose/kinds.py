@@ -5,6 +5,7 @@ kind = find_kind("genome")                      # of `KINDS`, a loop alone as a 
 """
 
 import pkgutil
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,12 @@ def resume(
     all answers when a scorer changed, else those without a reward. `whole` is of a step.
     """
     with Run.view(Path(path)) as run:
+        if run.kind == "serve":
+            config_file = shlex.quote(str(run.path / "config.json"))
+            raise RunError(
+                f"{path} is a service, which goes on when it is started: rookery serve "
+                f"{config_file}"
+            )
         if run.kind not in KINDS:
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."

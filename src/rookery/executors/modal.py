@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from rookery.errors import ConfigError, ExecutorError, boundary
+from rookery.errors import ConfigError, ExecutorError, boundary, install_extra
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
@@ -116,7 +116,8 @@ async def open_modal(
 
         from rookery.executors.modal_app import APP_NAME, FOLDERS_NAME
     except ImportError as error:
-        raise ConfigError("Jobs on Modal need its SDK: pip install 'rookery[modal]'.") from error
+        remedy = install_extra("modal")
+        raise ConfigError(f"Jobs on Modal need its SDK: {remedy}.") from error
     digest = "" if spec.folder is None else spec.folder.digest
     hint = {modal.exception.NotFoundError: f"Deploy the app first: {DEPLOY}"}
     with boundary(ExecutorError, f"Calling the Modal app {APP_NAME}", remedy=hint):

@@ -1,6 +1,6 @@
 """The Modal app that `open_modal` calls: what is deployed, once per version of Rookery.
 
-    pip install 'rookery[modal]' && modal setup
+    pip install './rookery-0.1.0-py3-none-any.whl[modal]' && modal setup
     ROOKERY_MODAL_PACKAGES="scipy pandas" modal deploy -m rookery.executors.modal_app
 
 Its image has Rookery's core, bubblewrap and the named packages, for evaluators that import them.

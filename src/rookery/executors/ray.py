@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.concurrency import task_group
-from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary
+from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary, install_extra
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
     CLOSE_S,
@@ -43,7 +43,6 @@ __all__ = ["RayHost", "connect_ray", "open_ray"]
 #     ...
 
 
-INSTALL = "pip install 'rookery[ray]'"
 REACH_S = 10.0
 
 
@@ -58,7 +57,7 @@ async def connect_ray(
     try:
         import ray
     except ImportError as missing:
-        raise ConfigError(f"Work on a cluster needs Ray: {INSTALL}.") from missing
+        raise ConfigError(f"Work on a cluster needs Ray: {install_extra('ray')}.") from missing
     was_connected = ray.is_initialized()
     if not was_connected:
         with boundary(error, f"Connecting to the Ray cluster at {address}"):

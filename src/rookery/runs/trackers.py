@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rookery.errors import ConfigError, RunError, boundary
+from rookery.errors import ConfigError, RunError, boundary, install_extra
 from rookery.runs.metrics import MetricsRow, read_rows
 from rookery.runs.run import Run
 from rookery.runs.run_folder import METRICS
@@ -181,8 +181,8 @@ def require_trackers(names: Iterable[TrackerName]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"track names {name}, which is not installed: pip install 'rookery[track]', or "
-                f"leave {name} out."
+                f"track names {name}, which is not installed: {install_extra('track')}, or leave "
+                f"{name} out."
             )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, install_extra
 from rookery.search.candidate import Fitness, fitness_ranks
 from rookery.seeding import stream, stream_seed
 
@@ -257,6 +257,6 @@ def load_library() -> Any:
             import cma
     except ImportError:
         raise ConfigError(
-            "CMA-ES needs the package cma, which is not installed: pip install 'rookery[cmaes]'."
+            f"CMA-ES needs the package cma, which is not installed: {install_extra('cmaes')}."
         ) from None
     return cma

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import TaskError, boundary, near_path
+from rookery.errors import TaskError, boundary, install_extra, near_path
 from rookery.paths import expanded
 from rookery.tasks.rows import Row, require_plain
 
@@ -308,7 +308,7 @@ def _read_with_datasets(dataset: str, path: Path, *, subset: str, split: str) ->
         import datasets
     except ImportError as error:
         raise TaskError(
-            "Reading a dataset needs the package datasets: pip install 'rookery[hf]'. "
+            f"Reading a dataset needs the package datasets: {install_extra('hf')}. "
             "Files of CSV, JSON and JSON lines need nothing."
         ) from error
     if path.is_file() and path.suffix not in LOCAL_FORMATS:

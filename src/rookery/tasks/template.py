@@ -20,7 +20,7 @@ import jinja2
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rookery.errors import ModelError, TaskError, boundary
+from rookery.errors import ModelError, TaskError, boundary, install_extra
 from rookery.paths import expanded
 from rookery.types import Json, Message, Task, TokenIds
 
@@ -287,7 +287,7 @@ def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Temp
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelError(
-            "Reading a tokenizer needs the package transformers: pip install 'rookery[hf]'."
+            f"Reading a tokenizer needs the package transformers: {install_extra('hf')}."
         ) from error
     remedy = "Give a folder that holds tokenizer.json, as transformers saves it"
     with boundary(

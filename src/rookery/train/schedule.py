@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rookery.config import Config
-from rookery.errors import TrainError
+from rookery.errors import TrainError, install_extra
 from rookery.seeding import bulk_stream
 from rookery.types import OptimStep
 
@@ -132,7 +132,7 @@ def make_optimizer(
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise TrainError(
-            "The optimizer adamw_8bit needs torchao: pip install 'rookery[optim]', or write adamw."
+            f"The optimizer adamw_8bit needs torchao: {install_extra('optim')}, or write adamw."
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(parameters)
     return optimizer

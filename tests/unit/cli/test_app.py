@@ -11,6 +11,7 @@ import pytest
 from driving import Command
 
 from rookery.cli.doctor import Finding, examine
+from rookery.errors import install_extra
 from rookery.model_names import SMOLLM2
 
 
@@ -44,7 +45,12 @@ def test_examples_have_a_line_each(rookery: Command) -> None:
         (["eval", "tiny", "tasks.jsonl", "--limit", "0"],
          "limit is 0; it should be greater than or equal to 1."),
         (["eval", "tiny", "tasks.jsonl", "--limit", "-3"], "limit is -3; it should be greater"),
-        (["eval", "tiny"], "--taskset requires an argument"),
+        (["eval", "tiny"], "error: `rookery eval` needs TASKSET. See `rookery eval --help`."),
+        (["new"], "`rookery new` needs KIND. See `rookery new --help`."),
+        (["eval", "tiny", "tasks.jsonl", "--limit"], "--limit requires an argument"),
+        (["runs", "list", "old"], "`rookery runs list` does not take 'old'."),
+        (["demo", "grop"], "There is no demo grop. Did you mean grpo?"),
+        (["demo", "nothing"], "There are evolve, grpo, icm and serve; `rookery demo` alone"),
         (["doctor", "--jsn"], "--jsn"),
         (["genome", "run", "c.yaml", "--rezume"], "--rezume is not a flag. Did you mean --resume?"),
         (["genome", "run", "c.yaml", "--run-dir", "x"], "Did you mean --runs-dir?"),
@@ -137,9 +143,10 @@ def test_what_is_missing_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     ended = rookery("doctor")
     assert ended.code == 2 and "Something that is needed is missing." in ended.out
-    assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
-    assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
-    assert "· serve        not installed: zstandard\n  → pip install 'rookery[serve]'" in ended.out
+    assert f"✗ peft         not installed\n  → {install_extra('hf')}\n" in ended.out
+    assert f"· Ray          not installed\n  → {install_extra('ray')}\n" in ended.out
+    remedy = install_extra("serve")
+    assert f"· serve        not installed: zstandard\n  → {remedy}" in ended.out
 
 
 def test_the_model_may_be_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

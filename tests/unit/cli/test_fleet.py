@@ -148,7 +148,7 @@ def _read_until(owner: "subprocess.Popen[str]", word: str) -> str:
         (["up", "tiny", "--placement", "ray"], "placement: ray needs replicas"),
         (["up", "urls.yaml"], "urls.yaml has no launch section"),
         (["verify", "http://127.0.0.1:9", "--adapter", "nowhere"], "nowhere"),
-        (["verify"], "--url requires an argument"),
+        (["verify"], "`rookery fleet verify` needs URL"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(

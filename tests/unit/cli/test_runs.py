@@ -2,7 +2,9 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from driving import Command
@@ -30,6 +32,28 @@ def test_runs_are_listed_the_newest_first(rookery: Command, two_runs: Path) -> N
     assert listed[1]["num_events"] == 4 and listed[1]["size_bytes"] > 0
     table = rookery("runs", "list").words
     assert table.index("second") < table.index("first") and "finished" in table
+
+
+def test_a_service_is_not_resumed_but_started(rookery: Command, place: Path) -> None:
+    with Run.create(place / "runs", kind="serve", name="served", config={}) as run:
+        pass
+    ended = rookery("runs", "resume", "served")
+    said = ended.words
+    assert (
+        ended.code == 2
+        and f"goes on when it is started: rookery serve {run.path / 'config.json'}" in said
+    )
+
+
+def test_the_page_of_a_folder_that_is_not_there_says_so(
+    rookery: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = SimpleNamespace(url="http://127.0.0.1:7700", wait=lambda: None)
+    monkeypatch.setattr("rookery.ui.live.server.open_page", lambda *_, **__: nullcontext(page))
+    (tmp_path / "runs").mkdir()
+    said = rookery("ui", tmp_path / "rums").out
+    assert "yet: its runs will appear. Did you mean" in said and str(tmp_path / "runs") in said
+    assert f"Shows the runs of {tmp_path / 'runs'}." in rookery("ui", tmp_path / "runs").out
 
 
 def test_no_runs_are_an_answer(rookery: Command, tmp_path: Path) -> None:

@@ -37,6 +37,13 @@ def test_the_list_draws_a_metric_of_any_kind_of_run(tmp_path: Path) -> None:
     assert row["spark_of"] == "tried/mean" and row["spark"][:2] == [0.5, 0.25]
 
 
+def test_the_number_of_an_unfinished_run_is_named_in_words(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="genome", name="a", config={}) as run:
+        run.log_metrics(0, {"genome/best": 0.5})
+        row = describe_run(tmp_path / "a")
+    assert row["result"] == {"label": "best score so far", "mean": 0.5}
+
+
 def test_a_run_prints_the_address_of_its_page_without_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

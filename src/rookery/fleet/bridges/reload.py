@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from rookery.concurrency import run_in_thread
-from rookery.errors import FleetError
+from rookery.errors import FleetError, install_extra
 from rookery.fleet.bridges.update import SMALLEST_VOCABULARY, BaseUpdate, Canary, Give
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.http.client import is_local
@@ -67,7 +67,6 @@ def restart_on(folder: Path) -> Give:
 
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""
-INSTALL = "pip install 'rookery[vllm]'"
 
 
 def reload_from(folder: Path) -> Give:
@@ -155,7 +154,7 @@ def require_torch(device: str) -> None:
     try:
         import torch
     except ImportError as error:
-        raise ImportError(f"vLLM is not available: {INSTALL}") from error
+        raise ImportError(f"vLLM is not available: {install_extra('vllm')}") from error
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise RuntimeError(f"device is {device}, but torch sees no GPU here: write cpu.")
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rookery.errors import install_extra
+
 __all__ = ["explain_failure", "first_error", "last_lines"]
 
 NUM_LINES = 20
@@ -33,8 +35,8 @@ _API_PROCESS = "(APIServer"
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"No module named '?vllm|ModuleNotFoundError: .*vllm",
-        "vLLM is not installed for that Python: pip install 'rookery[vllm]', or set launch.python "
-        "to the interpreter that has it.",
+        f"vLLM is not installed for that Python: {install_extra('vllm')}, or set launch.python to "
+        "the interpreter that has it.",
     ),
     (
         r"Address already in use|\[Errno 98\]",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from rookery.errors import ModelError, TaskError, boundary
+from rookery.errors import ModelError, TaskError, boundary, install_extra
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.types import TokenIds
@@ -213,7 +213,7 @@ def load_encoder(model_folder: str | Path) -> Encoder:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelError(
-            "Reading a tokenizer needs the package transformers: pip install 'rookery[hf]'."
+            f"Reading a tokenizer needs the package transformers: {install_extra('hf')}."
         ) from error
     remedy = "Give a folder that holds tokenizer.json, or a Hugging Face id"
     with boundary(

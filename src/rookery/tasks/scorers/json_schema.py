@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rookery.errors import TaskError, boundary
+from rookery.errors import TaskError, boundary, install_extra
 from rookery.tasks.scorers.text import ScorerOptions, require_judgeable
 from rookery.types import Completion, Json, Task
 
@@ -125,7 +125,7 @@ def _validator(schema: dict[str, JsonValue]) -> "Validator":
         from referencing import Registry
     except ImportError as error:
         raise TaskError(
-            "The json_schema scorer needs the package jsonschema: pip install 'rookery[tasks]'."
+            f"The json_schema scorer needs the package jsonschema: {install_extra('tasks')}."
         ) from error
     kind = validator_for(schema, default=Draft202012Validator)
     try:

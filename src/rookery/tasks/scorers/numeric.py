@@ -24,7 +24,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.errors import TaskError
+from rookery.errors import TaskError, install_extra
 from rookery.tasks.scorers.text import ScorerOptions, reference_texts, require_judgeable
 from rookery.types import Completion, Task
 
@@ -180,7 +180,7 @@ class MathScorer:
     def __init__(self, config: MathConfig) -> None:
         if find_spec("math_verify") is None:
             raise TaskError(
-                "The math scorer needs the package math-verify: pip install 'rookery[tasks]'."
+                f"The math scorer needs the package math-verify: {install_extra('tasks')}."
             )
         self._config = config
         self._worker = _Worker()

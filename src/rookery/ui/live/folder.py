@@ -187,6 +187,13 @@ MAIN_METRICS = {
     "evolve": ("evolve/best_score",),
 }
 ANY_METRIC = ("reward/", "train/loss", "loss/", "")
+METRIC_WORDS = {
+    "genome/best": "best score",
+    "reward/mean": "mean reward",
+    "icm/best_utility": "best utility",
+    "evolve/best_score": "best score",
+    "train/loss": "loss",
+}
 LOOK_AGAIN_S = 0.3
 """Several pages that ask at once share one look at the files."""
 LOOK_SHARE = 0.05
@@ -368,7 +375,7 @@ def _describe(run: RunView) -> dict[str, Any]:
     spark_of, numbers = spark(metrics, (*MAIN_METRICS.get(run.kind, ()), *ANY_METRIC))
     result = _result(run)
     if result is None and numbers and status != "done":
-        result = {"label": f"{spark_of} so far", "mean": numbers[-1]}
+        result = {"label": f"{METRIC_WORDS.get(spark_of, spark_of)} so far", "mean": numbers[-1]}
     return {
         "name": run.name,
         "kind": run.kind,
