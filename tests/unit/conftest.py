@@ -35,13 +35,20 @@ settings.register_profile(
 settings.load_profile("unit")
 
 
+def pytest_collection_finish() -> None:
+    """What tests import stays. Each collection of the garbage of a test looked at all of it, which
+    took longer than most tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama-shaped model of 4 layers with random weights and a word tokenizer."""
     from tiny import write_tiny_model
 
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    gc.freeze()  # torch and transformers: each collection of a step looked at all that they define
+    gc.freeze()  # what transformers imports as it is used
     return folder
 
 

@@ -99,10 +99,8 @@ MESSAGES = [{"role": "user", "content": "w5 w6"}]
 
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
-    (CHAT, {"messages": MESSAGES, "tools": [ADD]}),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "tools": [ADD]}),
     ("/v1/completions", {"prompt": ["w5 w6", "w7"], "logprobs": 1}),
-    ("/v1/completions", {"prompt": "w5", "temperature": 0}),
 ]
 
 

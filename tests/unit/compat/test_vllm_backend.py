@@ -16,6 +16,7 @@ import pytest
 import torch
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, greedy
+from forked import forked, run_code
 from safetensors.torch import load_file
 
 from rookery.compat import vllm_backend as backend
@@ -183,14 +184,6 @@ def test_shutting_down_wakes_threads_that_wait(server: Server) -> None:
     assert backend.generate_with_vllm([[1]], max_tokens=1), "and connects again"
 
 
-def run_script(code: str, server: Server, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "VLLM_BASE_URL": server.stub.url},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
 FORK = """
 import os, sys, threading
 import rookery.compat.vllm_backend as backend
@@ -233,8 +226,10 @@ print("parent")
 
 
 def test_a_forked_process_is_told_and_can_connect_itself(server: Server, folder: Path) -> None:
-    ended = run_script(FORK, server, folder)
-    assert (ended.stdout, ended.stderr, ended.returncode) == ("child\nparent\n", "", 0)
+    url = {"VLLM_BASE_URL": server.stub.url}
+    with forked(run_code, FORK, str(folder), variables=url) as process:
+        assert process.lines.read() == "child\nparent\n"
+        assert process.wait() == 0
 
 
 EXIT = """
@@ -250,7 +245,11 @@ print(models[1]["root"])
 
 
 def test_a_program_that_ends_leaves_nothing_behind(server: Server, folder: Path) -> None:
-    ended = run_script(EXIT, server, folder)
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT, str(folder)],
+        env={**os.environ, "VLLM_BASE_URL": server.stub.url},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert (ended.stderr, ended.returncode) == ("", 0)
     staged = Path(ended.stdout.strip())
     assert staged.parent.name.startswith("rookery-adapters-") and not staged.parent.exists()

@@ -165,12 +165,6 @@ def test_use_is_remembered_for_eviction() -> None:
     assert first.last_used > second.last_used
 
 
-def test_the_root_is_known_and_nothing_matches_nothing() -> None:
-    tree = PrefixTree(make_pool())
-    assert tree.match((1, 2)) == (tree.root, 0) and tree.match(()) == (tree.root, 0)
-    assert list(tree.nodes()) == [] and tree.root.is_computed and tree.root.path() == []
-
-
 # The token pool.
 
 

@@ -42,21 +42,19 @@ async def test_an_exception_of_the_task_is_not_a_lost_worker() -> None:
         assert output(await executor.submit(job(4, pid=0))) == pid, "the worker lives"
 
 
-@pytest.mark.parametrize(
-    ("action", "reason", "num"),
-    [
-        ({"kill": signal.SIGKILL}, "SIGKILL", 4),  # more often than a worker may fail to start
-        ({"kill": 40}, "signal 40", 1),
-        ({"exit": 3}, "code 3", 1),
-        ({"exit": 0}, "code 0", 1),
-    ],
-)
-async def test_a_worker_that_its_job_ends_is_reported_and_replaced(
-    action: dict[str, int], reason: str, num: int
-) -> None:
+ENDS: list[tuple[dict[str, int], str]] = [
+    ({"kill": signal.SIGKILL}, "SIGKILL"),
+    ({"kill": 40}, "signal 40"),
+    ({"exit": 3}, "code 3"),
+    ({"exit": 0}, "code 0"),
+]
+
+
+async def test_a_worker_that_its_job_ends_is_reported_and_replaced() -> None:
+    """Also more often than a worker may fail to start."""
     async with open_local(FAKE, num_workers=1) as executor:
         first = output(await executor.submit(job(1, pid=0)))
-        for epoch in range(num):
+        for epoch, (action, reason) in enumerate(ENDS):
             lost = await executor.submit(job(2, epoch=epoch, **action))
             assert isinstance(lost, WorkerLost) and reason in lost.reason
         assert output(await executor.submit(job(3, pid=0))) != first

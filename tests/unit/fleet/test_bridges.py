@@ -1,7 +1,6 @@
 """Weights published to stub servers: proved, or the fault is named."""
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from rookery.fleet.bridges.adapter import CopyBridge
 from rookery.fleet.bridges.alias import MergeBridge, SharedBase, alias_weights, share_base
 from rookery.fleet.bridges.update import Canary
 from rookery.fleet.routing.paused import VERSION
-from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
 from rookery.slots import CausalAttend, SlottedModel, load_model
 from rookery.slots.loading import attach_model, weight_shapes
 from rookery.types import Adapter, LoraFactors, ModelRef, ModelWeights
@@ -49,14 +47,6 @@ async def test_all_servers_compute_with_the_memory_of_the_trainer() -> None:
         sums = {said_of(stub.tensors) for stub in stubs}
         assert sums == {said_of(trainer.weights)} != {said_of(first_weights())}
         assert all(stub.num_pauses == 5 for stub in stubs)
-
-
-async def test_clean_publishes_raise_no_alarm() -> None:
-    stub = SharingStub()
-    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
-        for _ in range(30):
-            await trainer.step()
-        assert stub.num_pauses == 30
 
 
 async def test_what_is_in_flight_is_kept_while_weights_change() -> None:
@@ -288,7 +278,8 @@ def logits(model: SlottedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Llama", "Gemma2", "Phi3", *(pytest.param(k, marks=long) for k in FAMILIES)]
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ("Gemma2", "Phi3") else long) for kind in FAMILIES],
 )
 def test_a_model_over_a_servers_weights_is_the_model_of_the_folder(
     kind: str, tmp_path: Path
@@ -308,34 +299,6 @@ def test_a_model_over_a_servers_weights_is_the_model_of_the_folder(
     for tensor in served.values():
         tensor.mul_(0.5)
     assert not torch.equal(logits(attached), logits(loaded)), "it sees what the server's become"
-
-
-def test_a_model_over_a_servers_weights_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "large", hidden_size=128, intermediate_size=512)
-    served = served_weights(folder, LLAMA)
-    manifest = lay_out(served)
-    file = SharedFile(num_bytes=manifest["bytes"])
-    shared = {name: view(file.memory, entry) for name, entry in manifest["tensors"].items()}
-    for name, tensor in shared.items():
-        tensor.copy_(served.pop(name))
-    before = tensor_memory()
-    model = attach_model(folder, lambda shapes: alias_weights(shared, LLAMA, shapes))
-    added = {begin: size for begin, size in tensor_memory().items() if begin not in before}
-    assert sum(added.values()) < 0.05 * manifest["bytes"], "of the model"
-    assert sum(weight.nbytes for weight in model.weights.values()) > 0.9 * manifest["bytes"]
-
-
-def tensor_memory() -> dict[int, int]:
-    """The bytes of all memory that tensors of this process are in, by its address."""
-    gc.collect()
-    kinds = (torch.Tensor, torch.nn.Parameter)  # others of this process may be without data
-    tensors = [found for found in gc.get_objects() if type(found) in kinds]
-    storages = [
-        tensor.untyped_storage()
-        for tensor in tensors
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided  # packed ones hide theirs
-    ]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def test_tied_weights_are_asked_for_once(tmp_path: Path) -> None:

@@ -70,18 +70,6 @@ async def test_a_publication_asks_one_prompt_for_one_token() -> None:
         assert len(prompt) > 2 * stub.block and body["max_tokens"] == 1
 
 
-async def test_the_canary_waits_at_a_server_while_weights_change() -> None:
-    stub = SharingStub()
-    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
-        await trainer.step()
-        async with trainer.bridge.changing_base() as rename:
-            await stub.wait_in_flight(1)
-            for tensor in trainer.weights.values():
-                tensor += 0.5
-            rename(ModelRef(name="policy", version="later"))
-        assert await ask(fleet, ModelRef(name="policy", version="later"))
-
-
 async def test_a_change_that_takes_longer_than_a_request_may_is_proved_all_the_same() -> None:
     stub = SharingStub()
     async with serve(stub):

@@ -324,9 +324,10 @@ def test_buffers_that_do_not_fit_are_refused(
 
 
 @pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "rank"),
+    [(1, torch.float32, 1), (1, torch.bfloat16, 2), (2, torch.bfloat16, 1), (2, torch.float32, 2)],
+)
 def test_slots_filled_from_seeds_hold_what_the_members_as_adapters_would(
     tmp_path: Path, tp_size: int, dtype: torch.dtype, rank: int
 ) -> None:

@@ -185,8 +185,9 @@ async def test_the_request_limit_holds_for_retries(monkeypatch: pytest.MonkeyPat
         )
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "-1"])
-@pytest.mark.parametrize("route", ["chat", "completions"])
+@pytest.mark.parametrize(
+    ("value", "route"), [(None, "chat"), (float("nan"), "completions"), ("-1", "chat")]
+)
 async def test_log_probabilities_that_are_no_numbers_are_refused(
     monkeypatch: pytest.MonkeyPatch, value: object, route: str
 ) -> None:
@@ -211,7 +212,7 @@ async def test_a_missing_key_and_adapters_are_refused(monkeypatch: pytest.Monkey
             await sampler.sample([ask(ModelRef(name="poet", version="1"))])
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 3, 100])
+@pytest.mark.parametrize("max_in_flight", [1, 3])
 async def test_what_was_answered_is_not_paid_twice(
     monkeypatch: pytest.MonkeyPatch, max_in_flight: int
 ) -> None:

@@ -165,8 +165,16 @@ def impatient(*urls: str) -> FleetConfig:
     return FleetConfig(urls=urls, all_down_timeout_s=0.5, client=limits)
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("is_load", [False, True], ids=["sample", "load"])
+LOADS = ("see other", "reset", "half an answer", "another page", "busy")
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_load"),
+    [
+        *(pytest.param(fault, False, id=f"sample: {name}") for name, fault in FAULTS.items()),
+        *(pytest.param(FAULTS[name], True, id=f"load: {name}") for name in LOADS),
+    ],
+)
 async def test_a_call_ends_after_few_attempts_whatever_it_meets(
     fault: Callable[[web.Request], web.Response], *, is_load: bool
 ) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import write_tiny_model
 
 import rookery
 from rookery.config import load_config, parse_config, read_document
@@ -351,7 +350,7 @@ def launching_at(folder: Path, **changes: Any) -> dict[str, Any]:
     python = folder / "python"
     python.write_text(f"#!/bin/sh\ntouch {folder}/was-started\nexit 1\n")
     python.chmod(0o755)
-    launch = {"model": str(folder / "tiny"), "python": str(python), "device": "cpu", **changes}
+    launch = {"python": str(python), "device": "cpu", **changes}
     return {"type": "fleet", "launch": launch}
 
 
@@ -389,11 +388,15 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("loop", "launch", "changes", "said"), REFUSALS)
 def test_what_a_config_decides_is_refused_before_a_server_is_started(
-    loop: str, launch: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
+    loop: str,
+    launch: dict[str, Any],
+    changes: dict[str, Any],
+    said: str,
+    tiny_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    write_tiny_model(tmp_path / "tiny")
     run, config = LOOPS[loop]
-    engine = launching_at(tmp_path, **launch)
+    engine = launching_at(tmp_path, model=str(tiny_folder), **launch)
     with pytest.raises(RookeryError, match=said):
         run({**config, "engine": engine, **changes}, runs_dir=tmp_path / "runs", progress=False)
     assert not (tmp_path / "was-started").exists()
@@ -414,15 +417,6 @@ def test_a_preset_parses(path: Path) -> None:
     config = load_config(kinds[read_document(path)["type"]], path)
     if isinstance(config, FleetConfig) and config.launch is not None:
         assert "--model" in command_line(config.launch, port=1)
-
-
-def test_there_is_one_for_every_size() -> None:
-    parallel = {}
-    for name in ("small", "8b", "70b", "405b"):
-        launch = load_config(FleetConfig, FOLDER / f"{name}.yaml").launch
-        assert launch is not None
-        parallel[name] = launch.tensor_parallel
-    assert parallel == {"small": 1, "8b": 1, "70b": 4, "405b": 8}
 
 
 def test_a_fleet_without_servers_or_with_wrong_ones_is_refused(tmp_path: Path) -> None:
@@ -500,18 +494,6 @@ def test_the_first_error_of_the_engine_is_shown(
     assert lines[-1].startswith(shown), lines
     assert lines[-2].startswith("    ") and not any("pid=" in line for line in lines)
     assert remedy in explain_failure(log)
-
-
-def test_errors_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(WORKER)
-    assert first_error(log, since=len(WORKER)) == []
-
-
-def test_what_is_only_reported_is_no_error(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("(APIServer pid=1) INFO 11-16 02:04:41 [a.py:1] args: {'max_lora_rank': 16}\n")
-    assert explain_failure(log) == ""
 
 
 def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:

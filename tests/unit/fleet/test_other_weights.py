@@ -25,8 +25,10 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0)
 ROUTES = (*Stub().routes, "/collective_rpc", VERSION)
 
 
-async def sample(fleet: Fleet) -> tuple[int, ...]:
-    request = SampleRequest(model=fleet.base, prompt=(1, 2), params=GREEDY)
+async def sample(
+    fleet: Fleet, on_delta: Callable[[CompletionDelta], None] | None = None
+) -> tuple[int, ...]:
+    request = SampleRequest(model=fleet.base, prompt=(1, 2), params=GREEDY, on_delta=on_delta)
     [[completion]] = await fleet.sample([request])
     return completion.tokens
 
@@ -107,23 +109,27 @@ async def test_a_server_that_tells_little_is_recognised_by_that() -> None:
             await until(lambda: replica.load.is_open)
 
 
-async def test_an_answer_of_another_server_behind_the_address_does_not_count() -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_of_another_server_behind_the_address_does_not_count(
+    *, is_streamed: bool
+) -> None:
     """No connection broke: only the answer itself tells."""
+    on_delta = (lambda _: None) if is_streamed else None
     async with serve(Stub(system="a")) as [stub]:
         config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
         async with open_fleet(config) as fleet:
-            right = await sample(fleet)
+            right = await sample(fleet, on_delta)
             stub.started_s, stub.system, stub.weights = 2.0, "b", "other"
             with pytest.raises(FleetError, match="with other weights"):
-                await sample(fleet)
+                await sample(fleet, on_delta)
             stub.weights = ""
             await until(lambda: fleet.pool.replicas[0].load.is_open)
-            assert await sample(fleet) == right
+            assert await sample(fleet, on_delta) == right
             stub.started_s, stub.system = 3.0, "c"
-            assert await sample(fleet) == right, "the same model, started with other flags"
+            assert await sample(fleet, on_delta) == right, "the same model, with other flags"
             num_bodies = len(stub.bodies)
             for _ in range(5):
-                await sample(fleet)
+                await sample(fleet, on_delta)
             assert len(stub.bodies) == num_bodies + 5, "nothing is asked beside calls"
 
 
@@ -322,20 +328,3 @@ async def test_weights_are_given_back_before_a_next_training() -> None:
         await reading
         assert (stub.weights, stub.weight_version) == ("", "default")
         assert not is_trained(stub.url)
-
-
-async def test_a_stream_of_another_server_behind_the_address_does_not_count() -> None:
-    async with serve(Stub(system="a")) as [stub]:
-        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
-        async with open_fleet(config) as fleet:
-            deltas: list[CompletionDelta] = []
-            request = SampleRequest(
-                model=fleet.base, prompt=(1, 2), params=GREEDY, on_delta=deltas.append
-            )
-            right = await fleet.sample([request])
-            stub.started_s, stub.system, stub.weights = 2.0, "b", "other"
-            with pytest.raises(FleetError, match="with other weights"):
-                await fleet.sample([request])
-            stub.weights = ""
-            await until(lambda: fleet.pool.replicas[0].load.is_open)
-            assert await fleet.sample([request]) == right

@@ -503,21 +503,3 @@ async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
         for kind in "abababab":
             group.create_task(call(kind))
     assert order == list("abbbbaaa")
-
-
-@pytest.mark.parametrize("kind", ["", "a"])
-async def test_an_error_ends_the_turn(kind: str) -> None:
-    exclusion = CallExclusion()
-    with pytest.raises(ValueError, match="x"):
-        async with exclusion.take(kind):
-            raise ValueError("x")
-    assert exclusion.is_idle
-
-
-async def test_calls_of_one_kind_run_together() -> None:
-    exclusion = CallExclusion()
-    async with exclusion.take("a"), exclusion.take("a"), exclusion.take(""):
-        waiting = asyncio.create_task(exclusion.take("b").__aenter__())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    await asyncio.wait_for(waiting, 60)

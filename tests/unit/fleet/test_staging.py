@@ -86,10 +86,10 @@ def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
         return buffer, staging.peft_folder(REF, adapter, base="x")
 
     with open_staging(tmp_path) as staging, ThreadPoolExecutor(4) as pool:
-        for _ in range(20):
+        for _ in range(5):
             assert len(set(pool.map(ask, [staging] * 4))) == 1
             staging.remove(REF)
-    assert len(writes) == 20
+    assert len(writes) == 5
 
 
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
@@ -102,16 +102,6 @@ def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
         left = [path.name for path in staging.root.iterdir() if path.is_dir()]
         assert len(left) == 2
         assert all(name.startswith(staging.wire_name(other)) for name in left)
-
-
-def test_own_folders_go_and_those_of_the_dead_are_removed(tmp_path: Path) -> None:
-    left = leave_behind(tmp_path, servers=())
-    with open_staging(tmp_path) as first:
-        assert not left.exists()
-        with open_staging(tmp_path) as second:
-            assert first.root.is_dir() and second.root.is_dir()
-        assert first.root.is_dir() and not second.root.exists()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_that_a_server_may_know_of_or_that_others_judge_stay(tmp_path: Path) -> None:
@@ -231,9 +221,15 @@ def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
         assert names == {".owner"}, "nothing is left beside the folders"
 
 
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [3, 64], ids=["padded", "without padding"])
-@pytest.mark.parametrize("scales", [(1.7, 1.7), (1.7, 0.3)], ids=["one scale", "two"])
+@pytest.mark.parametrize(
+    ("own", "rank", "scales"),
+    [
+        (torch.float32, 3, (1.7, 1.7)),
+        (torch.bfloat16, 64, (1.7, 1.7)),
+        (torch.bfloat16, 3, (1.7, 0.3)),
+    ],
+    ids=["padded", "without padding", "two scales"],
+)
 def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
     own: torch.dtype, rank: int, scales: tuple[float, float]
 ) -> None:
@@ -285,7 +281,7 @@ def test_the_last_member_of_a_centre_goes_while_others_come(
     def come_and_go(seed: int) -> None:
         member = population.member(f"m{seed}", seed=seed, amount=0.1)
         ref = ModelRef(name=member.name, version=member.version)
-        for _ in range(25):
+        for _ in range(8):
             folder = Path(json.loads(staging.member_text(ref, member))["centre"])
             assert sorted(path.name for path in folder.iterdir()) == [NUMBERS, CENTRE]
             staging.remove(ref)

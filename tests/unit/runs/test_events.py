@@ -3,8 +3,6 @@
 import asyncio
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rookery
 from rookery.errors import RunError
 from rookery.runs import EventLog, EventView, NewEvent, Run, event_log, journal
 from rookery.runs.event_log import EVENTS_FORMAT
@@ -88,13 +85,6 @@ def _apply(model: list[NewEvent], batch: list[NewEvent]) -> tuple[list[NewEvent]
     return result, False
 
 
-def test_append_returns_what_is_read_back(log: EventLog) -> None:
-    event = log.append("label", {"ids": (1, 2), "text": "ü"}, key="k")
-    assert event.payload == {"ids": [1, 2], "text": "ü"}
-    assert log.get("label", "k") == event == log.last() == log.last("label")
-    assert list(log.events()) == [event]
-
-
 def test_a_key_appends_once_and_conflicts_are_told(log: EventLog) -> None:
     first = log.append("label", {"a": 1, "b": 2}, key="k")
     assert log.append("label", {"b": 2, "a": 1}, key="k") == first
@@ -102,11 +92,6 @@ def test_a_key_appends_once_and_conflicts_are_told(log: EventLog) -> None:
     with pytest.raises(RunError, match=r"'label' with key 'k' exists \(seq 1\).*use another key"):
         log.append("label", {"a": 1, "b": 2.0}, key="k")
     assert log.counts() == {"label": 1, "other": 1}
-
-
-def test_no_key_means_every_append_counts(log: EventLog) -> None:
-    assert [log.append("label", {}).seq for _ in range(3)] == [1, 2, 3]
-    assert log.get("label", "") is None
 
 
 def test_a_refused_batch_leaves_nothing(log: EventLog) -> None:
@@ -170,13 +155,6 @@ def test_a_malformed_event_is_refused_alone(
         refused.result()
     assert [event.seq for event in before.result() + after.result()] == [1, 2]
     assert log.append("x", {}).seq == 3 and log.counts() == {"x": 3}
-
-
-def test_events_may_come_from_a_generator(log: EventLog, tmp_path: Path) -> None:
-    assert len(log.append_many(NewEvent(kind="x", payload={}) for _ in range(3))) == 3  # type: ignore[arg-type]
-    with Run.create(tmp_path, kind="x", config={}, name="r") as run:
-        run.append_many_blocking(NewEvent(kind="x", payload={}) for _ in range(3))  # type: ignore[arg-type]
-        assert run.counts()["x"] == 3
 
 
 def test_reading_pages_filters_and_continues(log: EventLog) -> None:
@@ -408,38 +386,6 @@ async def test_reads_do_not_wait_for_a_write(
         may_end.set()
         await waiting
         assert run.counts() == {"run/created": 1, "tick": 1}
-
-
-KILLED = """
-import asyncio, os, sys
-from pathlib import Path
-from rookery.runs import Run
-
-async def main():
-    with Run.open(Path(sys.argv[1])) as run:
-        async def tick(i):
-            await run.append("tick", {"i": i, "text": "x" * 300}, key=str(i))
-            os.write(1, b"%d\\n" % i)
-        for first in range(0, 10**9, 1000):  # until it is killed
-            await asyncio.gather(*(tick(first + i) for i in range(1000)))
-
-asyncio.run(main())
-"""
-
-
-def test_kill_9_among_many_leaves_a_prefix_with_all_that_was_told(tmp_path: Path) -> None:
-    with make(tmp_path) as run:
-        pass
-    environment = {**os.environ, "PYTHONPATH": str(Path(rookery.__file__).parents[1])}
-    command = [sys.executable, "-c", KILLED, str(run.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        told = [int(process.stdout.readline()) for _ in range(100)]
-        process.kill()
-        told += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
-    with Run.open(run.path) as run:
-        stored = [event.payload["i"] for event in run.events("tick")]
-    assert stored == list(range(len(stored))) and set(told) <= set(stored)
 
 
 def test_a_forked_child_closes_without_waiting() -> None:

@@ -152,19 +152,6 @@ def test_a_file_size_limit_loses_nothing(tmp_path: Path) -> None:
         assert not (run.path / "report.html").exists()
 
 
-def test_weights_that_do_not_fit_are_said_and_written_when_they_do(small_disk: Path) -> None:
-    adapter = tiny_adapter("wide", rank=64)
-    filler = small_disk / "filler"
-    fill(filler)
-    (small_disk / "a").mkdir()
-    full = r"No space left.*\. The disk is full: free some space, then go on$"
-    with pytest.raises(AdapterError, match=full):
-        write_adapter(adapter, small_disk / "a")
-    filler.unlink()
-    write_adapter(adapter, small_disk / "a")
-    assert read_adapter(small_disk / "a").version == adapter.version
-
-
 def test_runs_on_a_read_only_disk_can_be_viewed(small_disk: Path) -> None:
     with Run.create(small_disk, kind="eval", name="closed", config={}) as run:
         run.append_blocking("tick", {})

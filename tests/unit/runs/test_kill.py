@@ -27,8 +27,8 @@ import rookery
 from rookery.errors import RunError
 from rookery.runs import EventLog, Run, RunView, export_events, list_runs
 
-NUM_KILLS = 40
-NUM_CREATIONS = 40
+NUM_KILLS = 20
+NUM_CREATIONS = 20
 SOURCE = Path(rookery.__file__).parents[1]
 FORKER = """
 import os, sys

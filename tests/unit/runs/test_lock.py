@@ -155,14 +155,14 @@ def test_a_lock_kept_by_an_orphan_says_so(path: Path) -> None:
 
 def test_of_many_at_once_one_wins(path: Path) -> None:
     with ExitStack() as stack:
-        children = [stack.enter_context(process(RACE, path)) for _ in range(4)]
+        children = [stack.enter_context(process(RACE, path)) for _ in range(2)]
         for child in children:
             assert line(child) == "ready"
         for child in children:
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
-        assert sorted(line(child) for child in children) == ["owner"] + ["refused"] * 3
+        assert sorted(line(child) for child in children) == ["owner", "refused"]
 
 
 def test_an_owner_has_ended_only_when_that_is_certain(path: Path) -> None:

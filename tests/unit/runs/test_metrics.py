@@ -85,11 +85,3 @@ def test_damage_within_the_file_names_the_line(tmp_path: Path) -> None:
 
 def test_no_file_is_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m.jsonl") == []
-
-
-def test_use_after_close_is_a_sentence(tmp_path: Path) -> None:
-    metrics = MetricsFile.open(tmp_path / "m.jsonl")
-    metrics.close()
-    metrics.close()
-    with pytest.raises(RunError, match="was closed"):
-        metrics.log(0, {})

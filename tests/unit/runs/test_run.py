@@ -84,17 +84,6 @@ def test_a_run_holds_what_was_put_into_it(tmp_path: Path) -> None:
     assert json.loads((view.path / "config.json").read_text()) == {"population": 8, "seed": 1}
 
 
-def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    with make(tmp_path) as run:
-        run.append_blocking("label", {"i": 0}, key="0")
-    with Run.open(run.path) as run:
-        assert [e.payload["i"] for e in run.events("label")] == [0]
-        assert run.append_blocking("label", {"i": 0}, key="0").payload == {"i": 0}
-        run.append_blocking("label", {"i": 1}, key="1")
-    with Run.open(run.path) as run:
-        assert [e.key for e in run.events("label")] == ["0", "1"]
-
-
 def test_status_follows_the_events(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         assert run.status == "running"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rookery.errors import RunError
-from rookery.runs import NewEvent, Run, export_events, list_runs, show
+from rookery.runs import Run, export_events, list_runs
 from rookery.runs.summary import note_elsewhere
 
 
@@ -88,19 +88,6 @@ def test_no_folder_has_no_runs_and_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match="is a file"):
         list_runs(tmp_path / "file")
-
-
-def test_show_has_config_counts_metrics_and_events(tmp_path: Path) -> None:
-    with Run.create(tmp_path, kind="eval", name="a", config={"seed": 1}) as run:
-        run.append_many_blocking([NewEvent(kind="label", payload={"i": i}) for i in range(20)])
-        run.log_metrics(1, {"a/x": 1.0, "a/y": 2.0})
-        run.log_metrics(2, {"a/x": 3.0})
-        details = show(run.path)
-    assert details.summary.status == "running"
-    assert details.config == {"seed": 1}
-    assert details.counts == {"label": 20, "run/created": 1}
-    assert details.latest_metrics == {"a/x": 3.0, "a/y": 2.0}
-    assert [event.payload["i"] for event in details.last_events] == list(range(10, 20))
 
 
 def test_export_is_a_line_per_event(tmp_path: Path) -> None:

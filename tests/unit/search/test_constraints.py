@@ -48,19 +48,6 @@ def test_broken_pairs_are_counted(
     assert num_violations(constraint, labels) == expected
 
 
-def test_a_proposal_that_breaks_nothing_is_the_only_option() -> None:
-    constraints = Constraints([Exclusive(members=(0, 1), label=TRUE)], num_items=3, num_labels=2)
-    assert constraints.repairs((NONE, FALSE, NONE), item=0, label=TRUE) == ((TRUE, FALSE, NONE),)
-    assert constraints.repairs((NONE, TRUE, NONE), item=2, label=TRUE) == ((NONE, TRUE, TRUE),)
-
-
-def test_the_option_that_neither_carries_the_label_is_tried_too() -> None:
-    constraints = Constraints([Exclusive(members=(0, 1), label=TRUE)], num_items=2, num_labels=2)
-    options = constraints.repairs((TRUE, NONE), item=1, label=TRUE)
-    assert set(options) == {(TRUE, FALSE), (FALSE, TRUE), (FALSE, FALSE)}
-    assert (TRUE, FALSE) not in constraints.repairs((TRUE, FALSE), item=1, label=TRUE)
-
-
 constraint = st.one_of(
     st.builds(
         Exclusive,

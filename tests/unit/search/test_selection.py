@@ -60,18 +60,9 @@ def test_distinct_picks_everybody_alive_at_most_once(
 
 
 @pytest.mark.parametrize("config", ALL, ids=repr)
-@pytest.mark.parametrize("value", [0.0, 0.7, -3.0, None])
+@pytest.mark.parametrize("value", [0.0, -3.0, None])
 def test_equals_have_equal_chances(config: SelectionConfig, value: float | None) -> None:
     assert frequencies(config, [value] * 4) == pytest.approx([0.25] * 4, abs=0.035)
-
-
-@pytest.mark.parametrize("config", [c for c in ALL if c != ALL[2]], ids=repr)
-@pytest.mark.parametrize("shift", [0.0, -10.0])
-def test_better_is_picked_more_often(config: SelectionConfig, shift: float) -> None:
-    chance = frequencies(config, [shift + s for s in (0.1, 0.9, 0.3, 0.6)])
-    worst_to_best = chance[[0, 2, 3, 1]]
-    assert (np.diff(worst_to_best) >= 0).all()
-    assert worst_to_best[-1] > worst_to_best[0] + 0.2
 
 
 def test_tournament_has_the_stated_probabilities() -> None:

@@ -1,18 +1,23 @@
 """A service over fakes, and clients that speak its protocol over HTTP in this process."""
 
 import asyncio
+import base64
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import numpy as np
-from fastapi import FastAPI
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rookery.compat.serving import make_app, open_service
+from rookery.compat.serving import ROUTES, open_service
+from rookery.compat.tinker.session_routes import fill_gap
 from rookery.remote.messages import (
     DTYPES,
     ForwardBackwardOutput,
@@ -20,8 +25,10 @@ from rookery.remote.messages import (
     SampleResponse,
 )
 from rookery.runs import Run
+from rookery.service.app import make_app
 from rookery.service.config import ServiceConfig
 from rookery.service.keys import Keys, add_key
+from rookery.service.request_context import RequestContext
 from rookery.service.service import Service
 from rookery.service.work import Backend
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
@@ -38,6 +45,11 @@ from rookery.types import (
 )
 
 PROTO = {"content-type": "application/x-protobuf"}
+UPLOAD = {
+    "adapter_id": "poet",
+    "adapter_config": {"r": 4},
+    "adapter_model": base64.b64encode(b"weights").decode(),
+}
 
 
 class FakeEngine(FakeSampler, FakeAdapters):
@@ -283,11 +295,52 @@ def _put(tensor: Any, array: Any, dtype: str) -> None:
     tensor.shape.extend(array.shape)
 
 
+_context: ContextVar[RequestContext | None] = ContextVar("context", default=None)
+
+
+class OfRequest:
+    """The context of the service that a request is for, or a part of it. What is read of it before
+    there is a request is looked up when one comes."""
+
+    def __init__(self, *path: str) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if _context.get() is None:
+            return OfRequest(*self._path, name)
+        return getattr(self._found(), name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._found()(*args, **options)
+
+    def _found(self) -> Any:
+        return reduce(getattr, self._path, _context.get())
+
+
+@cache
+def shared_routes() -> tuple[BaseRoute, ...]:
+    """The routes of all services of a test run: to make them takes longer than most tests."""
+    api = cast(RequestContext, OfRequest())
+    return tuple(route for make_router in ROUTES for route in make_router(api).routes)
+
+
+def shared_app(service: Service, keys: Keys | None) -> ASGIApp:
+    """What `rookery.compat.serving.make_app` makes, of the shared routes."""
+    app = make_app(service, keys=keys, routes=(), before=fill_gap)
+    app.router.routes.extend(shared_routes())
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        _context.set(app.state.api)
+        await app(scope, receive, send)
+
+    return answer
+
+
 class Served:
     """A running service and its clients."""
 
     def __init__(
-        self, service: Service, app: FastAPI, http: httpx2.AsyncClient, key_file: Path | None
+        self, service: Service, app: ASGIApp, http: httpx2.AsyncClient, key_file: Path | None
     ) -> None:
         self.service = service
         self.app = app
@@ -319,7 +372,7 @@ async def serve(
     config = config or ServiceConfig(poll_s=20.0)
     with run:
         async with open_service(run, {"fake": backend or fake_backend()}, config) as service:
-            app = make_app(service, keys=None if key_file is None else Keys(key_file))
+            app = shared_app(service, None if key_file is None else Keys(key_file))
             transport = httpx2.ASGITransport(app=app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://tink") as http:
                 yield Served(service, app, http, key_file)

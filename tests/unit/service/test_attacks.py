@@ -1,7 +1,6 @@
 """Two tenants against each other: whatever one sends, the other keeps what it has, and the answer
 is a sentence, never a 500."""
 
-import base64
 import errno
 import json
 import pickle
@@ -13,13 +12,13 @@ import pytest
 import zstandard
 from service.tenants import (
     PROTO,
+    UPLOAD,
     Client,
     FakeEngine,
     FakeFolders,
     crashed_copy,
     fake_backend,
     serve,
-    train_body,
 )
 
 from rookery.errors import AdapterError
@@ -28,11 +27,6 @@ from rookery.service.config import ServiceConfig
 from rookery.types import ModelRef
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
-UPLOAD = {
-    "adapter_id": "poet",
-    "adapter_config": {"r": 4},
-    "adapter_model": base64.b64encode(b"weights").decode(),
-}
 
 
 async def belongings(ada: Client) -> dict[str, str]:
@@ -141,7 +135,7 @@ async def test_links_are_good_after_a_restart_and_cannot_be_forged(tmp_path: Pat
             assert answer.status_code == 404, file
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000, "locked"])
+@pytest.mark.parametrize("name", ["a/" * 3000, "locked"])
 async def test_a_path_that_cannot_be_read_is_refused_with_a_sentence(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,18 +257,3 @@ async def test_text_that_cannot_be_kept_is_refused_with_a_sentence(tmp_path: Pat
             assert sentence in response.json()["error"]
             whole = {"tags": ["\U0001f600", "\ud7a3"]}  # both have the bytes of a half somewhere
             assert "session_id" in await ada.post("create_session", whole)
-
-
-ODD: list[Any] = [-1, 0, 2**63, 2**70, "1", 1.5, None, [1]]
-
-
-async def test_odd_numbers_do_not_harm_a_model(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        for seq in ODD:
-            model = await ada.model(await ada.session())
-            body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1.0}}
-            response = await ada.send("POST", "/api/v1/optim_step", json=body)
-            taken = response.status_code == 200  # without a number it is the next one
-            assert taken or 400 <= response.status_code < 500, response.text
-            await ada.outputs(await ada.train(train_body(model, 2 if taken else 1)))

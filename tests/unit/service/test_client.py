@@ -163,17 +163,13 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
         assert (await slow).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate"])
-async def test_long_prompts_are_read(path: str) -> None:
+async def test_long_prompts_are_read_and_numbers_that_no_server_holds_refused() -> None:
     prompt = [5] * 20_000
     body = {"model": "any", "prompt": prompt, "token_ids": prompt}
     async with asking(WordCodec()) as client:
-        answer = await client.post(path, json=body)
-        assert answer.status_code == 200 and str(prompt)[:60] in answer.text
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "top_k", "prompt_logprobs"])
-async def test_numbers_that_no_server_holds_are_refused(name: str) -> None:
-    async with asking(WordCodec()) as client:
-        answer = await client.post("/generate", json={"prompt": [5], name: 10**30})
-        assert answer.status_code == 422 and "less than or equal to 2147483647" in answer.text
+        for path in ("/generate", "/v1/completions", "/inference/v1/generate"):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200 and str(prompt)[:60] in answer.text
+        for name in ("max_tokens", "top_k", "prompt_logprobs"):
+            answer = await client.post("/generate", json={"prompt": [5], name: 10**30})
+            assert answer.status_code == 422 and "less than or equal to 2147483647" in answer.text

@@ -25,14 +25,6 @@ def drained(queue: FairQueue[str]) -> list[str]:
     return taken
 
 
-def test_one_tenant_does_not_wait_for_all_of_another() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for number in range(100):
-        queue.put(f"ada{number}", tenant="ada", tokens=10)
-    queue.put("bob", tenant="bob", tokens=10)
-    assert drained(queue).index("bob") <= 1
-
-
 def test_tokens_count_and_not_requests() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(3):

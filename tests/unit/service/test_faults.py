@@ -340,17 +340,6 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
         assert not len(context.futures)
 
 
-async def test_a_copy_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        session = await ada.session()
-        model = await ada.model(session)
-        path = await ada.save(model, 1, "a")
-        copy = {"source_path": path, "session_id": session, "model_seq_id": 7}
-        first = await ada.post("copy_weights", copy)
-        assert await ada.post("copy_weights", copy) == first
-
-
 async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
     """It was accepted, and never made: the service was killed, and started with other models."""
     async with serve(tmp_path / "run") as served:

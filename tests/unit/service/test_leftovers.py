@@ -109,7 +109,7 @@ async def test_answers_that_nobody_reads_are_bounded(tmp_path: Path, path: str) 
         assert (await ada.send("POST", path, json=body)).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/v1/sample"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/v1/sample"])
 async def test_an_answer_has_a_largest_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

@@ -1,7 +1,6 @@
 """Samples over HTTP: the SDK's way, plain, and OpenAI's; checkpoints and downloads."""
 
 import asyncio
-import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyrage
 import pytest
-from service.tenants import crashed_copy, fake_backend, serve, train_body
+from service.tenants import UPLOAD, crashed_copy, fake_backend, serve, train_body
 
 from rookery.compat.openai.routes import CompletionRequest
 from rookery.compat.serving import make_app
@@ -120,12 +119,7 @@ async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
 async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> None:
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
         ada, bob = served.client("ada"), served.client("bob")
-        upload = {
-            "adapter_id": "poet",
-            "adapter_config": {"r": 4},
-            "adapter_model": base64.b64encode(b"weights").decode(),
-        }
-        registered = await ada.post("adapters", upload, status=201)
+        registered = await ada.post("adapters", UPLOAD, status=201)
         listed = (await ada.send("GET", "/api/v1/adapters")).json()
         assert listed == [registered]
         assert (registered["adapter_id"], registered["lora_path"]) == ("poet", "upload")
@@ -138,30 +132,20 @@ async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> Non
         outside = await ada.post("adapters", {"adapter_id": "x", "lora_path": "/etc"}, status=400)
         assert "operator lists" in outside["error"]
         for text in ("?", "\u00e9"):
-            wrong = await ada.post("adapters", {**upload, "adapter_model": text}, status=400)
+            wrong = await ada.post("adapters", {**UPLOAD, "adapter_model": text}, status=400)
             assert "not base64" in wrong["error"]
         assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
         await ada.post("sample", {**body, "model_id": "poet"}, status=404)
         await ada.post("weights_info", {"tinker_path": registered["tinker_path"]}, status=404)
-
-
-async def test_an_adapter_of_a_session_ends_with_it(tmp_path: Path) -> None:
-    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
-        ada, bob = served.client("ada"), served.client("bob")
         session = await ada.session()
-        upload = {
-            "adapter_id": "poet",
-            "adapter_config": {"r": 4},
-            "adapter_model": base64.b64encode(b"weights").decode(),
-            "session_id": session,
-        }
-        await bob.post("adapters", upload, status=404)
-        await ada.post("adapters", upload, status=201)
-        await ada.post("adapters", {**upload, "adapter_id": "mine", "session_id": ""}, status=201)
+        of_session = {**UPLOAD, "session_id": session}
+        await bob.post("adapters", of_session, status=404)
+        await ada.post("adapters", of_session, status=201)
+        await ada.post("adapters", {**UPLOAD, "adapter_id": "mine"}, status=201)
         await ada.send("POST", f"/api/v1/sessions/{session}/finish", json={})
         [left] = (await ada.send("GET", "/api/v1/adapters")).json()
-        assert left["adapter_id"] == "mine"
-        await ada.post("adapters", upload, status=410)
+        assert left["adapter_id"] == "mine", "an adapter of a session ends with it"
+        await ada.post("adapters", of_session, status=410)
 
 
 async def test_openai_clients_are_served(tmp_path: Path) -> None:
@@ -185,6 +169,11 @@ async def test_openai_clients_are_served(tmp_path: Path) -> None:
         [choice] = answer["choices"]
         assert choice["message"]["role"] == "assistant"
         assert len(choice["logprobs"]["content"]) == 2
+        nothing = {"best_of": 1, "echo": False, "logit_bias": {}, "suffix": None, "user": "ada"}
+        body = {"model": "fake", "prompt": [5], "max_tokens": 4, "seed": 3}
+        plain = await ada.send("POST", "/v1/completions", json=body)
+        same = await ada.send("POST", "/v1/completions", json={**body, **nothing})
+        assert same.json()["choices"] == plain.json()["choices"], "options that ask for nothing"
 
 
 async def test_exports_are_downloaded_and_encrypted_if_asked(tmp_path: Path) -> None:
@@ -346,25 +335,13 @@ async def test_plain_requests_that_cannot_be_done_as_written_are_refused(tmp_pat
             assert sentence in answer.json()["error"]
 
 
-async def test_openai_options_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
-    nothing = {"best_of": 1, "echo": False, "logit_bias": {}, "suffix": None, "user": "ada"}
-    body = {"model": "fake", "prompt": [5], "max_tokens": 4, "seed": 3}
-    async with serve(tmp_path / "run") as served:
-        ada = served.client()
-        plain = await ada.send("POST", "/v1/completions", json=body)
-        same = await ada.send("POST", "/v1/completions", json={**body, **nothing})
-        assert same.json()["choices"] == plain.json()["choices"]
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"model": "fake", "prompt": [5]}),
         ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "5"}]}),
-        ("/api/v1/sample", {"prompts": ["5"]}),
         ("/api/v1/sample", {"prompts": ["5"], "padding": "x" * LARGE_BYTES}),
     ],
-    ids=["completions", "chat", "sample", "large"],
+    ids=["chat", "large"],
 )
 async def test_nothing_is_drawn_for_a_client_that_has_gone(
     tmp_path: Path, path: str, body: dict[str, Any]

@@ -7,7 +7,7 @@ from platform import machine
 
 import pytest
 import torch
-from marks import needs_int4
+from marks import long, needs_int4
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, write_tiny_model
 from transformers import AutoModelForCausalLM
@@ -54,9 +54,13 @@ def test_packed_sequences_give_the_logits_of_transformers(kind: str, tmp_path: P
 
 
 FUSED = {"Llama", "Qwen2", "Qwen3", "Mistral"}
+PACKED = ("Llama", "Qwen3", "Gemma2", "Phi3")
+"""One of each way to be packed; the others are like them."""
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in PACKED else long) for kind in ARCHITECTURES]
+)
 def test_packing_keeps_the_logits_of_base_and_adapters(kind: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / kind, kind, **ARCHITECTURES[kind])
     plain, packed = load_model(folder), load_model(folder)
@@ -189,7 +193,7 @@ def test_a_model_is_whole_while_another_thread_describes_one(tiny_folder: Path) 
     thread = threading.Thread(target=describe)
     thread.start()
     try:
-        for _ in range(6):
+        for _ in range(3):
             weights = load_model(tiny_folder).weights
             assert not any(weight.is_meta for weight in weights.values())
     finally:

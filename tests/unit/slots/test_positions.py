@@ -62,7 +62,7 @@ CHANGES = ("Phi-3 longrope", "Llama longrope")
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[long] if name in ("Phi-3 longrope", "Llama yarn") else [])
+        pytest.param(name, marks=[] if name in ("Llama longrope", "Ministral-3") else [long])
         for name in MODELS
     ]
 )
@@ -159,6 +159,8 @@ def test_layers_that_cannot_be_driven_are_refused_in_a_sentence(tmp_path: Path) 
 
 def test_a_window_that_the_attention_is_not_told_of_is_refused(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
-    folder = write_tiny_model(tmp_path / "moe", "Qwen2Moe", **window)
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    sizes |= {"shared_expert_intermediate_size": 16}
+    folder = write_tiny_model(tmp_path / "moe", "Qwen2Moe", **window, **sizes)
     with pytest.raises(ModelError, match=r"sliding_attention.*window of None.*vLLM"):
         load_model(folder)

@@ -359,21 +359,6 @@ def test_scorers_that_need_no_reference_take_rows_without_one(tmp_path: Path) ->
 texts = st.lists(st.text("abcdef ", min_size=1).filter(str.strip), min_size=3, max_size=20)
 
 
-def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"claim {c} of {q}", "answer": "x", "question": q}
-        for q in range(40)
-        for c in range(3)
-    ]
-    made = load(tmp_path, rows, fields={"prompt": "prompt", "group": "question"})
-    seen: dict[str, set[str]] = {}
-    for name in ("search", "select", "report"):
-        for task in made.split(name):
-            seen.setdefault(str(task.prompt).split()[-1], set()).add(name)
-    assert len(seen) == 40
-    assert all(len(names) == 1 for names in seen.values())
-
-
 PAIRS: list[dict[str, Any]] = [
     {
         "prompt": "Which sentence is correct?",

@@ -112,14 +112,6 @@ def test_a_tokenizer_without_a_space_gets_none_and_must_know_the_answer() -> Non
         template.encode_choice(ask("500+1="), "5a1")
 
 
-def test_a_choice_after_a_plain_prompt_is_the_token_the_model_knows(
-    byte_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokens, start = Template(byte_tokenizer, chat=False).encode_choice(ask("Answer:"), "red")
-    assert list(tokens[start:]) == byte_tokenizer.encode("Answer: red")[start:]
-    assert byte_tokenizer.convert_ids_to_tokens(list(tokens[start:])) == ["Ġred"]
-
-
 @pytest.mark.parametrize(("prompt", "first"), [("Answer:", "▁red"), ("Answer:\n", "red")])
 def test_sentencepiece_tokenizers_write_a_choice_as_in_running_text(
     metaspace_tokenizer: PreTrainedTokenizerFast, prompt: str, first: str

@@ -17,7 +17,7 @@ from rookery.slots import SlottedModel, load_model
 from rookery.train import FullConfig, FullTrainer, LoraTrainer
 from rookery.types import ModelRef, OptimStep, SampleRequest, SamplingParams, ScoreRequest
 
-NUM_QUESTIONS = 3
+NUM_QUESTIONS = 2
 
 
 async def run(trainer: LoraTrainer, is_over: Callable[[int], bool]) -> tuple[int, str]:

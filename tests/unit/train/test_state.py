@@ -131,13 +131,12 @@ async def adapters_after_training(model: SlottedModel, config: TrainerConfig) ->
 
 async def test_trainees_come_back_with_the_same_bits(model: SlottedModel) -> None:
     roomy = await adapters_after_training(model, TrainerConfig())
-    for gib in (0.0, gib_of(NAMES[4]) * 1.01):
-        for config in (
-            TrainerConfig(trainees_gib=gib),
-            TrainerConfig(trainees_memory_gib=gib),
-        ):
-            narrow = await adapters_after_training(model, config)
-            assert [one.version for one in narrow] == [one.version for one in roomy]
+    for config in (
+        TrainerConfig(trainees_gib=gib_of(NAMES[4]) * 1.01),
+        TrainerConfig(trainees_memory_gib=0.0),
+    ):
+        narrow = await adapters_after_training(model, config)
+        assert [one.version for one in narrow] == [one.version for one in roomy]
 
 
 async def test_files_are_only_there_as_long_as_they_are_needed(model: SlottedModel) -> None:

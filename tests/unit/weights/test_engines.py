@@ -113,11 +113,11 @@ def test_limits_are_those_of_sorting(
 
 
 @each_engine
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["heavy", "close", "few"])
 def test_limits_of_long_rows(engine: PassRunner[Floats], kind: str) -> None:
     """Longer than one block of byte counters, and not a multiple of any group."""
     row = drawn(np.random.default_rng(1), kind, 300_001)
-    for k in (1, 2, 90_000, 210_000, 299_999, 300_001):
+    for k in (1, 90_000, 299_999):
         found = engine.limits(row, bounds=np.array([[0, row.size]]), counts=np.array([k]))
         assert found[0] == np.sort(np.abs(row))[-k]
 
@@ -171,7 +171,7 @@ def votes_of(blend: Blend[Floats], stretch: int) -> np.ndarray:
 
 
 @each_engine
-@pytest.mark.parametrize("num_parents", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("num_parents", [1, 3, 8, 9])
 @pytest.mark.parametrize(("elects", "drops"), [(True, False), (True, True), (False, True)])
 def test_a_pass_is_its_closed_form(
     engine: PassRunner[Floats], num_parents: int, elects: bool, drops: bool
@@ -257,8 +257,9 @@ def test_a_compiler_that_fails_is_told_and_torch_used(
     load_compiled.cache_clear()
 
 
-@pytest.mark.parametrize("method", [TiesConfig(), DareConfig(), DareTiesConfig()])
-@pytest.mark.parametrize("space", ["delta", "factor"])
+@pytest.mark.parametrize(
+    ("method", "space"), [(DareTiesConfig(), "delta"), (TiesConfig(), "factor")]
+)
 def test_children_made_of_tensors_have_the_same_bits(
     method: MergeConfig, space: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,13 +282,10 @@ def test_configs_that_are_not_plain_lora_are_refused(
 
 
 INITS: dict[bool | str, dict[str, object]] = {
-    True: {},
-    False: {},
     "gaussian": {},
     "eva": {"eva_config": EvaConfig()},
     "orthogonal": {},
     "mica": {},
-    "pissa": {},
     "pissa_niter_2": {},
     "olora": {},
     "lora_ga": {"lora_ga_config": LoraGAConfig()},

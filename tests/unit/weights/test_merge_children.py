@@ -62,15 +62,6 @@ def test_zero_parents_give_zero(kind: str, space: str) -> None:
 
 @every
 @operator
-def test_rank_one_and_one_zero_parent(kind: str, space: str) -> None:
-    x, zero = made(0, rank=1), made(1, rank=1, size=0.0)
-    child = merge([x, zero], weights=[1, 1], method=method_of(kind, space), key=(1,))
-    assert child.rank == 1
-    assert all(torch.isfinite(delta).all() for delta in dense(child).values())
-
-
-@every
-@operator
 def test_disjoint_layers_and_other_ranks(kind: str, space: str) -> None:
     one, two, three = SHAPES
     x = made(0, rank=2, shapes={one: SHAPES[one], two: SHAPES[two]})
@@ -88,11 +79,11 @@ def test_disjoint_layers_and_other_ranks(kind: str, space: str) -> None:
 
 
 @every
-@operator
+@pytest.mark.parametrize("kind", ["linear", "dare_ties", "layerwise"])
 def test_a_child_depends_neither_on_the_others_nor_on_the_number_of_threads(
     kind: str, space: str
 ) -> None:
-    shapes = {"model.layers.0.up": (300, 400), "model.layers.1.up": (300, 400)}
+    shapes = {"model.layers.0.up": (150, 200), "model.layers.1.up": (150, 200)}
     parents = [made(seed, rank=8, shapes=shapes) for seed in range(3)]
     population, method = stack(parents), method_of(kind, space)
     crosses = [
@@ -131,9 +122,8 @@ def test_another_key_gives_another_child(kind: str, space: str) -> None:
 
 
 @every
-@operator
-def test_memory_can_be_used_again(kind: str, space: str) -> None:
-    population, method = stack([made(0), made(1)]), method_of(kind, space)
+def test_memory_can_be_used_again(space: str) -> None:
+    population, method = stack([made(0), made(1)]), method_of("dare_ties", space)
     crosses = [Cross(parents=(0, 1), weights=(1, 2), key=(3,))]
     out = empty_stack(population.layout, num_rows=1)
     out.data.fill_(7)
@@ -171,25 +161,24 @@ def test_dtype_and_base_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "method", "sentence"),
+    ("weights", "method", "rank", "sentence"),
     [
-        ([1, -1], LinearConfig(), "sum to 0"),
-        ([1], LinearConfig(), "2 parents and 1 weights"),
-        ([1, -2], TiesConfig(), "needs weights of at least 0"),
+        ([1, -1], LinearConfig(), None, "sum to 0"),
+        ([1], LinearConfig(), None, "2 parents and 1 weights"),
+        ([1, -2], TiesConfig(), None, "needs weights of at least 0"),
+        ([0.5, float("nan")], LinearConfig(), None, r"weights \[0.5, nan\]; give finite numbers"),
+        ([0.5, "0.5"], LinearConfig(), None, "give finite numbers"),
+        ([0.5, 0.5], LinearConfig(), 0, "rank is 0; give 1 or more"),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(
-    weights: list[float], method: MergeConfig, sentence: str
+def test_what_means_nothing_is_refused(
+    weights: list[float], method: MergeConfig, rank: int | None, sentence: str
 ) -> None:
     with pytest.raises(AdapterError, match=sentence):
-        merge([made(0), made(1)], weights=weights, method=method)
-
-
-def test_numbers_of_parents_that_mean_nothing_are_refused() -> None:
-    three: list[Adapter] = [made(0), made(1), made(2)]
-    with pytest.raises(AdapterError, match="rows 0 to 2"):
-        crosses = [Cross(parents=(0, 3), weights=(1, 1))]
-        merge_stack(stack(three), crosses=crosses, method=LinearConfig())
+        merge([made(0), made(1)], weights=weights, method=method, rank=rank)
+    with pytest.raises(AdapterError, match="rows 0 to 1"):
+        crosses = [Cross(parents=(0, 2), weights=(1, 1))]
+        merge_stack(stack([made(0), made(1)]), crosses=crosses, method=LinearConfig())
 
 
 def test_configs_refuse_what_they_do_not_know() -> None:
@@ -198,33 +187,11 @@ def test_configs_refuse_what_they_do_not_know() -> None:
             TiesConfig.model_validate(document)
 
 
-@every
-@operator
-def test_numbers_of_numpy_are_numbers(kind: str, space: str) -> None:
-    parents, method = [made(1), made(2)], method_of(kind, space)
-    weights = [0.25, 0.75]
-    plain = merge(parents, weights=weights, method=method, key=(1,))
-    for kind_of in (np.float64, np.float32):
-        given: list[Any] = [kind_of(weight) for weight in weights]
-        assert merge(parents, weights=given, method=method, key=(1,)).version == plain.version
-
-
-@pytest.mark.parametrize(
-    ("weights", "rank", "sentence"),
-    [
-        ([0.5, float("nan")], None, r"weights \[0.5, nan\]; give finite numbers"),
-        ([0.5, float("inf")], None, "give finite numbers"),
-        ([0.5, "0.5"], None, "give finite numbers"),
-        ([0.5, 0.5], 0, "rank is 0; give 1 or more"),
-        ([0.5, 0.5], -2, "rank is -2; give 1 or more"),
-    ],
-)
-def test_weights_and_ranks_that_mean_nothing_are_refused(
-    weights: list[float], rank: int | None, sentence: str
-) -> None:
-    parents = [made(1), made(2)]
-    with pytest.raises(AdapterError, match=sentence):
-        merge(parents, weights=weights, method=LinearConfig(), rank=rank)
+def test_numbers_of_numpy_are_numbers() -> None:
+    parents, weights = [made(1), made(2)], [0.25, 0.75]
+    plain = merge(parents, weights=weights, method=TiesConfig(), key=(1,))
+    given: list[Any] = [np.float32(weight) for weight in weights]
+    assert merge(parents, weights=given, method=TiesConfig(), key=(1,)).version == plain.version
 
 
 # Merges of many parents.
@@ -295,9 +262,8 @@ def test_the_cost_of_a_merge_does_not_grow_with_the_cube_of_its_parents() -> Non
             best = min(best, time.process_time() - began)
         return best
 
-    # Four times the parents took 40 times as long, and 18 times.
+    # Four times the parents took 40 times as long.
     assert seconds(256, size=192) < 8 * seconds(64, size=192)
-    assert seconds(64, size=1024) < 8 * seconds(16, size=1024)
 
 
 def mixed(seed: int, ranks: tuple[int, ...]) -> Adapter:

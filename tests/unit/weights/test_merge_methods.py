@@ -78,14 +78,6 @@ def test_a_cut_child_is_the_best_of_its_rank() -> None:
     assert torch.allclose(lora.a.norm(dim=1), lora.b.norm(dim=0), rtol=1e-4)
 
 
-def test_uniform_average_and_plain_sum() -> None:
-    parents = [made(0), made(1)]
-    mean = merge(parents, weights=[1, 1], method=LinearConfig(), rank=6)
-    total = merge(parents, weights=[1, 1], method=LinearConfig(normalise=False), rank=6)
-    assert_deltas(mean, per_layer(parents, lambda x, y: (x + y) / 2))
-    assert_deltas(total, per_layer(parents, lambda x, y: x + y))
-
-
 @pytest.mark.parametrize("unit", ["block", "layer"])
 def test_layerwise_picks_one_parent_for_each_unit(unit: str) -> None:
     parents = [made(0), made(1)]
@@ -127,7 +119,7 @@ def ties_of(density: float) -> Callable[..., torch.Tensor]:
     return merged
 
 
-@pytest.mark.parametrize("density", [0.2, 0.7, 1.0])
+@pytest.mark.parametrize("density", [0.2, 1.0])
 def test_ties_in_delta_space(density: float) -> None:
     parents = [made(0), made(1), made(2)]
     method = TiesConfig(density=density)
@@ -155,7 +147,7 @@ def test_dare_in_delta_space_is_unbiased() -> None:
         parents,
         lambda x, y: ((0.25 * x).square() + (0.75 * y).square()).sqrt() * (0.3 / 0.7) ** 0.5,
     )
-    num = 200
+    num = 100
     totals = {layer: torch.zeros_like(delta) for layer, delta in expected.items()}
     for seed in range(num):
         child = merge(parents, weights=[1, 3], method=DareConfig(), rank=12, key=(seed,))
@@ -261,19 +253,6 @@ def test_linear_is_the_weighted_sum_of_each_factor() -> None:
         assert torch.allclose(getattr(child.factors[layer], factor), expected, atol=1e-6)
 
 
-def test_factor_wise_average_of_strangers_halves_the_update() -> None:
-    """What `delta` space is there to avoid: about 0.5 of the size instead of 0.71."""
-    shapes = {"p": (256, 256)}
-    x, y = made(0, rank=8, shapes=shapes), made(1, rank=8, shapes=shapes)
-    sizes = {}
-    for method in (LinearConfig(space="factor"), LinearConfig()):
-        lora = merge([x, y], weights=[1, 1], method=method, rank=16).factors["p"]
-        parent = x.factors["p"]
-        sizes[method.space] = float((lora.b @ lora.a).norm() / (parent.b @ parent.a).norm())
-    assert sizes["factor"] == pytest.approx(0.5, abs=0.05)
-    assert sizes["delta"] == pytest.approx(0.71, abs=0.05)
-
-
 @pytest.mark.parametrize("density", [0.1, 0.7, 0.99])
 def test_ties_is_what_peft_computes(density: float) -> None:
     parents = [made(0, shapes=WIDE), made(1, shapes=WIDE), made(2, shapes=WIDE)]
@@ -284,8 +263,9 @@ def test_ties_is_what_peft_computes(density: float) -> None:
         assert torch.allclose(getattr(child.factors[layer], factor), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("parts", [(1.0,), (0.5, 0.5), (0.1, 0.9), (0.2, 0.3, 0.5)])
-@pytest.mark.parametrize("density", [0.4, 1.0])
+@pytest.mark.parametrize(
+    ("parts", "density"), [((1.0,), 0.4), ((0.1, 0.9), 1.0), ((0.2, 0.3, 0.5), 0.4)]
+)
 def test_ties_of_equal_parents_is_the_trimmed_parent(
     parts: tuple[float, ...], density: float
 ) -> None:
@@ -299,13 +279,6 @@ def test_ties_of_equal_parents_is_the_trimmed_parent(
         made_factor = getattr(child.factors[layer], factor)
         assert torch.allclose(made_factor, expected, rtol=1e-6)
         assert int((made_factor != 0).sum()) == k
-
-
-def test_ties_without_an_elected_sign_is_zero() -> None:
-    x = made(0)
-    y = merge([x], weights=[-1], method=LinearConfig(space="factor", normalise=False))
-    child = merge([x, y], weights=[1, 1], method=TiesConfig(space="factor"))
-    assert all(not lora.a.any() and not lora.b.any() for lora in child.factors.values())
 
 
 def test_ties_trims_a_small_rank_by_its_own_size() -> None:

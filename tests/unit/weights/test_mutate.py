@@ -144,32 +144,6 @@ def test_accumulate_is_the_weighted_sum_of_the_same_noise() -> None:
             assert torch.allclose(getattr(moved.factors[layer], x), getattr(f, x) + step, atol=1e-6)
 
 
-def test_an_evolution_strategy_climbs_with_seeds_alone() -> None:
-    """Mirrored sampling on a quadratic: the adapter comes closer to a target."""
-    target, current = made(1), made(2)
-
-    def height(adapter: Adapter) -> float:
-        return -sum(
-            float(
-                (f.a - target.factors[k].a).square().sum()
-                + (f.b - target.factors[k].b).square().sum()
-            )
-            for k, f in adapter.factors.items()
-        )
-
-    start = height(current)
-    for step in range(30):
-        seeds = [(step, member) for member in range(16)]
-        gains = [
-            height(perturb(current, seed=s, sigma=0.1))
-            - height(perturb(current, seed=s, sigma=-0.1))
-            for s in seeds
-        ]
-        largest = max(abs(g) for g in gains)
-        current = accumulate(current, seeds=seeds, amounts=[0.1 * g / largest for g in gains])
-    assert height(current) > 0.5 * start
-
-
 def test_one_amount_per_seed() -> None:
     with pytest.raises(AdapterError, match="1 seeds and 2 amounts"):
         accumulate(made(0), seeds=[(1,)], amounts=[1, 2])

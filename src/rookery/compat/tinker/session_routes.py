@@ -331,13 +331,13 @@ def _add_answers(router: APIRouter, api: RequestContext) -> None:
 def _add_results(router: APIRouter, api: RequestContext) -> None:
     service = api.service
     futures = service.context.futures
-    limit_s = service.context.config.poll_s
+    config = service.context.config
 
     @router.post("/retrieve_future")
     async def retrieve(body: RetrieveFuture, request: Request, tenant: Tenant) -> Response:
         """Return the result if it comes within the poll's time; else 408 with its queue place."""
         future = futures.get(body.request_id, tenant=tenant)
-        result = await futures.wait(future, limit_s=limit_s)
+        result = await futures.wait(future, limit_s=config.poll_s)
         if result is None:
             return _pending(api, future)
         if result.form == "json":
@@ -351,7 +351,9 @@ def _add_results(router: APIRouter, api: RequestContext) -> None:
         """Return the samples of a session that finished since the cursor."""
         sampler = service.context.state.sampler(tenant, body.target.sampling_session_id)
         cursor = _cursor(body.prev_cursor)
-        finished, cursor = await futures.finished_since(sampler.id, cursor=cursor, limit_s=limit_s)
+        finished, cursor = await futures.finished_since(
+            sampler.id, cursor=cursor, limit_s=config.poll_s
+        )
         completions = [
             {
                 "state": "finished",

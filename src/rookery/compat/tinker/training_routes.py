@@ -250,7 +250,7 @@ def make_checkpoint_router(api: RequestContext) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=JsonRoute)
     _add_lists(router, api)
     _add_changes(router, api)
-    _add_downloads(router, api, Links(api.service.link_secret))
+    _add_downloads(router, api, Links(api))
     sequences = APIRouter(prefix="/api/v1", tags=["sequences"], route_class=JsonRoute)
     _add_sequences(sequences, api)
     whole = APIRouter()
@@ -368,8 +368,8 @@ def _add_downloads(router: APIRouter, api: RequestContext, links: "Links") -> No
 class Links:
     """Signed download links to a blob, valid for a while without a key: `DIGEST-EXPIRES-SIGN`."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, api: RequestContext) -> None:
+        self._api = api
 
     def sign(self, blob: str, expires: int) -> str:
         return f"{blob}-{expires}-{self._signature(blob, str(expires))}"
@@ -385,7 +385,8 @@ class Links:
         return parts[0]
 
     def _signature(self, blob: str, expires: str) -> str:
-        return hmac.new(self._secret, f"{blob}-{expires}".encode(), hashlib.sha256).hexdigest()
+        secret = self._api.service.link_secret
+        return hmac.new(secret, f"{blob}-{expires}".encode(), hashlib.sha256).hexdigest()
 
 
 def _files(folder: Path) -> dict[str, Path]:
