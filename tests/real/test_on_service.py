@@ -1,7 +1,5 @@
-"""Loops against `rookery serve` with SmolLM2 in a process of its own. Under two minutes.
-
-pytest tests/real/test_on_service.py
-"""
+"""Loops against `rookery serve` with SmolLM2 in a process of its own. Two minutes; without
+ROOKERY_LONG one of them in seconds."""
 
 import asyncio
 import json
@@ -60,6 +58,7 @@ def test_a_search(far: dict[str, Any], tmp_path: Path) -> None:
     assert report.winner is not None and (report.winner.mean or 0.0) > means["base model"]
 
 
+@long
 def test_labels(far: dict[str, Any], tmp_path: Path) -> None:
     data = {
         "path": str(DEMOS / "reviews.jsonl"),
@@ -77,8 +76,8 @@ def test_labels(far: dict[str, Any], tmp_path: Path) -> None:
 
 def test_answers_are_learned(far: dict[str, Any], tmp_path: Path) -> None:
     adapter = rookery.run_sft(
-        "smollm2", "generated:mark-kind", engine=far["engine"], steps=8, batch_size=8, layers=2,
-        learning_rate=1e-2,        name="taught", **options(tmp_path),
+        "smollm2", "generated:mark-kind", engine=far["engine"], steps=4, batch_size=4, layers=2,
+        learning_rate=1e-2, name="taught", **options(tmp_path),
     )  # fmt: skip
     metrics = [
         json.loads(row)["train/loss"]
