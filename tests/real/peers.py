@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rookery.embedded import resolve_model
+
 __all__ = ["ATROPOS", "TINKER", "VLLM", "needs_atropos", "needs_vllm", "served_on_cpu"]
 
 VLLM = os.environ.get("ROOKERY_VLLM_PYTHON", "")
@@ -22,9 +24,10 @@ needs_atropos = pytest.mark.skipif(
 )
 
 
-def served_on_cpu(model: Path | str, **changes: Any) -> dict[str, Any]:
-    """The keys of `launch` for one server of vLLM on the CPU, in float32."""
+def served_on_cpu(model: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """The keys of `launch` for one server of vLLM on the CPU, in float32, of SmolLM2 by default."""
+    path = resolve_model("smollm2").path if model is None else model
     return {
-        "model": str(model), "python": VLLM, "replicas": 1, "device": "cpu", "dtype": "float32",
+        "model": str(path), "python": VLLM, "replicas": 1, "device": "cpu", "dtype": "float32",
         "cpu_cache_gib": 1, "enforce_eager": True, "env": {"HF_HUB_OFFLINE": "1"}, **changes,
     }  # fmt: skip

@@ -1,7 +1,4 @@
-"""A vLLM server that is not ours, on the CPU: clients come, go, are killed; it lives on. Minutes.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_shared_server.py
-"""
+"""A vLLM server that is not ours, on the CPU: clients come, go, are killed; it lives on."""
 
 import asyncio
 import os
@@ -14,17 +11,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from tests.real.peers import needs_vllm, served_on_cpu
 
-from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import Client, FleetConfig, LaunchConfig, open_fleet, open_session
 from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.types import LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    needs_vllm,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
 ]
@@ -51,21 +47,8 @@ asyncio.run(main(*sys.argv[1:3], len(sys.argv) > 3))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[LocalServer]:
     """Without anything of Rookery inside."""
-    config = LaunchConfig(
-        model=str(resolve_model("smollm2").path),
-        python=PYTHON,
-        replicas=1,
-        device="cpu",
-        dtype="float32",
-        extension=False,
-        max_model_len=1024,
-        max_loras=2,
-        max_cpu_loras=2,
-        cpu_cache_gib=1,
-        enforce_eager=True,
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-    async with open_servers(config) as [server]:
+    sizes = {"max_model_len": 1024, "max_loras": 2, "max_cpu_loras": 2}
+    async with open_servers(LaunchConfig(**served_on_cpu(extension=False, **sizes))) as [server]:
         yield server
 
 
