@@ -5,7 +5,9 @@
 A test without its peer is skipped with the name of the variable.
 """
 
+import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ import pytest
 
 from rookery.embedded import resolve_model
 
-__all__ = ["ATROPOS", "TINKER", "VLLM", "needs_atropos", "needs_vllm", "served_on_cpu"]
+__all__ = [
+    "ATROPOS",
+    "TINKER",
+    "VLLM",
+    "engine_of",
+    "needs_atropos",
+    "needs_vllm",
+    "printed_by",
+    "served_on_cpu",
+]
 
 VLLM = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 ATROPOS = os.environ.get("ROOKERY_ATROPOS_PYTHON", "")
@@ -31,3 +42,32 @@ def served_on_cpu(model: Path | None = None, **changes: Any) -> dict[str, Any]:
         "model": str(path), "python": VLLM, "replicas": 1, "device": "cpu", "dtype": "float32",
         "cpu_cache_gib": 1, "enforce_eager": True, "env": {"HF_HUB_OFFLINE": "1"}, **changes,
     }  # fmt: skip
+
+
+def engine_of(server: int) -> int:
+    """The process of vLLM's engine, a child of the server."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (OSError, ValueError):  # it ended meanwhile
+            continue
+        if fields["PPid"] == str(server) and "Engine" in fields["Name"]:
+            return int(fields["Pid"])
+    raise AssertionError("the server has no engine process")
+
+
+async def printed_by(
+    *command: str, env: Mapping[str, str], limit_s: float, folder: Path | None = None
+) -> str:
+    """What a program writes to stdout, which must succeed; it ends with the test."""
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **env}, cwd=folder, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), limit_s)
+        assert process.returncode == 0, output.decode()[-3000:]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return output.decode()

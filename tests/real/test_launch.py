@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.real.peers import needs_vllm, served_on_cpu
+from tests.real.peers import engine_of, needs_vllm, served_on_cpu
 
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
@@ -115,18 +115,6 @@ async def test_nothing_is_left_of_a_start_whose_owner_is_killed(
     await _until(lambda: group_members(server) == [], 30)
 
 
-def _engine_of(pid: int) -> int:
-    """The child process that computes."""
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
-        except (OSError, ValueError):  # it ended meanwhile
-            continue
-        if fields["PPid"] == str(pid) and "Engine" in fields["Name"]:
-            return int(fields["Pid"])
-    raise AssertionError("the server has no engine process")
-
-
 async def test_requests_of_one_server_outlive_its_engine() -> None:
     launch = _launch(max_model_len=1024, max_loras=0)
     async with open_fleet(FleetConfig(launch=launch, all_down_timeout_s=600)) as fleet:
@@ -142,7 +130,7 @@ async def test_requests_of_one_server_outlive_its_engine() -> None:
         ]
         caller = asyncio.create_task(fleet.sample(wanted))
         await _until(lambda: replica.load.num_sequences >= len(wanted), 60)
-        os.kill(_engine_of(replica.local.pid), signal.SIGKILL)
+        os.kill(engine_of(replica.local.pid), signal.SIGKILL)
         answers = await caller
         assert all(len(completion.tokens) == 64 for [completion] in answers)
         assert fleet.pool.num_resent > 0 and replica.local.num_restarts == 1

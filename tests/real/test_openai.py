@@ -15,7 +15,7 @@ import pytest
 from compat.test_openai_streams import CALL, SpeakingEngine
 from service.server_process import ServerProcess
 from service.tenants import FakeFolders, fake_backend
-from tests.real.peers import needs_vllm, served_on_cpu
+from tests.real.peers import needs_vllm, printed_by, served_on_cpu
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 
@@ -42,20 +42,10 @@ TEMPLATE = (
 
 async def drive(what: str, url: str, model: str) -> Any:
     """What the clients saw."""
-    client = await asyncio.create_subprocess_exec(
-        PYTHON, str(CLIENT), what, f"{url}/v1", model,
-        env={**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(RUN_S):
-            told, _ = await client.communicate()
-        assert client.returncode == 0
-    finally:
-        if client.returncode is None:
-            client.kill()
-            await client.wait()
-    return json.loads(told)
+    env = {"PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return json.loads(
+        await printed_by(PYTHON, str(CLIENT), what, f"{url}/v1", model, env=env, limit_s=RUN_S)
+    )
 
 
 def write_model(folder: Path) -> Path:

@@ -134,20 +134,6 @@ except OSError:
     pass
 metrics = {"is_limited": 10 < num <= 25}
 """: ({"processes", "none"}, {"is_limited": True}),
-    """# No signal reaches the parents.
-import os, signal, threading
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-reached = 0
-own = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
-for pid in {os.getppid(), *range(1, 65536)} - own:
-    try:
-        os.kill(pid, signal.SIGKILL)
-        reached += pid not in (0, 1)
-    except OSError:
-        pass
-os.setpgid(0, 0) if os.getsid(0) != os.getpid() else None
-metrics = {"reached": reached}
-""": ({"none"}, {"reached": 0}),
     "import os, signal; os.kill(-1, signal.SIGKILL)": ({"killed", "none", "error"}, None),
     "import os, signal; os.killpg(0, signal.SIGKILL)": ({"killed", "none", "error"}, None),
     """# A daemon does not survive.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from tests.real.peers import needs_vllm, served_on_cpu
+from tests.real.peers import engine_of, needs_vllm, served_on_cpu
 
 from rookery.errors import FleetError
 from rookery.fleet import Client, FleetConfig, LaunchConfig, open_fleet, open_session
@@ -114,7 +114,7 @@ async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
             call = asyncio.create_task(fleet.sample([request] * 4))
             while not fleet.pool.replicas[0].load.resident:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            os.kill(_engine(server.pid), signal.SIGKILL)
+            os.kill(engine_of(server.pid), signal.SIGKILL)
             with pytest.raises(FleetError):
                 await call
             staged = fleet.staging.root
@@ -129,16 +129,3 @@ async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
         [[answer]] = await fleet.sample([SampleRequest(model=ref, prompt=(1, 2), params=short)])
         assert len(answer.tokens) == 2
     assert await _listed(server.url) == []
-
-
-def _engine(parent: int) -> int:
-    """The process of vLLM's engine, a child of the server."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = stat.read_text().rpartition(")")
-        except OSError:
-            continue
-        command = Path(stat.parent, "cmdline").read_bytes()
-        if int(words[2].split()[1]) == parent and b"EngineCore" in command:
-            return int(stat.parent.name)
-    raise AssertionError("the server has no engine process")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +84,19 @@ def test_every_view_of_every_run_is_shown_and_no_text_of_it_runs(
                 one.see(".detail")
             one.check()
     one.page.wait_for_timeout(300)
+    one.check()
+    # Should a text ever become markup, the policy of the page refuses to run it.
+    refused = one.page.evaluate(
+        """() => new Promise((done) => {
+            document.addEventListener("securitypolicyviolation", (e) => done(e.effectiveDirective));
+            const script = document.createElement("script");
+            script.textContent = "window.injected = true";
+            document.body.append(script);
+            if (window.injected) done("it ran");
+        })"""
+    )
+    assert refused == "script-src-elem" and not one.page.evaluate("window.injected")
+    one.complaints.clear()
 
 
 @pytest.mark.parametrize(
@@ -213,24 +225,6 @@ def test_clicks_follow_a_cell_and_an_item(live: LivePage, visit: Visits, tmp_pat
     one.see(".detail h3", text="p3")
     one.go("#/run/labels?item=i1")
     one.see(".detail dd", text="yes")
-
-
-@long
-def test_no_script_but_the_page_s_own_runs(served: LivePage, visit: Visits) -> None:
-    """Should a text ever become markup, the policy of the page refuses to run it."""
-    one = visit(served.url)
-    one.see(".runs a.name")
-    refused = one.page.evaluate(
-        """() => new Promise((done) => {
-            document.addEventListener("securitypolicyviolation", (e) => done(e.effectiveDirective));
-            const script = document.createElement("script");
-            script.textContent = "window.injected = true";
-            document.body.append(script);
-            if (window.injected) done("it ran");
-        })"""
-    )
-    assert refused == "script-src-elem" and not one.page.evaluate("window.injected")
-    one.complaints.clear()
 
 
 @long
@@ -478,31 +472,6 @@ def test_a_damaged_report_hides_no_other_part_of_its_run(
     report.write_bytes(whole)
     one.see(".number strong", text="0.910")
     one.complaints.clear()  # of the answers that were errors
-
-
-@long
-def test_a_run_whose_process_is_killed_is_seen_to_be(
-    live: LivePage, visit: Visits, tmp_path: Path
-) -> None:
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from rookery.runs import Run\n"
-        "run = Run.create(Path(sys.argv[1]), kind='eval', name='live', config={})\n"
-        "run.append_blocking('note', {'number': 1}, key='first')\n"
-        "print('written', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None and process.stdout.readline() == "written\n"
-        one = visit(live.url, "#/run/live?tab=events")
-        one.see(".state .mark", text="running")
-        one.see(".events .key", text="first")
-        process.kill()
-        one.see(".state .mark", text="killed")
-        one.see(".state .reason", text="Its process ended silently")
 
 
 @long
