@@ -27,10 +27,7 @@ from rookery.types import ScoreRequest
 
 TRAINER = Path(__file__).with_name("attached_trainer.py")
 SHARED = Path(__file__).parents[1] / "unit"
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 PATIENCE_S = 600.0
 

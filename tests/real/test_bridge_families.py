@@ -20,11 +20,7 @@ from rookery.engines import open_servers
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 
-pytestmark = [
-    needs_vllm,
-    long,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, long, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,

@@ -30,10 +30,7 @@ from rookery.slots import load_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.types import OptimStep, SampleRequest, SamplingParams, TrainRequest
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 """Between a float32 trainer and a float32 server, in nats."""
 

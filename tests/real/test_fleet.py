@@ -37,11 +37,7 @@ from rookery.types import (
 )
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 TEXTS = ("The capital of France is", "Once upon a time there was a", "2 + 2 =", "def add(a, b):")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, top_logprobs=2)
 GENOME = """

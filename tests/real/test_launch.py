@@ -22,10 +22,7 @@ from rookery.runtime.guard import group_members
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 OWNER = """
 import asyncio, sys
 from rookery.fleet import LaunchConfig, open_servers

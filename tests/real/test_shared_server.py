@@ -19,11 +19,7 @@ from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.types import LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 CLIENT = """
 import asyncio, sys
 from rookery.fleet import FleetConfig, open_fleet

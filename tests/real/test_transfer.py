@@ -19,10 +19,7 @@ from rookery.fleet.bridges.transfer import Meeting, open_transfer
 from rookery.fleet.servers.launch import reserve_port
 from rookery.types import SampleRequest, SamplingParams
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 
 
 class StoreGroup:

@@ -18,10 +18,7 @@ from rookery.fleet.http.capabilities import read_shapes
 from rookery.weights import write_adapter
 from rookery.weights.stack import LayerShape, Layout, random_adapter
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 TEXT = "Once upon a time there was a"
 
 
