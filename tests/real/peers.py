@@ -24,6 +24,7 @@ __all__ = [
     "needs_vllm",
     "printed_by",
     "served_on_cpu",
+    "toy_training",
 ]
 
 VLLM = os.environ.get("ROOKERY_VLLM_PYTHON", "")
@@ -71,3 +72,13 @@ async def printed_by(
             process.kill()
             await process.wait()
     return output.decode()
+
+
+def toy_training(folder: Path, environment: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The keys of a training of a tiny model on groups of an Atropos environment."""
+    return {
+        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
+        "environment": {"type": "atropos", "max_token_len": 64, "batch_s": 400, **environment},
+        "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 6},
+        "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4}, **changes,
+    }  # fmt: skip

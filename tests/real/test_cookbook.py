@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from marks import long
 from service.server_process import ServerProcess
 from tests.real.peers import TINKER, printed_by
 
@@ -40,10 +40,8 @@ def _has_cookbook() -> bool:
 
 
 pytestmark = [
-    pytest.mark.skipif(
-        "ROOKERY_LONG" not in os.environ or not _has_cookbook(),
-        reason="ROOKERY_LONG is not set, or ROOKERY_TINKER_PYTHON has no tinker-cookbook",
-    ),
+    long,
+    pytest.mark.skipif(not _has_cookbook(), reason="ROOKERY_TINKER_PYTHON has no tinker-cookbook"),
     pytest.mark.timeout(3600),
 ]
 

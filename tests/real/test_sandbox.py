@@ -267,8 +267,8 @@ metrics = {{"seen": str(seen), "written": str(written), "home": str(home)}}
         for folder in (Path(sys.prefix), Path(sys.base_prefix))
         if folder.is_relative_to(home)
     }
-    assert outcome.metrics.pop("home", "") in ("[]", str(sorted(tops))), outcome
-    assert outcome.metrics == {"seen": "[]", "written": "[]"}, outcome
+    assert outcome.metrics.get("home") in ("[]", str(sorted(tops))), outcome
+    assert outcome.metrics["seen"] == outcome.metrics["written"] == "[]", outcome
     assert not any((folder / "rookery-was-here").exists() for folder in folders)
     places = [Path("/tmp"), home, tmp_path, Path("/bin")]
     outcome = await sandbox.evaluate(f"""
