@@ -23,7 +23,7 @@ from executors.jobs import job, until
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_modal, pack_folder
 from rookery.executors.modal import ModalWorker
-from rookery.executors.pool import Pool, open_pool
+from rookery.executors.pool import WorkerPool, open_pool
 from rookery.executors.worker import read_version
 from rookery.testing import open_fake_task
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
@@ -96,7 +96,7 @@ class _Method:
 
 
 @asynccontextmanager
-async def workers_of(host: LocalHost) -> AsyncIterator[Pool]:
+async def workers_of(host: LocalHost) -> AsyncIterator[WorkerPool]:
     """A pool of one worker, when it is ready."""
 
     async def start(slot: str) -> ModalWorker:

@@ -38,7 +38,8 @@ class Visit:
         dialog.dismiss()
 
     def go(self, place: str) -> None:
-        """To another view of the same page."""
+        """To another view of the same page; what is seen then is not of the view before."""
+        self.page.evaluate("document.querySelectorAll('.tab-body').forEach((old) => old.remove())")
         self.page.goto(self.origin + place)
 
     def see(self, selector: str, *, text: str = "") -> Any:
