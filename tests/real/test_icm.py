@@ -108,27 +108,6 @@ async def test_contexts_are_the_tokens_of_their_whole_text() -> None:
 
 
 @long
-async def test_batched_numbers_are_those_of_one_at_a_time(
-    labeller: Labeller, store: ScoreStore
-) -> None:
-    """On a fresh engine without a cache worth the name, to 1e-4 in float32."""
-    config = reviews("--data.limit", "8")
-    items = read_items(config.data)
-    labels = truth_of(config)
-    contexts = [(labels, item) for item in range(8)]
-    shared = await open_problem(config, items, labeller=labeller, store=store).scorer.score(
-        contexts
-    )
-    alone = EngineConfig(model="smollm2", dtype="float32", cache_gib=1e-6)
-    async with open_engine(alone) as engine:
-        other = Labeller(sampler=engine, model=engine.base, encoder=labeller.encoder)
-        problem = open_problem(config, items, labeller=other, store=ScoreStore())
-        for context, expected in zip(contexts, shared, strict=True):
-            [read] = await problem.scorer.score([context])
-            assert read == pytest.approx(expected, abs=1e-4)
-
-
-@long
 async def test_twelve_reviews_are_all_right(labeller: Labeller, tmp_path: Path) -> None:
     config = reviews("--data.limit", "12")
     result = await _run(config, labeller, tmp_path)
