@@ -186,7 +186,7 @@ def test_a_run_is_followed_while_it_writes_and_when_it_dies(
 def test_a_very_long_answer_is_shown_in_part_and_opens(
     live: LivePage, visit: Visits, tmp_path: Path
 ) -> None:
-    texts = {"one line": "x" * 30_000, "many lines": "x\n" * 15_000}
+    texts = {"line": "x" * 30_000, "lines": "x\n" * 15_000}
     for name, text in texts.items():
         make_eval(tmp_path, name, text=text)
         one = visit(live.url, f"#/run/{name}")
@@ -227,6 +227,11 @@ def test_clicks_follow_a_cell_and_an_item(live: LivePage, visit: Visits, tmp_pat
     one.see(".detail dd", text="yes")
 
 
+def answering(document: object) -> Callable[[Any], None]:
+    """A route that answers with a document."""
+    return lambda route: route.fulfill(json=document)
+
+
 @long
 def test_fleet_and_service_show_themselves_and_names_stay_text(
     visit: Visits, tmp_path: Path
@@ -249,9 +254,7 @@ def test_fleet_and_service_show_themselves_and_names_stay_text(
         sampled = {"text": HOSTILE, "finish_reason": "stop", "usage": {"completion_tokens": 1}}
         answers = {"": status, "/models": {"models": [HOSTILE], "checkpoints": []}}
         for path, answer in {**answers, "/sample": sampled}.items():
-            one.page.route(
-                f"**/api/service{path}", lambda route, answer=answer: route.fulfill(json=answer)
-            )
+            one.page.route(f"**/api/service{path}", answering(answer))
         one.see("td", text="1,234")
         one.complaints.clear()  # of the answer before, which was an error
         one.page.get_by_text("Show its models and checkpoints").click()
@@ -281,9 +284,15 @@ def test_adapters_of_one_name_have_a_column_each(
 ) -> None:
     """Those of two steps of a pipeline, in its answers."""
     with Run.create(tmp_path, kind="eval", name="two", config={}) as run:
-        for version, reward in (("aaaa1111", 1.0), ("bbbb2222", 0.0)):
-            payload = {"model": f"trained@{version}", "task": "t", "reward": reward, "error": ""}
-            run.append_blocking("rollout", payload, key=f"{version}|t")
+        news = [
+            NewEvent(
+                kind="rollout",
+                key=f"{version}|t",
+                payload={"model": f"trained@{version}", "task": "t", "reward": reward, "error": ""},
+            )
+            for version, reward in (("aaaa1111", 1.0), ("bbbb2222", 0.0))
+        ]
+        run.submit(news).result()
         run.finish()
     one = visit(live.url, "#/run/two")
     one.see(".tasks .lt-space .right", text="1.00")
