@@ -15,7 +15,7 @@ from rookery.ui.live.export import render_run
 __all__ = ["browser"]
 
 pytestmark = needs_chromium
-CHARTS = {
+CHARTS: dict[Callable[..., Path], list[str]] = {
     make_genome: [
         "Fitness by generation, every candidate a point",
         "Candidates by generation, joined to their parents",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -43,7 +44,7 @@ asyncio.run(main(*sys.argv[1:3], len(sys.argv) > 3))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[LocalServer]:
     """Without anything of Rookery inside."""
-    sizes = {"max_model_len": 1024, "max_loras": 2, "max_cpu_loras": 2}
+    sizes: dict[str, Any] = {"max_model_len": 1024, "max_loras": 2, "max_cpu_loras": 2}
     async with open_servers(LaunchConfig(**served_on_cpu(extension=False, **sizes))) as [server]:
         yield server
 
