@@ -203,16 +203,16 @@ HUGE = ("metrics = {'s': 1.0}; artifacts = {'a': 'x' * 2**25}", "metrics = {'s':
 
 
 async def test_what_goes_wrong_has_a_kind_and_leaves_nothing(sandbox: Sandbox) -> None:
-    before = set(descendants(os.getpid()))
     for text, (kinds, metrics) in PROGRAMS.items():
+        before = set(descendants(os.getpid()))
         outcome = await sandbox.evaluate(text)
         assert kind_of(outcome) in kinds, (text, outcome)
         assert outcome.failure is None or outcome.failure.reason
         assert "combined_score" not in outcome.metrics
+        await healthy(sandbox)
         if metrics is not None and outcome.failure is None:
             assert outcome.metrics == metrics, (text, outcome)
-        await healthy(sandbox)
-        assert set(descendants(os.getpid())) <= before, text
+            assert set(descendants(os.getpid())) <= before, text
 
 
 @long
