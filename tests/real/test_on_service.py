@@ -15,8 +15,7 @@ import rookery
 
 @pytest.mark.timeout(900)
 async def test_answers_are_learned(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "serve", {"smollm2": "smollm2"})
-    (tmp_path / "serve").mkdir()
+    server = ServerProcess(tmp_path, {"smollm2": "smollm2"})
     async with server.running():
         adapter = await asyncio.to_thread(
             rookery.run_sft, "smollm2", "generated:mark-kind", name="taught", steps=4, batch_size=4,
