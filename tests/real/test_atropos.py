@@ -1,7 +1,4 @@
-"""Trainings on environments of real atroposlib, through Rookery's gateway and through `run-api`.
-
-ROOKERY_ATROPOS_PYTHON=/path/to/python-with-atroposlib pytest tests/real/test_atropos.py
-"""
+"""Trainings on environments of real atroposlib, through Rookery's gateway and through `run-api`."""
 
 import json
 import os
@@ -18,26 +15,17 @@ from typing import Any
 
 import pytest
 from environments.groups import make_document
+from tests.real.peers import ATROPOS, needs_atropos, toy_training
 from tiny import write_tiny_model
 
 import rookery
 from rookery.runs import Run
 
-PYTHON = os.environ.get("ROOKERY_ATROPOS_PYTHON", "")
 ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_ATROPOS_PYTHON has no atroposlib"),
+    needs_atropos,
     pytest.mark.timeout(900),
 ]
-
-
-def config_of(folder: Path, environment: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
-        "environment": {"type": "atropos", "max_token_len": 64, "batch_s": 400, **environment},
-        "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 6},
-        "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},
-    }  # fmt: skip
 
 
 def free_port() -> int:
@@ -66,12 +54,15 @@ def test_an_environment_of_atroposlib_trains_through_the_gateway(tmp_path: Path)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = {
-        "command": [PYTHON, str(ENVIRONMENT), "serve", "--slurm", "false"],
+        "command": [ATROPOS, str(ENVIRONMENT), "serve", "--slurm", "false"],
         "env": variables(folder, engine=f"{url}/v1", gateway=url), "folder": str(tmp_path),
     }  # fmt: skip
     environment = {"port": port, "environments": [command]}
     outcome = rookery.run_grpo(
-        config_of(folder, environment), runs_dir=tmp_path / "runs", name="own", progress=False
+        toy_training(folder, environment),
+        runs_dir=tmp_path / "runs",
+        name="own",
+        progress=False,
     )
     steps = outcome.report.steps
     assert [step.metrics["grpo/num_rollouts"] for step in steps] == [8, 8, 8]
@@ -86,7 +77,7 @@ def test_batches_are_taken_from_a_real_run_api(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     api, engine = free_port(), free_port()
     url = f"http://127.0.0.1:{api}"
-    run_api = [str(Path(PYTHON).with_name("run-api")), "--host", "127.0.0.1", "--port", str(api)]
+    run_api = [str(Path(ATROPOS).with_name("run-api")), "--host", "127.0.0.1", "--port", str(api)]
     gateway = tmp_path / "gateway.yaml"
     gateway.write_text(
         f"port: {engine}\nvocab_size: 97\n"
@@ -94,10 +85,10 @@ def test_batches_are_taken_from_a_real_run_api(tmp_path: Path) -> None:
     )
     serve = [sys.executable, "-m", "rookery", "grpo", "gateway", str(gateway)]
     env = variables(folder, engine=f"http://127.0.0.1:{engine}/v1", gateway=url)
-    plays = [PYTHON, str(ENVIRONMENT), "serve", "--slurm", "false"]
+    plays = [ATROPOS, str(ENVIRONMENT), "serve", "--slurm", "false"]
     with running(run_api), running(serve), running(plays, env={**os.environ, **env}, cwd=tmp_path):
         wait_for(url)
-        config = config_of(folder, {"url": url}) | {"max_gap": 1.0}
+        config = toy_training(folder, {"url": url}, max_gap=1.0)
         outcome = rookery.run_grpo(
             config, runs_dir=tmp_path / "runs", name="client", progress=False
         )
@@ -114,7 +105,7 @@ def test_what_a_killed_trainer_was_given(kind: str, is_given_again: bool, tmp_pa
     words = {
         "gateway": [sys.executable, "-m", "rookery", "grpo", "gateway", str(config)],
         "run-api": [
-            str(Path(PYTHON).with_name("run-api")), "--host", "127.0.0.1", "--port", str(port)
+            str(Path(ATROPOS).with_name("run-api")), "--host", "127.0.0.1", "--port", str(port)
         ],
     }[kind]  # fmt: skip
     trainer = {

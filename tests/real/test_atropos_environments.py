@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.real.peers import ATROPOS, needs_atropos, toy_training
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import rookery
@@ -24,10 +25,9 @@ from rookery.embedded import EngineConfig
 from rookery.engines import find_model
 from rookery.runs import Run
 
-PYTHON = os.environ.get("ROOKERY_ATROPOS_PYTHON", "")
 ENVIRONMENTS = os.environ.get("ROOKERY_ATROPOS_ENVIRONMENTS", "")
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_ATROPOS_PYTHON has no atroposlib"),
+    needs_atropos,
     pytest.mark.skipif(not ENVIRONMENTS, reason="ROOKERY_ATROPOS_ENVIRONMENTS names no folder"),
     pytest.mark.timeout(1800),
 ]
@@ -70,16 +70,13 @@ def write_model(folder: Path, endings: list[str]) -> Path:
 
 def train(tmp_path: Path, folder: Path, command: dict[str, Any], **changes: Any) -> None:
     """Two steps; every batch is of groups that the environment sent."""
-    environment = {
-        "type": "atropos", "port": 0, "max_token_len": 2048, "batch_s": 900,
-        "environments": [{**command, "env": {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}}],
-        **changes,
-    }  # fmt: skip
-    config = {
-        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.1},
-        "environment": environment, "steps": 2, "groups_per_step": 2, "group_size": 4,
-        "drawing": {"max_tokens": 64}, "learning_rate": 1e-3, "save_every": 2, "lora": {"rank": 4},
-    }  # fmt: skip
+    started = {**command, "env": {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}}
+    config = toy_training(
+        folder,
+        {"port": 0, "max_token_len": 2048, "batch_s": 900, "environments": [started], **changes},
+        engine={"type": "embedded", "model": str(folder), "cache_gib": 0.1},
+        steps=2, drawing={"max_tokens": 64}, learning_rate=1e-3, save_every=2,
+    )  # fmt: skip
     outcome = rookery.run_grpo(config, runs_dir=tmp_path / "runs", name="run", progress=False)
     steps = outcome.report.steps
     assert [step.metrics["grpo/num_rollouts"] for step in steps] == [8, 8]
@@ -93,7 +90,7 @@ def train(tmp_path: Path, folder: Path, command: dict[str, Any], **changes: Any)
 
 def command_of(script: str, folder: Path, *words: str) -> list[str]:
     return [
-        PYTHON, str(Path(ENVIRONMENTS, script)), "serve", "--slurm", "false",
+        ATROPOS, str(Path(ENVIRONMENTS, script)), "serve", "--slurm", "false",
         "--env.tokenizer_name", str(folder), "--env.rollout_server_url", "{gateway}",
         "--env.use_wandb", "false", "--env.group_size", "4", "--env.max_token_length", "1024",
         "--env.steps_per_eval", "100000", *words,

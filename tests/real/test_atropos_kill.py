@@ -21,7 +21,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from marks import long
 from safetensors.torch import load_file
+from tests.real.peers import needs_vllm, served_on_cpu, toy_training
 from tiny import write_tiny_model
 
 import rookery
@@ -37,13 +39,10 @@ from rookery.fleet.bridges.update import BaseUpdate
 from rookery.runs import Run
 from rookery.train import FullTrainer
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 RECORDED = Path(__file__).with_name("recorded_environment.py")
 TOY = Path(__file__).parents[1] / "unit" / "environments" / "toy_environment.py"
 pytestmark = [
-    pytest.mark.skipif(
-        not os.environ.get("ROOKERY_LONG"), reason="takes minutes: set ROOKERY_LONG"
-    ),
+    long,
     pytest.mark.timeout(1800),
 ]
 STEPS = 12
@@ -88,12 +87,8 @@ else:
 
 
 def config_of(folder: Path, environment: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
-        "environment": {"type": "atropos", "max_token_len": 64, "batch_s": 300, **environment},
-        "steps": STEPS, "groups_per_step": 2, "group_size": 4, "learning_rate": 1e-2,
-        "save_every": 3, "drawing": {"max_tokens": 8}, "lora": {"rank": 4}, "max_gap": 100.0,
-    }  # fmt: skip
+    drawing = {"max_tokens": 8}
+    return toy_training(folder, environment, steps=STEPS, drawing=drawing, max_gap=100.0)
 
 
 def own_environment(**changes: Any) -> dict[str, Any]:
@@ -267,7 +262,7 @@ class Kills:
         self.num_killed += 1
 
 
-@pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+@needs_vllm
 async def test_a_server_that_is_killed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,11 +281,7 @@ async def test_a_server_that_is_killed_changes_nothing(
 
 def train_on_server(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """The weights after a training in the memory of a server."""
-    launch = {
-        "model": str(folder), "python": PYTHON, "replicas": 1, "device": "cpu", "restarts": 10,
-        "dtype": "float32", "max_model_len": 64, "cpu_cache_gib": 1, "enforce_eager": True,
-        "env": {"HF_HUB_OFFLINE": "1"},
-    }  # fmt: skip
+    launch = served_on_cpu(folder, restarts=10, max_model_len=64)
     command = [sys.executable, str(RECORDED), "{gateway}", "{engine}"]
     config = config_of(folder, {"port": 0, "environments": [{"command": command}]}) | {
         "engine": {"type": "fleet", "launch": launch, "all_down_timeout_s": 900},

@@ -5,23 +5,23 @@ ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest \\
   tests/real/test_atropos_learning.py
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long
+from tests.real.peers import needs_vllm, served_on_cpu
 
 import rookery
 from rookery.starters.addition import make_addition
 
 ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 PLAYS = Path(__file__).with_name("addition_environment.py")
 NOISE = 0.15
 """Between the held-out accuracies of two runs: three standard errors of 200 tasks each."""
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="ROOKERY_LONG is not set"),
+    long,
     pytest.mark.timeout(1200),
 ]
 
@@ -67,13 +67,9 @@ def test_an_adapter_learns_from_an_environment(folder: Path) -> None:
     check(train(folder, "embedded", engine=engine))
 
 
-@pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+@needs_vllm
 def test_all_weights_learn_in_the_memory_of_a_server_as_by_copies(folder: Path) -> None:
-    launch = {
-        "model": str(folder / "model"), "python": PYTHON, "replicas": 1, "device": "cpu",
-        "dtype": "float32", "max_model_len": 64, "cpu_cache_gib": 1, "enforce_eager": True,
-        "env": {"HF_HUB_OFFLINE": "1"},
-    }  # fmt: skip
+    launch = served_on_cpu(folder / "model", max_model_len=64)
     changes: dict[str, Any] = {
         "engine": {"type": "fleet", "launch": launch}, "full": True, "learning_rate": 3e-4,
     }  # fmt: skip

@@ -1,7 +1,5 @@
 """Trainers that come and go beside a server of `rookery fleet up` that stays, and servers that come
 back as others.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_bridge_attach.py
 """
 
 import asyncio
@@ -21,18 +19,15 @@ from typing import Any
 import aiohttp
 import pytest
 from fleet.stub import until
+from tests.real.peers import needs_vllm, served_on_cpu
 from tiny import write_tiny_model
 
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.types import ScoreRequest
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 TRAINER = Path(__file__).with_name("attached_trainer.py")
 SHARED = Path(__file__).parents[1] / "unit"
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 PATIENCE_S = 600.0
 
@@ -111,13 +106,7 @@ async def test_a_trainer_attaches_where_another_was_killed(tmp_path: Path) -> No
     }  # fmt: skip
     model = write_tiny_model(tmp_path / "model", **sizes)
     num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    launch = {
-        "model": str(model), "python": PYTHON, "replicas": 1, "device": "cpu", "dtype": "float32",
-        "max_model_len": 256, "max_loras": 0, "cpu_cache_gib": 1, "enforce_eager": True,
-        "live_weights": True, "env": {"HF_HUB_OFFLINE": "1"},
-    }  # fmt: skip
-    config = tmp_path / "fleet.yaml"
-    config.write_text(json.dumps({"launch": launch}))
+    config = write_config(tmp_path, model, max_model_len=256, live_weights=True)
     with fleet_up(config) as server:
         async with asking(server.url, str(model)) as client:
             status, said = await train(server, model, "3", "killed")
@@ -137,11 +126,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_
 
 
 def write_config(folder: Path, model: Path, **changes: Any) -> Path:
-    launch = {
-        "model": str(model), "python": PYTHON, "replicas": 1, "device": "cpu", "dtype": "float32",
-        "max_model_len": 128, "max_loras": 0, "cpu_cache_gib": 1, "enforce_eager": True,
-        "env": {"HF_HUB_OFFLINE": "1"}, **changes,
-    }  # fmt: skip
+    launch = served_on_cpu(model, **{"max_model_len": 128, "max_loras": 0, **changes})
     config = folder / "fleet.yaml"
     config.write_text(json.dumps({"launch": launch}))
     return config

@@ -1,20 +1,18 @@
 """Model families on a real vLLM on the CPU: one copy of the weights, or the reason and copies.
 
-    ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm ROOKERY_LONG=1 \\
-    pytest tests/real/test_bridge_families.py
-
 Yi and DeepSeek-Coder are Llama models by their configs. A server per family takes a quarter of an
 hour together.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import bridge_training
 import pytest
 from bridge_training import training
+from marks import long
 from safetensors.torch import load_file, save_file
+from tests.real.peers import needs_vllm, served_on_cpu
 from tiny import write_tiny_model
 
 from rookery.compose.grpo.bridge import bridged_engine, choose_bridge
@@ -22,12 +20,7 @@ from rookery.engines import open_servers
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="takes minutes: ROOKERY_LONG"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, long, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -57,10 +50,7 @@ COPIED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def config_of(folder: Path) -> GrpoConfig:
-    return bridge_training.config_of(
-        "auto", model=str(folder), python=PYTHON, device="cpu", dtype="float32", max_model_len=256,
-        cpu_cache_gib=1, enforce_eager=True,
-    )  # fmt: skip
+    return bridge_training.config_of("auto", **served_on_cpu(folder, max_model_len=256))
 
 
 @pytest.mark.parametrize("kind", ALIASED)

@@ -1,7 +1,4 @@
-"""Weights in training published to real vLLM servers on the CPU: every bridge, proved.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_bridges.py
-"""
+"""Weights in training published to real vLLM servers on the CPU: every bridge, proved."""
 
 import asyncio
 import json
@@ -16,7 +13,9 @@ import pytest
 import torch
 from bridge_training import training
 from fleet.stub import until
+from marks import long
 from safetensors.torch import load_file
+from tests.real.peers import needs_vllm, served_on_cpu
 from tiny import write_tiny_model
 from tiny_training import make_batch
 
@@ -31,11 +30,7 @@ from rookery.slots import load_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.types import OptimStep, SampleRequest, SamplingParams, TrainRequest
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 NEAR = 1e-4
 """Between a float32 trainer and a float32 server, in nats."""
 
@@ -51,10 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, bridge: str, **launch: Any) -> GrpoConfig:
-    own = {
-        "model": str(folder), "python": PYTHON, "device": "cpu", "dtype": "float32",
-        "max_model_len": 512, "cpu_cache_gib": 1, "enforce_eager": True,
-    }  # fmt: skip
+    own = served_on_cpu(folder, max_model_len=512)
     return bridge_training.config_of(bridge, **{**own, **launch})
 
 
@@ -75,7 +67,7 @@ async def test_servers_have_the_trainers_weights_after_every_step(
         assert all(moved), "every weight was trained"
 
 
-@pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="takes minutes: ROOKERY_LONG")
+@long
 async def test_two_hundred_clean_publishes_raise_no_alarm(folder: Path, tmp_path: Path) -> None:
     async with training(config_of(folder, "alias"), tmp_path) as trained:
         await trained.trainer.publish(POLICY)

@@ -2,18 +2,18 @@
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from marks import long
 from service.server_process import ServerProcess
+from tests.real.peers import TINKER, printed_by
 
 from rookery.embedded import resolve_model
 
-PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 NAME = "Qwen/Qwen3-8B-Base"
 """The cookbook looks its renderer up by this name; it needs no special tokens."""
 RECIPE_S = 3000.0
@@ -34,16 +34,14 @@ NUM_LAST = 4
 def _has_cookbook() -> bool:
     code = "import tinker_cookbook, math_verify"
     return (
-        bool(PYTHON)
-        and not subprocess.run([PYTHON, "-c", code], capture_output=True, check=False).returncode
+        bool(TINKER)
+        and not subprocess.run([TINKER, "-c", code], capture_output=True, check=False).returncode
     )
 
 
 pytestmark = [
-    pytest.mark.skipif(
-        "ROOKERY_LONG" not in os.environ or not _has_cookbook(),
-        reason="ROOKERY_LONG is not set, or ROOKERY_TINKER_PYTHON has no tinker-cookbook",
-    ),
+    long,
+    pytest.mark.skipif(not _has_cookbook(), reason="ROOKERY_TINKER_PYTHON has no tinker-cookbook"),
     pytest.mark.timeout(3600),
 ]
 
@@ -83,32 +81,17 @@ def write_dataset(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 async def run(server: ServerProcess, folder: Path, *command: str) -> str:
     """Its output; it must end well."""
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": "tml-any",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
-    }
-    environment.pop("PYTHONPATH", None)
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, env=environment,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
-    finally:
-        if process.returncode is None:
-            process.kill()
-    text = output.decode()
-    assert process.returncode == 0, text[-3000:]
-    return text
+    env = {
+        "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": "",
+    }  # fmt: skip
+    said = ("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
+    return await printed_by(*said, env=env, limit_s=RECIPE_S, folder=folder)
 
 
 def recipe(name: str, log: Path, *options: str) -> list[str]:
     return [
-        PYTHON, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"log_path={log}",
+        TINKER, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"log_path={log}",
         *options,
     ]  # fmt: skip
 
@@ -143,7 +126,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 async def test_a_recipe_runs_as_it_is(name: str, server: ServerProcess, folder: Path) -> None:
     shipped = await run(
-        server, folder, PYTHON, "-c",
+        server, folder, TINKER, "-c",
         "import tinker_cookbook as c; print(list(c.__path__)[0])",
     )  # fmt: skip
     source = Path(shipped.strip().splitlines()[-1]) / "example_data" / "conversations.jsonl"
@@ -162,7 +145,7 @@ async def test_arithmetic_is_learned_and_not_from_shuffled_advantages(
 
     async def rewards(arm: str) -> list[float]:
         log = folder / f"log-{arm}"
-        command = [PYTHON, str(ARITHMETIC), arm, *ARITHMETIC_OPTIONS]
+        command = [TINKER, str(ARITHMETIC), arm, *ARITHMETIC_OPTIONS]
         options = [f"log_path={log}", f"seed={seed}", f"model_name={NAME}"]
         await run(server, folder, *command, *options)
         return [row["env/all/reward/total"] for row in metrics(log)]
@@ -189,7 +172,7 @@ async def test_a_loop_goes_on_in_a_second_process(server: ServerProcess, folder:
 async def test_the_command_line_lists_and_downloads(server: ServerProcess, folder: Path) -> None:
     log = folder / "log"
     await run(server, folder, *recipe("sl_loop", log, "batch_size=4", "max_steps=1"))
-    tinker = str(Path(PYTHON).with_name("tinker"))
+    tinker = str(Path(TINKER).with_name("tinker"))
     assert NAME in await run(server, folder, tinker, "-f", "json", "model", "list")
     runs = json.loads(await run(server, folder, tinker, "-f", "json", "run", "list"))
     listed = await run(server, folder, tinker, "-f", "json", "checkpoint", "list")

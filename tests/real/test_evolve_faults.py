@@ -29,11 +29,7 @@ from scripted import Scripted, serve_scripted
 
 from rookery.sandbox.server import descendants
 
-pytestmark = [
-    pytest.mark.timeout(3600),
-    long,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.timeout(3600), long, pytest.mark.filterwarnings("ignore")]
 NUM_ITERATIONS = 500
 FAULTS = (*["worker", "hub"] * 4, "worker", "to Ray", *["node", "worker", "hub"] * 3, "worker")
 """In this order, evenly spread over the run; `to Ray` kills the hub, which goes on with Ray."""

@@ -12,6 +12,8 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from executors.jobs import job, until
 from rookery.errors import ExecutorError
 from rookery.executors import WorkerSpec, open_modal, pack_folder
 from rookery.executors.modal import ModalWorker
-from rookery.executors.pool import open_pool
+from rookery.executors.pool import WorkerPool, open_pool
 from rookery.executors.worker import read_version
 from rookery.testing import open_fake_task
 from rookery.types import JobCancelled, JobDone, JobFailed, WorkerLost
@@ -93,6 +95,21 @@ class _Method:
     spawn: Aio
 
 
+@asynccontextmanager
+async def workers_of(host: LocalHost) -> AsyncIterator[WorkerPool]:
+    """A pool of one worker, when it is ready."""
+
+    async def start(slot: str) -> ModalWorker:
+        worker = ModalWorker(slot, host)
+        await worker.open()
+        return worker
+
+    async with open_pool(start, down_s=0.0) as pool:
+        pool.add_slot("modal/0")
+        await pool.wait_ready()
+        yield pool
+
+
 def test_the_app_builds_and_the_calls_of_the_hub_bind() -> None:
     import modal
 
@@ -114,14 +131,7 @@ def test_deploying_needs_nothing_but_an_account() -> None:
 async def test_jobs_run_through_the_methods_of_the_app(tmp_path: Path) -> None:
     host = LocalHost(WorkerSpec(task=open_fake_task))
 
-    async def start(slot: str) -> ModalWorker:
-        worker = ModalWorker(slot, host)
-        await worker.open()
-        return worker
-
-    async with open_pool(start, down_s=0.0) as pool:
-        pool.add_slot("modal/0")
-        await pool.wait_ready()
+    async with workers_of(host) as pool:
         assert [(w.version, w.about) for w in pool.workers] == [(read_version(), "fake")]
         done = await pool.submit(job(1, echo="x"))
         assert isinstance(done, JobDone) and done.output == b'"x"'
@@ -143,14 +153,7 @@ async def test_a_container_that_modal_loses_is_a_lost_worker() -> None:
     async def lose(_: bytes) -> LocalCall:
         raise modal.exception.InternalFailure("The container was preempted.")
 
-    async def start(slot: str) -> ModalWorker:
-        worker = ModalWorker(slot, host)
-        await worker.open()
-        return worker
-
-    async with open_pool(start, down_s=0.0) as pool:
-        pool.add_slot("modal/0")
-        await pool.wait_ready()
+    async with workers_of(host) as pool:
         host.run.spawn = Aio(host.real.run.spawn, lose)
         lost = await pool.submit(job(1, echo="x"))
         assert isinstance(lost, WorkerLost)
@@ -159,16 +162,9 @@ async def test_a_container_that_modal_loses_is_a_lost_worker() -> None:
 
 async def test_a_container_that_cannot_run_the_task_says_why() -> None:
     spec = WorkerSpec(task=open_fake_task, settings=b'{"refuse": "No sandbox works here."}')
-
-    async def start(slot: str) -> ModalWorker:
-        worker = ModalWorker(slot, LocalHost(spec))
-        await worker.open()
-        return worker
-
     with pytest.raises(ExecutorError, match="No sandbox works here"):
-        async with open_pool(start, down_s=0.0) as pool:
-            pool.add_slot("modal/0")
-            await pool.wait_ready()
+        async with workers_of(LocalHost(spec)):
+            pass
 
 
 async def test_without_an_account_the_sentence_is_modals(

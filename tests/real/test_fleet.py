@@ -1,7 +1,4 @@
-"""The fleet on real vLLM servers on the CPU, against the embedded engine. Minutes.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_fleet.py
-"""
+"""The fleet on real vLLM servers on the CPU, against the embedded engine. Minutes."""
 
 import asyncio
 import json
@@ -16,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from tests.real.peers import needs_vllm, served_on_cpu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
@@ -39,12 +37,7 @@ from rookery.types import (
 )
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 TEXTS = ("The capital of France is", "Once upon a time there was a", "2 + 2 =", "def add(a, b):")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, top_logprobs=2)
 GENOME = """
@@ -106,17 +99,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     config = FleetConfig(
         name="smollm2",
         launch=LaunchConfig(
-            model=str(resolve_model("smollm2").path),
-            python=PYTHON,
-            replicas=2,
-            device="cpu",
-            dtype="float32",
-            max_model_len=2048,
-            max_loras=4,
-            max_cpu_loras=8,
-            cpu_cache_gib=1,
-            enforce_eager=True,
-            env={"HF_HUB_OFFLINE": "1"},
+            **served_on_cpu(replicas=2, max_model_len=2048, max_loras=4, max_cpu_loras=8)
         ),
     )
     async with open_fleet(config) as fleet:

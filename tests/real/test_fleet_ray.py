@@ -1,7 +1,5 @@
 """Servers that a real local Ray cluster places: two of vLLM on the CPU, one pool. Minutes.
 
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_fleet_ray.py
-
 Needs Ray (`pip install 'rookery[ray]'`) in this interpreter.
 """
 
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.real.peers import needs_vllm, served_on_cpu
 
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
@@ -20,9 +19,8 @@ from rookery.fleet.servers.registry import process_start
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    needs_vllm,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(600),
@@ -65,19 +63,14 @@ async def test_placed_servers_say_what_the_embedded_engine_says_and_come_back(
         name="smollm2",
         adapter_folder=tmp_path / "adapters",
         launch=LaunchConfig(
-            model=str(resolve_model("smollm2").path),
-            python=PYTHON,
-            placement="ray",
-            ray_address="local",
-            replicas=2,
-            device="cpu",
-            dtype="float32",
-            max_model_len=512,
-            max_loras=2,
-            cpu_cache_gib=1,
-            enforce_eager=True,
-            args=("--served-model-name", "_rookery_test_ray"),
-            env={"HF_HUB_OFFLINE": "1"},
+            **served_on_cpu(
+                placement="ray",
+                ray_address="local",
+                replicas=2,
+                max_model_len=512,
+                max_loras=2,
+                args=("--served-model-name", "_rookery_test_ray"),
+            )
         ),
     )
     async with open_engine(EngineConfig(model="smollm2", dtype="float32")) as engine:

@@ -16,12 +16,7 @@ import pytest
 import torch
 from forked import forked
 from loops import training
-from loops.test_grpo_resume import (
-    check_same,
-    final_weights,
-    make_run,
-    trained_positions,
-)
+from loops.test_grpo_resume import check_same, final_weights, make_run, trained_positions
 from loops.training import Inputs, clockless, run_training
 from marks import long
 from safetensors.torch import load_file

@@ -1,7 +1,4 @@
-"""Starting real vLLM servers on the CPU: errors, keys, deaths, and that nothing is left. Minutes.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_launch.py
-"""
+"""Starting real vLLM servers on the CPU: errors, keys, deaths, and that nothing is left."""
 
 import asyncio
 import os
@@ -10,9 +7,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.real.peers import engine_of, needs_vllm, served_on_cpu
 
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
@@ -23,11 +22,7 @@ from rookery.runtime.guard import group_members
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 OWNER = """
 import asyncio, sys
 from rookery.fleet import LaunchConfig, open_servers
@@ -38,17 +33,8 @@ asyncio.run(main())
 """
 
 
-def _launch(**changes: object) -> LaunchConfig:
-    return LaunchConfig(
-        model=str(resolve_model("smollm2").path),
-        python=PYTHON,
-        device="cpu",
-        max_model_len=512,
-        max_loras=2,
-        cpu_cache_gib=1,
-        enforce_eager=True,
-        env={"HF_HUB_OFFLINE": "1"},
-    ).model_copy(update=changes)
+def _launch(**changes: Any) -> LaunchConfig:
+    return LaunchConfig(**{**served_on_cpu(max_model_len=512, max_loras=2), **changes})
 
 
 def _adapter() -> Adapter:
@@ -124,3 +110,24 @@ async def test_nothing_is_left_of_a_start_whose_owner_is_killed(
         owner.kill()
         await owner.wait()
     await _until(lambda: group_members(server) == [], 30)
+
+
+async def test_requests_of_one_server_outlive_its_engine() -> None:
+    launch = _launch(max_model_len=1024, max_loras=0)
+    async with open_fleet(FleetConfig(launch=launch, all_down_timeout_s=600)) as fleet:
+        [replica] = fleet.pool.replicas
+        assert replica.local is not None
+        wanted = [
+            SampleRequest(
+                model=fleet.base,
+                prompt=(1, 2, 3 + i),
+                params=SamplingParams(max_tokens=64, seed=i, ignore_eos=True),
+            )
+            for i in range(32)
+        ]
+        caller = asyncio.create_task(fleet.sample(wanted))
+        await _until(lambda: replica.load.num_sequences >= len(wanted), 60)
+        os.kill(engine_of(replica.local.pid), signal.SIGKILL)
+        answers = await caller
+        assert all(len(completion.tokens) == 64 for [completion] in answers)
+        assert fleet.pool.num_resent > 0 and replica.local.num_restarts == 1

@@ -15,6 +15,7 @@ import pytest
 from compat.test_openai_streams import CALL, SpeakingEngine
 from service.server_process import ServerProcess
 from service.tenants import FakeFolders, fake_backend
+from tests.real.peers import needs_vllm, printed_by, served_on_cpu
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 
@@ -26,7 +27,6 @@ from rookery.types import CompletionDelta, SampleRequest, SamplingParams
 
 CLIENT = Path(__file__).with_name("openai_client.py")
 PYTHON = os.environ.get("ROOKERY_OPENAI_PYTHON", "")
-VLLM = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 RUN_S = 600.0
 pytestmark = [
     pytest.mark.skipif(
@@ -42,20 +42,10 @@ TEMPLATE = (
 
 async def drive(what: str, url: str, model: str) -> Any:
     """What the clients saw."""
-    client = await asyncio.create_subprocess_exec(
-        PYTHON, str(CLIENT), what, f"{url}/v1", model,
-        env={**os.environ, "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(RUN_S):
-            told, _ = await client.communicate()
-        assert client.returncode == 0
-    finally:
-        if client.returncode is None:
-            client.kill()
-            await client.wait()
-    return json.loads(told)
+    env = {"PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return json.loads(
+        await printed_by(PYTHON, str(CLIENT), what, f"{url}/v1", model, env=env, limit_s=RUN_S)
+    )
 
 
 def write_model(folder: Path) -> Path:
@@ -104,16 +94,13 @@ async def test_clients_call_tools(tmp_path: Path) -> None:
     assert (found["back"], found["langchain_back"]) == ("chat.completion", "ai")
 
 
-@pytest.mark.skipif(not VLLM, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+@needs_vllm
 async def test_clients_stream_and_ask_for_schemas_on_vllm(tmp_path: Path) -> None:
     # Its own template has no tools.
     folder = Path(shutil.copytree(resolve_model("smollm2").path, tmp_path / "smollm2"))
     own = AutoTokenizer.from_pretrained(str(folder)).chat_template
     write_template(folder, "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + own)
-    launch = LaunchConfig(
-        model=str(folder), python=VLLM, device="cpu", dtype="float32", max_model_len=2048,
-        cpu_cache_gib=1, enforce_eager=True, env={"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    launch = LaunchConfig(**served_on_cpu(folder, max_model_len=2048))
     async with open_fleet(FleetConfig(name="smollm2", launch=launch)) as fleet:
         await check_deltas(fleet, load_template(folder).encode_text("Once upon a time"))
         url = fleet.pool.replicas[0].url

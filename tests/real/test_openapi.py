@@ -1,11 +1,11 @@
 """Generated requests to every route that the service documents: no answer is a 500."""
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
 from service.server_process import ServerProcess
+from tests.real.peers import printed_by
 from tiny import write_tiny_model
 
 COMMAND = os.environ.get("ROOKERY_SCHEMATHESIS", "")
@@ -20,16 +20,11 @@ pytestmark = [
 async def test_no_generated_request_is_answered_with_500(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     server = ServerProcess(tmp_path, {"tiny/model": str(folder)})
-    await server.start()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            COMMAND, "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error",
-            "--max-examples", "20", "--phases", "coverage,fuzzing", "--request-timeout", "60",
-            # A poll of a session that has nothing waits as long as it may.
-            "--exclude-path-regex", "retrieve_futures",
-            cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        output, _ = await asyncio.wait_for(process.communicate(), RUN_S)
-    finally:
-        await server.stop()
-    assert process.returncode == 0, output.decode()[-4000:]
+    words = (
+        COMMAND, "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error",
+        "--max-examples", "20", "--phases", "coverage,fuzzing", "--request-timeout", "60",
+        # A poll of a session that has nothing waits as long as it may.
+        "--exclude-path-regex", "retrieve_futures",
+    )  # fmt: skip
+    async with server.running():
+        await printed_by(*words, env={}, limit_s=RUN_S, folder=tmp_path)

@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ui.browser import CHROMIUM, Visit, open_browser
+from marks import long
+from ui.browser import Visit, browser, needs_chromium
 from ui.made import made_program, made_row
 from ui.made_runs import HOSTILE, make_evolve, make_genome, make_grpo, make_icm
 
 from rookery.ui.live.export import render_run
 
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}: set ROOKERY_CHROMIUM"
-)
-CHARTS = {
+__all__ = ["browser"]
+
+pytestmark = needs_chromium
+CHARTS: dict[Callable[..., Path], list[str]] = {
     make_genome: [
         "Fitness by generation, every candidate a point",
         "Candidates by generation, joined to their parents",
@@ -39,12 +40,6 @@ CHARTS = {
 """By loop, the charts that a report has."""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as opened:
-        yield opened
-
-
 class Report(Visit):
     """The page of a run, opened from disk."""
 
@@ -61,16 +56,13 @@ class Report(Visit):
 
     def num_colours(self, label: str) -> int:
         """How many colours a chart has: an empty one has one."""
-        num: int = (
-            self.chart(label)
-            .locator("canvas")
-            .first.evaluate(
-                """(canvas) => {
+        canvas = self.chart(label).locator("canvas").first
+        num: int = canvas.evaluate(
+            """(canvas) => {
                 const { width, height } = canvas;
                 const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
                 return new Set(new Uint32Array(data.buffer)).size;
             }"""
-            )
         )
         return num
 
@@ -93,105 +85,111 @@ class Report(Visit):
         return " ".join(tip.inner_text().split())
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
-@pytest.mark.parametrize("make", CHARTS, ids=lambda make: make.__name__)
-def test_every_chart_is_drawn(
-    browser: Any, tmp_path: Path, make: Callable[..., Path], scheme: str, width: int
-) -> None:
+Reports = Callable[..., Report]
+
+
+@pytest.fixture
+def report(browser: Any) -> Iterator[Reports]:
+    """Opens the report of a run; it is checked at the end of the test."""
+    opened: list[Report] = []
+
+    def begin(run: Path, **options: Any) -> Report:
+        opened.append(Report(browser, run, **options))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1200), pytest.param("dark", 390, marks=long)]
+)
+def test_every_chart_is_drawn(report: Reports, tmp_path: Path, scheme: str, width: int) -> None:
     size = {"width": width, "height": 900}
-    report = Report(browser, make(tmp_path, report={}), viewport=size, color_scheme=scheme)
-    report.see(".state .mark", text="done")
-    for label in CHARTS[make]:
-        assert report.num_colours(label) > 3, label
-    shot = tmp_path / f"{scheme}-{width}.png"
-    report.page.screenshot(path=str(shot), full_page=True)
-    assert shot.stat().st_size > 20_000
-    report.close()
+    for make, labels in CHARTS.items():
+        one = report(make(tmp_path, report={}), viewport=size, color_scheme=scheme)
+        one.see(".state .mark", text="done")
+        for label in labels:
+            assert one.num_colours(label) > 3, label
+        shot = tmp_path / f"{make.__name__}.png"
+        one.page.screenshot(path=str(shot), full_page=True)
+        assert shot.stat().st_size > 20_000
 
 
-def test_pointing_at_what_is_drawn_tells_what_it_is(browser: Any, tmp_path: Path) -> None:
+def test_pointing_at_what_is_drawn_tells_what_it_is(report: Reports, tmp_path: Path) -> None:
+    """Names stay text, there and in tables."""
     lineage = [{"id": "g001-c00", "parents": ["founder-a", "founder-b"], "weights": [0.6, 0.4]}]
-    report = Report(browser, make_genome(tmp_path, report={"lineage": lineage}))
-    report.see("label.switch input").check()
-    told = report.point_at("Candidates by generation, joined to their parents", [1, 2], series=1)
+    one = report(make_genome(tmp_path, report={"lineage": lineage}))
+    one.see("label.switch input").check()
+    told = one.point_at("Candidates by generation, joined to their parents", [1, 2], series=1)
     assert told.startswith("g001-c00 made by linear from founder-a × 0.60 from founder-b × 0.40")
-    assert report.point_at("Accuracy of every method on add-two", [0.2, 0], series=0) == (
+    assert one.point_at("Accuracy of every method on add-two", [0.2, 0], series=0) == (
         "evolved add-two 0.810"
     )
-    report.close()
-    report = Report(browser, make_evolve(tmp_path, report={}))
-    assert report.point_at("Cells of island 0", [0, 3], series=0) == (
+    one = report(make_evolve(tmp_path, report={}))
+    assert one.point_at("Cells of island 0", [0, 3], series=0) == (
         "p0 score 0.5 complexity 0 diversity 3"
     )
-    assert report.point_at(
-        "Iterations by how many were decided meanwhile", [1, 3], series=0
-    ).endswith("iterations 6.000")
-    report.close()
+    drawn = "Iterations by how many were decided meanwhile"
+    assert one.point_at(drawn, [1, 3], series=0).endswith("iterations 6.000")
+    rows = [made_row(HOSTILE, 0.5, by_source={HOSTILE: 0.5}), made_row("other", 0.4, by_source={})]
+    keys = {"rows": rows, "warnings": [HOSTILE], "tasksets": [{"name": HOSTILE}]}
+    one = report(make_genome(tmp_path, "hostile", text=HOSTILE, report=keys))
+    assert HOSTILE in one.see("table.comparison").inner_text()
+    assert HOSTILE in one.point_at(f"Accuracy of every method on {HOSTILE}", [0.2, 0], series=0)
+    one.see(".warnings", text=HOSTILE)
 
 
-def test_every_row_is_in_the_table_as_in_the_terminal(browser: Any, tmp_path: Path) -> None:
-    report = Report(browser, make_genome(tmp_path))
-    rows = report.see("table.comparison").locator("tbody tr").all_inner_texts()
+@long
+def test_every_row_is_in_the_table_as_in_the_terminal(report: Reports, tmp_path: Path) -> None:
+    """Without JavaScript the result is read, too."""
+    run = make_genome(tmp_path)
+    one = report(run)
+    rows = one.see("table.comparison").locator("tbody tr").all_inner_texts()
     assert " ".join(rows[0].split()) == (
         "evolved g002-c01 0.910 0.880 to 0.940 +0.210 +0.160 to +0.260 0"
     )
     assert len(rows) == 8
-    ends = report.page.locator("table.comparison .ends").inner_text().split()
+    ends = one.page.locator("table.comparison .ends").inner_text().split()
     assert ends == ["0.3", "1"], "a round scale"
-    report.see(".costs", text="46 candidates")
-    report.close()
+    one.see(".costs", text="46 candidates")
+    context = one.context.browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(one.origin)
+    assert "+0.210" in page.locator("table").first.inner_text()
+    assert page.locator("noscript p").is_visible()
+    context.close()
 
 
-def test_names_stay_text_in_tables_and_tooltips(browser: Any, tmp_path: Path) -> None:
-    rows = [made_row(HOSTILE, 0.5, by_source={HOSTILE: 0.5}), made_row("other", 0.4, by_source={})]
-    keys = {"rows": rows, "warnings": [HOSTILE], "tasksets": [{"name": HOSTILE}]}
-    report = Report(browser, make_genome(tmp_path, text=HOSTILE, report=keys))
-    assert HOSTILE in report.see("table.comparison").inner_text()
-    assert HOSTILE in report.point_at(f"Accuracy of every method on {HOSTILE}", [0.2, 0], series=0)
-    report.see(".warnings", text=HOSTILE)
-    report.close()
-
-
-def test_the_charts_follow_a_change_of_scheme_and_width(browser: Any, tmp_path: Path) -> None:
-    report = Report(browser, make_genome(tmp_path), color_scheme="light")
-    box = report.chart("Tokens used by each generation")
+@long
+def test_the_charts_follow_a_change_of_scheme_and_width(report: Reports, tmp_path: Path) -> None:
+    one = report(make_genome(tmp_path), color_scheme="light")
+    box = one.chart("Tokens used by each generation")
     light = box.screenshot()
-    report.page.emulate_media(color_scheme="dark")
-    report.page.wait_for_timeout(300)
+    one.page.emulate_media(color_scheme="dark")
+    one.page.wait_for_timeout(300)
     assert box.screenshot() != light
-    report.page.set_viewport_size({"width": 420, "height": 900})
+    one.page.set_viewport_size({"width": 420, "height": 900})
     narrow = "(box) => box.querySelector('canvas').clientWidth < 420"
-    report.page.wait_for_function(narrow, arg=box.element_handle(), timeout=5000)
-    report.close()
+    one.page.wait_for_function(narrow, arg=box.element_handle(), timeout=5000)
 
 
-def test_an_empty_and_a_short_report_open_without_complaint(browser: Any, tmp_path: Path) -> None:
-    nothing: dict[str, Any] = {
-        "rows": [],
-        "lineage": [],
-        "generations": [],
-        "tasksets": [],
-        "warnings": [],
-    }
+@long
+def test_an_empty_and_a_short_report_open_without_complaint(
+    report: Reports, tmp_path: Path
+) -> None:
+    nothing = ("rows", "lineage", "generations", "tasksets", "warnings")
     short = {"rows": [{"name": "a"}], "front": [{"id": "b"}, {"id": "c"}]}
-    for name, keys in (("empty", nothing), ("short", short)):
-        report = Report(browser, make_genome(tmp_path, name, report=keys))
-        report.see("h2", text="Fitness per generation")
-        report.close()
+    for name, keys in (("empty", {key: [] for key in nothing}), ("short", short)):
+        report(make_genome(tmp_path, name, report=keys)).see("h2", text="Fitness per generation")
 
 
-def test_the_result_is_read_without_javascript(browser: Any, tmp_path: Path) -> None:
-    path = make_genome(tmp_path)
-    report = Report(browser, path, java_script_enabled=False)
-    assert "+0.210" in report.see("table").inner_text()
-    assert report.page.locator("noscript p").is_visible()
-    report.context.close()
-
-
-def test_the_winning_line_opens_to_its_diffs(browser: Any, tmp_path: Path) -> None:
+@long
+def test_the_winning_line_opens_to_its_diffs(report: Reports, tmp_path: Path) -> None:
     line = [made_program("first1", iteration=0, parent=""), made_program("p2", parent="p1")]
-    report = Report(browser, make_evolve(tmp_path, report={"winning_line": line}))
-    steps = report.see("section", text="The winning line").locator("details")
+    one = report(make_evolve(tmp_path, report={"winning_line": line}))
+    steps = one.see("section", text="The winning line").locator("details")
     assert [text.split(":")[0] for text in steps.locator("summary").all_inner_texts()] == [
         "Iteration 0",
         "Iteration 7",
@@ -202,5 +200,4 @@ def test_the_winning_line_opens_to_its_diffs(browser: Any, tmp_path: Path) -> No
     assert diff.locator(".removed").last.inner_text() == "-x = 1 # "
     assert diff.locator(".added").last.inner_text() == "+x = 2 # "
     assert "speed −2.5" in " ".join(steps.nth(1).inner_text().split())
-    report.see("section", text="Failures")
-    report.close()
+    one.see("section", text="Failures")

@@ -1,7 +1,7 @@
 """Hostile programs on every backend that works here; without one they skip, under CI they fail.
 
 All of them run on both backends; what else a backend does is tested on bubblewrap, and on sandlock
-with ROOKERY_LONG.
+with ROOKERY_LONG. One sandbox serves most of the tests: to start one takes longer than a program.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
@@ -85,17 +84,10 @@ async def sandbox(
         yield opened
 
 
-def program(text: str) -> str:
-    return textwrap.dedent(text)
-
-
 async def healthy(sandbox: Sandbox) -> None:
     """The sandbox still works, and the last candidate has left nothing in it."""
     outcome = await sandbox.evaluate(
-        program("""
-        import os
-        metrics = {"files": len(os.listdir(os.environ["TMPDIR"])), "pid": os.getpid()}
-        """)
+        "import os\nmetrics = {'files': len(os.listdir(os.environ['TMPDIR']))}"
     )
     assert outcome.failure is None, outcome
     assert outcome.metrics["files"] == 1, "its own program only"
@@ -105,43 +97,132 @@ def kind_of(outcome: EvaluationOutcome) -> str:
     return outcome.failure.kind if outcome.failure else "none"
 
 
-@pytest.mark.parametrize(
-    ("text", "kinds"),
-    [
-        ("import os; os._exit(0)", {"crash"}),
-        ("import os; os._exit(139)", {"crash"}),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", {"killed"}),
-        ("import ctypes; ctypes.string_at(0)", {"killed"}),
-        ("raise SystemExit(0)", {"error"}),
-        ("1 / 0", {"error"}),
-        ("x = bytearray(10 * 2**30)", {"memory"}),
-        ("x = [bytearray(2**20) for _ in range(10_000)]", {"memory"}),
-        ("print('x' * 2**30)", {"output", "memory"}),
-        ("while True: print('x' * 1000)", {"output"}),
-        ("metrics = {'combined_score': float('nan')}", {"not_finite"}),
-        ("metrics = {'combined_score': float('-inf'), 'other': 1.0}", {"not_finite"}),
-        ("metrics = [1.0]", {"not_a_dict"}),
-        ("metrics = {'s': 1.0}; artifacts = {'a': 'x' * 2**25}", {"output"}),
-        ("metrics = {'s': 10**400}", {"not_finite"}),
-        ("metrics = {'s': 'x' * 2**25}", {"output"}),
-    ],
-)
-async def test_what_goes_wrong_has_a_kind(sandbox: Sandbox, text: str, kinds: set[str]) -> None:
-    outcome = await sandbox.evaluate(text)
-    assert kind_of(outcome) in kinds, outcome
-    assert outcome.failure is not None and outcome.failure.reason
-    assert "combined_score" not in outcome.metrics
-    await healthy(sandbox)
+ONE = {"s": 1.0}
+PROGRAMS: dict[str, tuple[set[str], object]] = {
+    "import os; os._exit(0)": ({"crash"}, None),
+    "import os; os._exit(139)": ({"crash"}, None),
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": ({"killed"}, None),
+    "import ctypes; ctypes.string_at(0)": ({"killed"}, None),
+    "raise SystemExit(0)": ({"error"}, None),
+    "1 / 0": ({"error"}, None),
+    "x = bytearray(10 * 2**30)": ({"memory"}, None),
+    "x = [bytearray(2**20) for _ in range(10_000)]": ({"memory"}, None),
+    "print('x' * 2**30)": ({"output", "memory"}, None),
+    "while True: print('x' * 1000)": ({"output"}, None),
+    "metrics = {'combined_score': float('nan')}": ({"not_finite"}, None),
+    "metrics = {'combined_score': float('-inf'), 'other': 1.0}": ({"not_finite"}, None),
+    "metrics = {'s': 10**400}": ({"not_finite"}, None),
+    "metrics = [1.0]": ({"not_a_dict"}, None),
+    """# Each of the processes stays below the limit; together they are far above it.
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        block = bytearray(os.urandom(1) * 100_000_000)
+        time.sleep(60)
+        os._exit(0)
+time.sleep(60)
+""": ({"memory"}, None),
+    """# Processes are counted together.
+import os, time
+num = 0
+try:
+    for _ in range(100):
+        if os.fork() == 0:
+            time.sleep(30)
+        num += 1
+except OSError:
+    pass
+metrics = {"is_limited": 10 < num <= 25}
+""": ({"processes", "none"}, {"is_limited": True}),
+    "import os, signal; os.kill(-1, signal.SIGKILL)": ({"killed", "none", "error"}, None),
+    "import os, signal; os.killpg(0, signal.SIGKILL)": ({"killed", "none", "error"}, None),
+    """# A daemon does not survive.
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for descriptor in range(256):
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+metrics = {"s": 1.0}
+""": ({"none"}, ONE),
+    """# Processes that are left behind, here and below, do not count for what comes later.
+import os, time
+for _ in range(12):
+    if os.fork() == 0:
+        time.sleep(1000)
+metrics = {"s": 1.0}
+""": ({"none"}, ONE),
+    """import os, subprocess, time
+for _ in range(12):
+    if os.fork() == 0:
+        time.sleep(1000)
+metrics = {"s": float(subprocess.check_output(["echo", "1"]))}
+""": ({"none"}, ONE),
+    """# It holds the standard descriptors, and two for the evaluator's calls: no way to the result.
+import os
+num = 0
+for descriptor in range(1024):
+    try:
+        os.fstat(descriptor)
+        num += 1
+    except OSError:
+        pass
+metrics = {"num": num}
+""": ({"none"}, {"num": 5}),
+    """# Locked and odd files are removed.
+import os
+scratch = os.environ["TMPDIR"]
+os.makedirs(scratch + "/locked/inner")
+open(scratch + "/locked/file", "w").close()
+os.symlink("/usr", scratch + "/link")
+os.mkfifo(scratch + "/fifo")
+try:
+    os.chmod(scratch + "/locked", 0)
+except PermissionError:  # sandlock refuses it everywhere
+    pass
+os.mkdir(scratch + "/unreadable", 0o300)
+open(scratch + "/unreadable/file", "w").close()
+metrics = {"s": 1.0}
+""": ({"none"}, ONE),
+    """# More folders in folders than Python recurses, and a path longer than the kernel takes.
+import os
+for _ in range(2000):
+    os.mkdir("folder")
+    os.chdir("folder")
+metrics = {"s": 1.0}
+""": ({"none"}, ONE),
+}
+"""By the program: the kinds of failure it may have, and its metrics if it has none."""
+HUGE = ("metrics = {'s': 1.0}; artifacts = {'a': 'x' * 2**25}", "metrics = {'s': 'x' * 2**25}")
 
 
-async def test_an_endless_loop_ends_in_time(config: SandboxConfig, tmp_path: Path) -> None:
-    evaluator = write_evaluator(tmp_path, timeout_s=1.0)
-    async with Sandbox(config, evaluator) as sandbox:
-        outcome = await sandbox.evaluate("while True: pass")
-        assert kind_of(outcome) == "timeout"
+async def test_what_goes_wrong_has_a_kind_and_leaves_nothing(sandbox: Sandbox) -> None:
+    for text, (kinds, metrics) in PROGRAMS.items():
+        before = set(descendants(os.getpid()))
+        outcome = await sandbox.evaluate(text)
+        assert kind_of(outcome) in kinds, (text, outcome)
+        assert outcome.failure is None or outcome.failure.reason
+        assert "combined_score" not in outcome.metrics
+        await healthy(sandbox)
+        if metrics is not None and outcome.failure is None:
+            assert outcome.metrics == metrics, (text, outcome)
+            assert set(descendants(os.getpid())) <= before, text
+
+
+@long
+async def test_results_have_a_size(sandbox: Sandbox) -> None:
+    for text in HUGE:
+        assert kind_of(await sandbox.evaluate(text)) == "output"
         await healthy(sandbox)
 
 
+@long
 async def test_cpu_time_of_all_processes_counts(config: SandboxConfig, tmp_path: Path) -> None:
     limited = config.model_copy(update={"cpu_s": 1.0})
     async with Sandbox(limited, write_evaluator(tmp_path)) as sandbox:
@@ -150,126 +231,55 @@ async def test_cpu_time_of_all_processes_counts(config: SandboxConfig, tmp_path:
         await healthy(sandbox)
 
 
-async def test_memory_of_all_processes_counts(sandbox: Sandbox) -> None:
-    """Each of the processes stays below the limit; together they are far above it."""
-    outcome = await sandbox.evaluate(
-        program("""
-        import os, time
-        for _ in range(6):
-            if os.fork() == 0:
-                block = bytearray(os.urandom(1) * 100_000_000)
-                time.sleep(60)
-                os._exit(0)
-        time.sleep(60)
-        """)
-    )
-    assert kind_of(outcome) == "memory", outcome
-    await healthy(sandbox)
-
-
-async def test_processes_are_limited_together(sandbox: Sandbox) -> None:
-    outcome = await sandbox.evaluate(
-        program("""
-        import os, time
-        num = 0
-        try:
-            for _ in range(100):
-                if os.fork() == 0:
-                    time.sleep(30)
-                num += 1
-        except OSError:
-            pass
-        metrics = {"num": num}
-        """)
-    )
-    assert kind_of(outcome) == "processes" or 10 < int(outcome.metrics["num"]) <= 25, outcome
-    await healthy(sandbox)
-
-
-async def test_nothing_outside_is_seen_or_written(
+async def test_nothing_outside_is_seen_written_or_deleted(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret = tmp_path / "secret"
+    """Of the home a program sees Python alone."""
+    secret, home = tmp_path / "secret", Path.home()
     secret.write_text("secret")
-    places = [secret, Path.home() / ".ssh", Path("/etc/shadow"), Path.home() / ".bashrc"]
-    folders = [tmp_path, Path.home(), Path("/var/tmp"), Path("/etc"), Path("/usr"), Path("/")]
+    places = [secret, home / ".ssh", Path("/etc/shadow"), home / ".bashrc"]
+    folders = [tmp_path, home, Path("/var/tmp"), Path("/etc"), Path("/usr"), Path("/")]
     folders += [Path(sys.prefix), Path(sys.base_prefix), Path("/dev"), Path("/dev/shm/..")]
-    text = program(f"""
-    import os
-    seen, written = [], []
-    for place in {[str(place) for place in places]!r}:
-        try:
-            os.listdir(place) if os.path.isdir(place) else open(place).read()
-            seen.append(place)
-        except OSError:
-            pass
-    for folder in {[str(folder) for folder in folders]!r}:
-        try:
-            open(folder + "/rookery-was-here", "w").close()
-            written.append(folder)
-        except OSError:
-            pass
-    metrics = {{"seen": str(seen), "written": str(written)}}
-    """)
+    text = f"""
+import os, shutil
+seen, written, home = [], [], []
+for place in {[str(place) for place in places]!r}:
+    try:
+        os.listdir(place) if os.path.isdir(place) else open(place).read()
+        seen.append(place)
+    except OSError:
+        pass
+for folder in {[str(folder) for folder in folders]!r}:
+    try:
+        open(folder + "/rookery-was-here", "w").close()
+        written.append(folder)
+    except OSError:
+        pass
+try:
+    home = sorted(os.listdir({str(home)!r}))
+except OSError:
+    pass
+metrics = {{"seen": str(seen), "written": str(written), "home": str(home)}}
+"""
     outcome = await sandbox.evaluate(text)
-    assert outcome.metrics == {"seen": "[]", "written": "[]"}, outcome
+    tops = {
+        folder.relative_to(home).parts[0]
+        for folder in (Path(sys.prefix), Path(sys.base_prefix))
+        if folder.is_relative_to(home)
+    }
+    assert outcome.metrics.get("home") in ("[]", str(sorted(tops))), outcome
+    assert outcome.metrics["seen"] == outcome.metrics["written"] == "[]", outcome
     assert not any((folder / "rookery-was-here").exists() for folder in folders)
-
-
-async def test_the_home_shows_nothing_but_python(sandbox: Sandbox) -> None:
-    home = Path.home()
-    outcome = await sandbox.evaluate(
-        program(f"""
-        import os
-        try:
-            metrics = {{"home": str(sorted(os.listdir({str(home)!r})))}}
-        except OSError:
-            metrics = {{"home": "[]"}}
-        """)
-    )
-    folders = {Path(sys.prefix), Path(sys.base_prefix)}
-    tops = {f.relative_to(home).parts[0] for f in folders if f.is_relative_to(home)}
-    assert outcome.metrics["home"] in ("[]", str(sorted(tops)))
-
-
-async def test_variables_are_hidden_unless_named(
-    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    monkeypatch.setenv("PROBLEM_SIZE", "7")
-    named = config.model_copy(update={"variables": ("PROBLEM_SIZE",)})
-    text = program("""
-    import os
-    metrics = {"size": os.environ["PROBLEM_SIZE"], "leaks": "sk-secret" in str(os.environ)}
-    """)
-    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
-        outcome = await sandbox.evaluate(text)
-    assert outcome.metrics == {"size": "7", "leaks": False}
-
-
-async def test_the_network_is_closed_unless_opened(config: SandboxConfig, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        text = program(f"""
-        import socket
-        try:
-            socket.create_connection(("127.0.0.1", {listener.getsockname()[1]}), 3).close()
-            metrics = {{"connected": True}}
-        except OSError:
-            metrics = {{"connected": False}}
-        """)
-        for is_open in (False, True):
-            named = config.model_copy(update={"network": is_open})
-            async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
-                outcome = await sandbox.evaluate(text)
-            assert outcome.metrics == {"connected": is_open}
-
-
-async def test_files_of_the_system_can_be_read(config: SandboxConfig, tmp_path: Path) -> None:
-    """Root's jail continues as nobody, who must be let into /etc."""
-    named = config.model_copy(update={"network": True})
-    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
-        outcome = await sandbox.evaluate("metrics = {'n': len(open('/etc/hosts').read())}")
-    assert outcome.failure is None, outcome
+    places = [Path("/tmp"), home, tmp_path, Path("/bin")]
+    outcome = await sandbox.evaluate(f"""
+import os, shutil
+for place in (os.environ["TMPDIR"], *{[str(place) for place in places]!r}):
+    shutil.rmtree(place, ignore_errors=True)
+metrics = {{"s": 1.0}}
+""")
+    assert kind_of(outcome) in {"none", "error"}
+    assert secret.exists() and os.access(sys.executable, os.X_OK)
+    await healthy(sandbox)
 
 
 @pytest.fixture
@@ -281,165 +291,46 @@ def data() -> Iterator[Path]:
         yield Path(folder)
 
 
-async def test_named_folders_are_readable_only(
-    config: SandboxConfig, tmp_path: Path, data: Path
+async def test_what_the_config_names_is_let_in_and_nothing_else(
+    config: SandboxConfig,
+    sandbox: Sandbox,
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named = config.model_copy(update={"readable": (data,)})
-    text = program(f"""
-    import os
-    metrics = {{"number": int(open({str(data / "numbers")!r}).read())}}
+    """Variables, folders, the network; with it /etc, though root's jail goes on as nobody."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("PROBLEM_SIZE", "7")
+    names = {"variables": ("PROBLEM_SIZE",), "readable": (data,), "network": True}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        text = f"""
+import os, socket
+metrics = {{"size": os.environ.get("PROBLEM_SIZE", ""), "leaks": "sk-secret" in str(os.environ)}}
+for name, attempt in {{
+    "number": lambda: float(open({str(data / "numbers")!r}).read()),
+    "written": lambda: float(bool(open({str(data / "numbers")!r}, "w"))),
+    "hosts": lambda: float(bool(open("/etc/hosts").read())),
+    "connected": lambda: socket.create_connection(
+        ("127.0.0.1", {listener.getsockname()[1]}), 3
+    ).close() or 1.0,
+}}.items():
     try:
-        open({str(data / "numbers")!r}, "w")
-        metrics["written"] = True
+        metrics[name] = attempt()
     except OSError:
-        pass
-    """)
-    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
-        outcome = await sandbox.evaluate(text)
-    assert outcome.metrics == {"number": 42}, outcome
+        metrics[name] = 0.0
+"""
+        closed = await sandbox.evaluate(text)
+        named = config.model_copy(update=names)
+        async with Sandbox(named, write_evaluator(tmp_path)) as opened:
+            outcome = await opened.evaluate(text)
+    nothing = {"size": "", "leaks": False, "number": 0, "written": 0, "connected": 0}
+    assert nothing.items() <= closed.metrics.items(), closed
+    assert outcome.metrics == {
+        "size": "7", "leaks": False, "number": 42, "written": 0, "hosts": 1, "connected": 1
+    }, outcome  # fmt: skip
 
 
-async def test_no_signal_reaches_the_parents(sandbox: Sandbox) -> None:
-    outcome = await sandbox.evaluate(
-        program("""
-        import os, signal, threading
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reached = 0
-        own = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
-        for pid in {os.getppid(), *range(1, 65536)} - own:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                reached += pid not in (0, 1)
-            except OSError:
-                pass
-        os.setpgid(0, 0) if os.getsid(0) != os.getpid() else None
-        metrics = {"reached": reached}
-        """)
-    )
-    assert outcome.metrics == {"reached": 0}, outcome
-    await healthy(sandbox)
-
-
-async def test_a_signal_to_everybody_ends_the_candidate_alone(sandbox: Sandbox) -> None:
-    for call in ("os.kill(-1, signal.SIGKILL)", "os.killpg(0, signal.SIGKILL)"):
-        outcome = await sandbox.evaluate(f"import os, signal\n{call}\nmetrics = {{'s': 1.0}}")
-        assert kind_of(outcome) in {"killed", "none", "error"}, outcome
-        await healthy(sandbox)
-
-
-async def test_a_daemon_does_not_survive(sandbox: Sandbox, tmp_path: Path) -> None:
-    before = set(descendants(os.getpid()))
-    outcome = await sandbox.evaluate(
-        program("""
-        import os, time
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                for descriptor in range(256):
-                    try:
-                        os.close(descriptor)
-                    except OSError:
-                        pass
-                time.sleep(600)
-            os._exit(0)
-        os.wait()
-        metrics = {"s": 1.0}
-        """)
-    )
-    assert outcome.metrics == {"s": 1.0}
-    assert set(descendants(os.getpid())) <= before
-    await healthy(sandbox)
-
-
-async def test_deleting_everything_harms_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("x")
-    outcome = await sandbox.evaluate(
-        program(f"""
-        import os, shutil
-        scratch = os.environ["TMPDIR"]
-        for place in ("/tmp", scratch, {str(Path.home())!r}, {str(tmp_path)!r}, "/bin"):
-            shutil.rmtree(place, ignore_errors=True)
-        metrics = {{"s": 1.0}}
-        """)
-    )
-    assert kind_of(outcome) in {"none", "error"}
-    assert precious.exists() and os.access(sys.executable, os.X_OK)
-    await healthy(sandbox)
-
-
-async def test_locked_and_odd_files_are_removed(sandbox: Sandbox) -> None:
-    outcome = await sandbox.evaluate(
-        program("""
-        import os
-        scratch = os.environ["TMPDIR"]
-        os.makedirs(scratch + "/locked/inner")
-        open(scratch + "/locked/file", "w").close()
-        os.symlink("/usr", scratch + "/link")
-        os.mkfifo(scratch + "/fifo")
-        try:
-            os.chmod(scratch + "/locked", 0)
-        except PermissionError:  # sandlock refuses it everywhere
-            pass
-        os.mkdir(scratch + "/unreadable", 0o300)
-        open(scratch + "/unreadable/file", "w").close()
-        metrics = {"s": 1.0}
-        """)
-    )
-    assert outcome.metrics == {"s": 1.0}, outcome
-    await healthy(sandbox)
-
-
-async def test_folders_in_folders_are_removed(sandbox: Sandbox) -> None:
-    """More of them than Python recurses, and a path longer than the kernel takes."""
-    outcome = await sandbox.evaluate(
-        program("""
-        import os
-        for _ in range(2000):
-            os.mkdir("folder")
-            os.chdir("folder")
-        metrics = {"s": 1.0}
-        """)
-    )
-    assert outcome.metrics == {"s": 1.0}, outcome
-    await healthy(sandbox)
-
-
-async def test_processes_left_behind_do_not_count_for_later_candidates(sandbox: Sandbox) -> None:
-    leaving = program("""
-        import os, time
-        for _ in range(6):
-            if os.fork() == 0:
-                time.sleep(1000)
-        metrics = {"s": 1.0}
-        """)
-    starting = program("""
-        import subprocess
-        metrics = {"s": float(subprocess.check_output(["echo", "2"]))}
-        """)
-    for _ in range(5):
-        assert (await sandbox.evaluate(leaving)).metrics == {"s": 1.0}
-        assert (await sandbox.evaluate(starting)).metrics == {"s": 2.0}
-
-
-async def test_a_candidate_holds_no_descriptor_but_its_own(sandbox: Sandbox) -> None:
-    """Standard ones, and two for the evaluator's calls: no way to the result or to the server."""
-    outcome = await sandbox.evaluate(
-        program("""
-        import os
-        num = 0
-        for descriptor in range(1024):
-            try:
-                os.fstat(descriptor)
-                num += 1
-            except OSError:
-                pass
-        metrics = {"n": num}
-        """)
-    )
-    assert outcome.metrics == {"n": 5}
-
-
+@long
 async def test_a_folder_of_files_is_a_program(config: SandboxConfig, tmp_path: Path) -> None:
     evaluator = write_evaluator(
         tmp_path,
@@ -464,17 +355,17 @@ def evaluate(path):
             await sandbox.evaluate({"../outside.py": ""})
 
 
+@long
 async def test_stages_and_a_timeout_in_the_second(config: SandboxConfig, tmp_path: Path) -> None:
     evaluator = write_evaluator(
         tmp_path,
         """
-import time
-
 async def evaluate_stage1(path):
     return {"combined_score": float(open(path).read()), "note": "text"}
 
 def evaluate_stage2(path):
-    time.sleep(30)
+    while True:
+        pass
 
 def evaluate(path):
     raise RuntimeError("not called")
@@ -495,6 +386,7 @@ def evaluate(path):
     assert high.artifacts == {"failure_stage": "stage2", "stage2_timeout": "True"}
 
 
+@long
 async def test_tools_of_evaluators_work_inside(config: SandboxConfig, tmp_path: Path) -> None:
     evaluator = write_evaluator(
         tmp_path,
@@ -515,21 +407,20 @@ def evaluate(path):
     assert outcome.metrics == {"combined_score": 42.0, "matrix": 3.0}, outcome
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("import not_a_module", "No module named 'not_a_module'"),
-        ("x = 1", "has no function `evaluate"),
-        ("import sys; sys.exit(3)", "importing evaluator.py failed"),
-        ("import os; os._exit(3)", "did not start"),
-    ],
-)
-async def test_an_unusable_evaluator_is_refused(
-    config: SandboxConfig, tmp_path: Path, text: str, sentence: str
-) -> None:
-    with pytest.raises(SandboxError, match=sentence):
-        async with Sandbox(config, write_evaluator(tmp_path, text)):
-            pass
+UNUSABLE = {
+    "import not_a_module": "No module named 'not_a_module'",
+    "x = 1": "has no function `evaluate",
+    "import sys; sys.exit(3)": "importing evaluator.py failed",
+    "import os; os._exit(3)": "did not start",
+}
+
+
+@long
+async def test_an_unusable_evaluator_is_refused(config: SandboxConfig, tmp_path: Path) -> None:
+    for text, sentence in UNUSABLE.items():
+        with pytest.raises(SandboxError, match=sentence):
+            async with Sandbox(config, write_evaluator(tmp_path, text)):
+                pass
 
 
 async def test_cancel_kills_the_candidate(sandbox: Sandbox) -> None:
@@ -543,6 +434,7 @@ async def test_cancel_kills_the_candidate(sandbox: Sandbox) -> None:
     await healthy(sandbox)
 
 
+@long
 async def test_close_leaves_nothing(
     config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,8 +478,8 @@ asyncio.run(main())
     await until(lambda: not any(_is_alive(pid) for pid in jail))
 
 
-def start(command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=env)
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command)
 
 
 def leftovers() -> list[Path]:
@@ -614,6 +506,7 @@ def _running(mark: str) -> bool:
     return False
 
 
+@long
 async def test_without_nested_namespaces_each_candidate_has_its_jail(
     config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

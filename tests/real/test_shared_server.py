@@ -1,7 +1,4 @@
-"""A vLLM server that is not ours, on the CPU: clients come, go, are killed; it lives on. Minutes.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_shared_server.py
-"""
+"""A vLLM server that is not ours, on the CPU: clients come, go, are killed; it lives on."""
 
 import asyncio
 import os
@@ -10,24 +7,20 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from tests.real.peers import engine_of, needs_vllm, served_on_cpu
 
-from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import Client, FleetConfig, LaunchConfig, open_fleet, open_session
 from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.types import LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 CLIENT = """
 import asyncio, sys
 from rookery.fleet import FleetConfig, open_fleet
@@ -51,21 +44,8 @@ asyncio.run(main(*sys.argv[1:3], len(sys.argv) > 3))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[LocalServer]:
     """Without anything of Rookery inside."""
-    config = LaunchConfig(
-        model=str(resolve_model("smollm2").path),
-        python=PYTHON,
-        replicas=1,
-        device="cpu",
-        dtype="float32",
-        extension=False,
-        max_model_len=1024,
-        max_loras=2,
-        max_cpu_loras=2,
-        cpu_cache_gib=1,
-        enforce_eager=True,
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-    async with open_servers(config) as [server]:
+    sizes: dict[str, Any] = {"max_model_len": 1024, "max_loras": 2, "max_cpu_loras": 2}
+    async with open_servers(LaunchConfig(**served_on_cpu(extension=False, **sizes))) as [server]:
         yield server
 
 
@@ -131,7 +111,7 @@ async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
             call = asyncio.create_task(fleet.sample([request] * 4))
             while not fleet.pool.replicas[0].load.resident:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            os.kill(_engine(server.pid), signal.SIGKILL)
+            os.kill(engine_of(server.pid), signal.SIGKILL)
             with pytest.raises(FleetError):
                 await call
             staged = fleet.staging.root
@@ -146,16 +126,3 @@ async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
         [[answer]] = await fleet.sample([SampleRequest(model=ref, prompt=(1, 2), params=short)])
         assert len(answer.tokens) == 2
     assert await _listed(server.url) == []
-
-
-def _engine(parent: int) -> int:
-    """The process of vLLM's engine, a child of the server."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = stat.read_text().rpartition(")")
-        except OSError:
-            continue
-        command = Path(stat.parent, "cmdline").read_bytes()
-        if int(words[2].split()[1]) == parent and b"EngineCore" in command:
-            return int(stat.parent.name)
-    raise AssertionError("the server has no engine process")

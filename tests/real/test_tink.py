@@ -8,31 +8,31 @@ from typing import Any
 
 import pytest
 from service.server_process import ServerProcess
+from tests.real.peers import TINKER, printed_by
 from tiny import write_tiny_model
 
 CLIENT = Path(__file__).with_name("tinker_client.py")
-PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 RUN_S = 280.0
 
 TEMPERATURE_CLIENT = Path(__file__).with_name("temperature_client.py")
 OLD_CLIENT = Path(__file__).with_name("tinker_old_client.py")
+needs_tinker = pytest.mark.skipif(
+    not TINKER, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36"
+)
 OLD_PYTHONS = os.environ.get("ROOKERY_TINKER_OLD_PYTHONS", "").split()
 
 
 def environment_of(server: ServerProcess) -> dict[str, str]:
     return {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": "tml-any",
-        "TINKER_TELEMETRY": "0",
-    }
+        "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"
+    }  # fmt: skip
 
 
 async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...] = ()) -> Any:
     """What the client saw; the server is killed when it has told of these steps."""
     client = await asyncio.create_subprocess_exec(
-        PYTHON, str(CLIENT), "tiny/model", str(steps),
-        env=environment_of(server), stdout=asyncio.subprocess.PIPE,
+        TINKER, str(CLIENT), "tiny/model", str(steps),
+        env=os.environ | environment_of(server), stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert client.stdout is not None
     last: dict[str, Any] = {}
@@ -51,7 +51,7 @@ async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...
     return last
 
 
-@pytest.mark.skipif(not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36")
+@needs_tinker
 @pytest.mark.timeout(900)
 async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
@@ -78,18 +78,14 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     assert killed["saved"] == plain["saved"]
 
 
-@pytest.mark.skipif(not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36")
+@needs_tinker
 @pytest.mark.timeout(600)
 async def test_logprobs_are_those_of_the_temperature(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
     server = ServerProcess(tmp_path, {"tiny/model": str(tiny_folder)})
     async with server.running():
-        client = await asyncio.create_subprocess_exec(
-            PYTHON, str(TEMPERATURE_CLIENT), "tiny/model",
-            env=environment_of(server), stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        output, _ = await asyncio.wait_for(client.communicate(), RUN_S)
-    assert client.returncode == 0
+        words = (TINKER, str(TEMPERATURE_CLIENT), "tiny/model")
+        output = await printed_by(*words, env=environment_of(server), limit_s=RUN_S)
     seen = json.loads(output.splitlines()[-1])
     for num_pairs, gap in seen["temperatures"]:
         assert num_pairs > 20
@@ -102,19 +98,12 @@ async def test_logprobs_are_those_of_the_temperature(tmp_path: Path) -> None:
 async def test_sdks_of_the_json_time_train_and_sample(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
     server = ServerProcess(tmp_path, {"tiny/model": str(tiny_folder)})
-    await server.start()
-    try:
+    async with server.running():
         for python in OLD_PYTHONS:
-            client = await asyncio.create_subprocess_exec(
-                python, str(OLD_CLIENT), "tiny/model",
-                env=environment_of(server), stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            output, _ = await asyncio.wait_for(client.communicate(), RUN_S)
-            assert client.returncode == 0, python
+            words = (python, str(OLD_CLIENT), "tiny/model")
+            output = await printed_by(*words, env=environment_of(server), limit_s=RUN_S)
             seen = json.loads(output.splitlines()[-1])
             assert seen["losses"] == sorted(seen["losses"], reverse=True)
             assert seen["again"] == seen["forward"], "resumed from what was saved"
             assert seen["scores"] == pytest.approx(seen["forward"], abs=1e-4)
             assert min(seen["num_drawn"]) >= 1
-    finally:
-        await server.stop()

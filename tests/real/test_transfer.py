@@ -2,15 +2,13 @@
 
 NCCL needs a GPU on each side; `store_transfer.py` stands in for it on both. The routes, their
 order, the names of weights and what vLLM does with them are the real ones.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_transfer.py
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from tests.real.peers import needs_vllm, served_on_cpu
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -21,11 +19,7 @@ from rookery.fleet.bridges.transfer import Meeting, open_transfer
 from rookery.fleet.servers.launch import reserve_port
 from rookery.types import SampleRequest, SamplingParams
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 
 
 class StoreGroup:
@@ -61,16 +55,13 @@ def make_model(folder: Path) -> LlamaForCausalLM:
 
 async def test_a_server_gets_weights_that_it_has_no_file_of(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
-    launch = LaunchConfig(
-        model=str(tmp_path / "model"), python=PYTHON, device="cpu", dtype="float32", replicas=1,
-        max_loras=0, cpu_cache_gib=1, enforce_eager=True, extension=False,
-        args=(
-            "--weight-transfer-config", '{"backend": "nccl"}',
-            "--worker-extension-cls", "store_transfer.WorkerExtension",
-        ),
+    extension = ("--worker-extension-cls", "store_transfer.WorkerExtension")
+    launch = served_on_cpu(
+        tmp_path / "model", max_loras=0, extension=False,
+        args=("--weight-transfer-config", '{"backend": "nccl"}', *extension),
         env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent)},
     )  # fmt: skip
-    async with open_fleet(FleetConfig(launch=launch)) as fleet:
+    async with open_fleet(FleetConfig(launch=LaunchConfig(**launch))) as fleet:
         [replica] = fleet.pool.replicas
         port = reserve_port("127.0.0.1").port
         transfer = await open_transfer(replica, port=port, device="cpu", join=StoreGroup)

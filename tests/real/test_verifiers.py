@@ -1,12 +1,10 @@
-"""A training on a taskset of real verifiers 0.4, which is played in its own interpreter.
-
-ROOKERY_VERIFIERS_PYTHON=/path/to/python-with-verifiers pytest tests/real/test_verifiers.py
-"""
+"""A training on a taskset of real verifiers 0.4, which is played in its own interpreter."""
 
 import os
 from pathlib import Path
 
 import pytest
+from tests.real.peers import toy_training
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
 
@@ -28,18 +26,12 @@ def test_a_policy_is_trained_on_a_taskset_of_verifiers(taskset: str, tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    outcome = rookery.run_grpo(
-        {
-            "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
-            "environment": {
-                "type": "verifiers", "python": PYTHON, "taskset": taskset,
-                "folder": str(TASKS), "max_token_len": 64, "batch_s": 600,
-            },
-            "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 8},
-            "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},
-        },
-        runs_dir=tmp_path / "runs", name="verifiers", progress=False,
-    )  # fmt: skip
+    environment = {
+        "type": "verifiers", "python": PYTHON, "taskset": taskset, "folder": str(TASKS),
+        "batch_s": 600,
+    }  # fmt: skip
+    config = toy_training(folder, environment, drawing={"max_tokens": 8})
+    outcome = rookery.run_grpo(config, runs_dir=tmp_path / "runs", name="verifiers", progress=False)
     report = outcome.report
     assert [step.metrics["grpo/num_rollouts"] for step in report.steps] == [8, 8, 8]
     gaps = [step.metrics.get("grpo/logprob_gap") for step in report.steps]

@@ -1,16 +1,13 @@
-"""The synchronous client on a real vLLM server on the CPU. About two minutes.
-
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_vllm_backend.py
-"""
+"""The synchronous client on a real vLLM server on the CPU. About two minutes."""
 
 import json
-import os
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.real.peers import needs_vllm, served_on_cpu
 
 from rookery.compat import vllm_backend as backend
 from rookery.concurrency import LoopThread
@@ -21,21 +18,13 @@ from rookery.fleet.http.capabilities import read_shapes
 from rookery.weights import write_adapter
 from rookery.weights.stack import LayerShape, Layout, random_adapter
 
-PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 TEXT = "Once upon a time there was a"
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    launch = LaunchConfig(
-        model=str(resolve_model("smollm2").path), python=PYTHON, replicas=1, device="cpu",
-        dtype="float32", max_model_len=2048, max_loras=2, max_cpu_loras=4, cpu_cache_gib=1,
-        enforce_eager=True, env={"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    launch = LaunchConfig(**served_on_cpu(max_model_len=2048, max_loras=2, max_cpu_loras=4))
     server = LoopThread(open_fleet(FleetConfig(launch=launch)), name="server")
     try:
         yield server.wait_open().pool.replicas[0].url

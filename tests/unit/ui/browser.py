@@ -2,26 +2,19 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["CHROMIUM", "Visit", "open_browser"]
+__all__ = ["CHROMIUM", "Visit", "Visits", "browser", "needs_chromium", "visit"]
 
 CHROMIUM = Path(os.environ.get("ROOKERY_CHROMIUM", "/usr/bin/chromium"))
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
-
-@contextmanager
-def open_browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
-        yield chromium
-        chromium.close()
+needs_chromium = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM}: set ROOKERY_CHROMIUM"
+)
 
 
 class Visit:
@@ -44,15 +37,54 @@ class Visit:
         self.complaints.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
+    def go(self, place: str) -> None:
+        """To another view of the same page; what is seen then is not of the view before."""
+        self.page.evaluate("document.querySelectorAll('.tab-body').forEach((old) => old.remove())")
+        self.page.goto(self.origin + place)
+
     def see(self, selector: str, *, text: str = "") -> Any:
         found = self.page.locator(selector).filter(has_text=text).first
         found.wait_for(state="visible", timeout=20_000)
         return found
 
-    def close(self) -> None:
+    def check(self) -> None:
+        """What is looked at fits, no text made markup of itself, and nothing went wrong."""
         root = "document.documentElement"
         assert not self.page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"), "too wide"
         assert self.page.locator("img").count() == 0
+        assert self.complaints == []
+
+    def close(self) -> None:
+        self.check()
         self.context.close()
         assert self.complaints == []
         assert all(url.startswith(self.origin) for url in self.requests if url[:5] != "data:")
+
+
+Visits = Callable[..., Visit]
+"""How a visit is begun: with what a visit takes after its browser."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Not for the session: while it is there, no test of its process can run an event loop."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visits]:
+    """Opens visits, which are checked at the end of the test unless they were closed."""
+    opened: list[Visit] = []
+
+    def begin(url: str, place: str = "", **options: Any) -> Visit:
+        opened.append(Visit(browser, url, place, **options))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        if one.context.pages:
+            one.close()
