@@ -608,3 +608,38 @@ def test_large_runs_are_shown_in_part(browser: Any, tmp_path: Path) -> None:
         ):
             seen = bench.visit(place, wanted, move)
             assert seen.page_s < 1 and seen.frame_ms < 20, (place, seen)
+
+
+def test_rows_that_are_scrolled_show_others_and_keep_their_order(
+    browser: Any, tmp_path: Path
+) -> None:
+    """No node is made for a row while a list is scrolled, and no row gets the focus of another."""
+    make_eval(tmp_path, size=3000)
+    body = "document.querySelector('.lt-body')"
+    rows = "[...document.querySelectorAll('.lt-space > .lt-row')]"
+    with open_page(tmp_path, port=0) as page:
+        visit = Visit(browser, page.url, "#/run/scores")
+        visit.see(".tasks .lt-space button", text="sum/3")
+        visit.page.evaluate(f"{body}.scrollTop = 3000")
+        visit.see(".tasks .lt-space button", text="sum/95")
+        visit.page.evaluate(
+            f"window.made = 0; window.known = new Set({rows});"
+            "new MutationObserver((all) => all.forEach((one) => one.addedNodes.forEach((node) => {"
+            "    if (!window.known.has(node)) window.made += 1;"
+            "    window.known.add(node);"
+            "}))).observe(document.querySelector('.lt-space'), { childList: true, subtree: true })"
+        )
+        held = visit.see(".tasks .lt-space button", text="sum/90")
+        held.evaluate("(one) => one.focus({ preventScroll: true })")
+        for top in (3100, 3700, 3200, 60_000):
+            visit.page.evaluate(f"{body}.scrollTop = {top}")
+            visit.see(".tasks .lt-space button", text=f"sum/{top // 34 + 5}")
+        assert not visit.page.evaluate(f"{body}.contains(document.activeElement)")
+        assert visit.page.evaluate("window.made") <= 4, "the row that had the focus"
+        index = "Number(row.getAttribute('aria-rowindex'))"
+        texts = f"{rows}.every((row) => row.textContent.startsWith(`sum/${{{index} - 1}}`))"
+        numbers = f"{rows}.map((row) => {index})"
+        while (found := visit.page.evaluate(numbers)) != sorted(found):
+            visit.page.wait_for_timeout(20)
+        assert len(found) > 20 and visit.page.evaluate(texts)
+        visit.close()
