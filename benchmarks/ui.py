@@ -170,7 +170,10 @@ def make_many(root: Path, *, num_runs: int) -> None:
             run.log_metrics(step, {"reward/mean": step / 20})
         run.finish()
     for number in range(1, num_runs):
-        shutil.copytree(root / "run-0000", root / f"run-{number:04d}")
+        folder = shutil.copytree(root / "run-0000", root / f"run-{number:04d}")
+        rows = [{"step": step, "reward/mean": step * number % 97 / 97} for step in range(20)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (folder / "config.json").write_text(json.dumps({"model": f"tiny-{number}"}))
 
 
 @contextmanager

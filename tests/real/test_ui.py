@@ -542,3 +542,36 @@ def test_large_runs_are_shown_in_part(
     ):
         seen = bench.visit(place, wanted, move)
         assert seen.page_s < 1 and seen.frame_ms < 20, (place, seen)
+
+
+def test_rows_that_are_scrolled_show_others_and_keep_their_order(
+    live: LivePage, visit: Visits, tmp_path: Path
+) -> None:
+    """No node is made for a row while a list is scrolled, and no row gets the focus of another."""
+    make_eval(tmp_path, size=3000)
+    body = "document.querySelector('.lt-body')"
+    rows = "[...document.querySelectorAll('.lt-space > .lt-row')]"
+    one = visit(live.url, "#/run/scores")
+    one.see(".tasks .lt-space button", text="sum/3")
+    one.page.evaluate(f"{body}.scrollTop = 3000")
+    one.see(".tasks .lt-space button", text="sum/95")
+    one.page.evaluate(
+        f"window.made = 0; window.known = new Set({rows});"
+        "new MutationObserver((all) => all.forEach((one) => one.addedNodes.forEach((node) => {"
+        "    if (!window.known.has(node)) window.made += 1;"
+        "    window.known.add(node);"
+        "}))).observe(document.querySelector('.lt-space'), { childList: true, subtree: true })"
+    )
+    held = one.see(".tasks .lt-space button", text="sum/90")
+    held.evaluate("(one) => one.focus({ preventScroll: true })")
+    for top in (3100, 3700, 3200, 60_000):
+        one.page.evaluate(f"{body}.scrollTop = {top}")
+        one.see(".tasks .lt-space button", text=f"sum/{top // 34 + 5}")
+    assert not one.page.evaluate(f"{body}.contains(document.activeElement)")
+    assert one.page.evaluate("window.made") <= 4, "the row that had the focus"
+    index = "Number(row.getAttribute('aria-rowindex'))"
+    texts = f"{rows}.every((row) => row.textContent.startsWith(`sum/${{{index} - 1}}`))"
+    numbers = f"{rows}.map((row) => {index})"
+    while (found := one.page.evaluate(numbers)) != sorted(found):
+        one.page.wait_for_timeout(20)
+    assert len(found) > 20 and one.page.evaluate(texts)

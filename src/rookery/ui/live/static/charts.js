@@ -213,7 +213,7 @@ function lineOption(colours, series, x) {
     },
     xAxis: flat(colours, x, { minInterval: 1 }),
     yAxis: upright(colours, "", { scale: !series.some((line) => line.isStacked) }),
-    dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, minValueSpan: 2 }],
+    dataZoom: [{ type: "inside", throttle: 0, xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true, minValueSpan: 2 }],
     series: series.flatMap((line, k) => {
       const colour = colours.hues[k % colours.hues.length];
       const drawn = {

@@ -11,15 +11,72 @@ export function svg(tag, properties, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
 
+// An element that is only described, for what is drawn many times a second: `patch` changes what
+// there is into it, and as a child of `h` it is made.
+export const el = (tag, properties, ...children) => ({ tag, properties, children });
+export const svgEl = (tag, properties, ...children) => ({ tag, properties, children, isSvg: true });
+
+const isShown = (value) => value !== null && value !== undefined && value !== false;
+const made = (one) => (one.tag ? fillIn(one) : one);
+
+function fillIn(one) {
+  const element = one.isSvg ? document.createElementNS(SVG, one.tag) : document.createElement(one.tag);
+  patch(element, one.children);
+  setProperties(element, one.properties ?? {});
+  return element;
+}
+
 function fill(element, properties, children) {
   for (const [name, value] of Object.entries(properties ?? {})) {
-    if (value === null || value === undefined || value === false) continue;
+    if (!isShown(value)) continue;
     if (typeof value === "function") element.addEventListener(name.slice(2), value);
     else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(3).filter((c) => c !== null && c !== undefined && c !== false));
+  element.append(...children.flat(3).filter(isShown).map(made));
   return element;
+}
+
+// Makes `box` hold these descriptions and texts: nodes stay, and of them only what differs is touched.
+export function patch(box, ...wanted) {
+  let known = box.firstChild;
+  for (const one of wanted.flat(3)) {
+    if (!isShown(one) || one === "") continue;
+    const next = known?.nextSibling;
+    if (!known) box.append(made(one));
+    else if (!isPatched(known, one)) known.replaceWith(made(one));
+    known = next;
+  }
+  while (known) {
+    const next = known.nextSibling;
+    known.remove();
+    known = next;
+  }
+}
+
+function isPatched(node, one) {
+  if (node.localName !== one.tag) return false;
+  if (one.tag) {
+    patch(node, one.children);
+    setProperties(node, one.properties ?? {});
+  } else if (node.data !== String(one)) node.data = one;
+  return true;
+}
+
+const PROPERTIES = new WeakMap(); // as they were set last
+
+function setProperties(element, properties) {
+  const known = PROPERTIES.get(element) ?? {};
+  PROPERTIES.set(element, properties);
+  for (const name in known) if (isShown(known[name]) && !isShown(properties[name])) setProperty(element, name, null);
+  for (const name in properties) if (isShown(properties[name]) && properties[name] !== known[name]) setProperty(element, name, properties[name]);
+  if ("checked" in properties) element.checked = Boolean(properties.checked); // whatever was clicked meanwhile
+}
+
+function setProperty(element, name, value) {
+  if (name.startsWith("on")) element[name] = value;
+  else if (value === null) element.removeAttribute(name);
+  else element.setAttribute(name, value === true ? "" : value);
 }
 
 // table(["Method", ["Score"]], [[cell, cell], { class: "winner", cells }]): a heading in a list has

@@ -1,9 +1,9 @@
 // An evaluation: every task with its answers, right and wrong.
 
-import { choice, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
-import { LongTable } from "./table.js";
+import { LongTable, PLAIN } from "./table.js";
 import { count, duration, isNumber, number } from "./words.js";
 
 const WHICH = [["", "all tasks"], ["wrong", "some answer wrong"], ["right", "all answers right"], ["differ", "models differ"], ["failed", "failed"]];
@@ -91,12 +91,11 @@ export class EvalView {
     const { id: task, answers } = row;
     const [right, partly, wrong] = [["right", "✓"], ["", "◐"], ["wrong", "✗"]];
     const mark = ([[reward, isFailed]]) => {
-      if (isFailed) return h("b", null, "failed");
+      if (isFailed) return el("b", null, "failed");
       const [kind, sign] = isRight(reward) ? right : reward > 0 ? partly : wrong;
-      return h("span", { class: kind }, `${sign} ${number(reward, 2)}`);
+      return el("span", { class: kind }, `${sign} ${number(reward, 2)}`);
     };
-    const open = () => this.open(task);
-    return { key: task, onclick: open, cells: [h("button", { class: "plain", onclick: open }, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
+    return { key: task, onclick: () => this.open(task), cells: [el("button", PLAIN, this.asked.get(task)?.prompt?.slice(0, 120) || task), ...this.names.map((_, place) => (answers[place] ? mark(answers[place]) : ""))] };
   }
 
   async open(task) {

@@ -1,7 +1,7 @@
 // The events of a run: a list of any length, by kind and by text, and each one whole.
 
-import { emptyNote, errorNote, h, later, note, place } from "./dom.js";
-import { LongTable } from "./table.js";
+import { el, emptyNote, errorNote, h, later, note, place } from "./dom.js";
+import { LongTable, PLAIN } from "./table.js";
 import { clip, count, timeOfDay } from "./words.js";
 
 const PAGE = 200;
@@ -104,7 +104,7 @@ export class EventsView {
       key: seq,
       class: seq === this.state.seq ? "chosen" : "",
       onclick: () => this.open(seq),
-      cells: [h("button", { class: "plain", onclick: () => this.open(seq) }, count(seq)), timeOfDay(time), kind, key, payload],
+      cells: [el("button", PLAIN, count(seq)), timeOfDay(time), kind, key, payload],
     };
   }
 

@@ -1,10 +1,10 @@
 // An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
 
 import { axis, barChart, Chart, edgeSeries, flat, frame, tip, upright } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
 import { costsLine, stringTable } from "./report.js";
 import { grouped } from "./source.js";
-import { LongTable } from "./table.js";
+import { LongTable, PLAIN } from "./table.js";
 import { clip, compact, count, isNumber, six } from "./words.js";
 
 const LISTED_CELLS = 400;
@@ -142,7 +142,7 @@ export class EvolveView {
     const p = this.chosen[index];
     if (!p) return null;
     const why = p.failure ? `${p.failure[0]}: ${p.failure[1]}` : p.state === "committed" ? "kept" : p.state;
-    return { key: p.id, class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [h("button", { class: "plain", onclick: () => this.pick(p.id) }, p.id), six(p.score), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
+    return { key: p.id, class: p.id === this.picked ? "chosen" : "", onclick: () => this.pick(p.id), cells: [el("button", PLAIN, p.id), six(p.score), String(p.island ?? ""), p.parent || "", p.model ?? "", why] };
   }
 
   line(id) {
@@ -169,7 +169,7 @@ export class EvolveView {
       tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => programTip(this.shownScores[seriesName][dataIndex]) },
       xAxis: flat(colours, this.by === "tokens" ? "Tokens" : "Evaluations", { min: 0, minInterval: 1, axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: (v) => compact(v) } }),
       yAxis: upright(colours, ""),
-      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      dataZoom: [{ type: "inside", throttle: 0, zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
         { type: "line", name: "best", step: "end", data: rise, showSymbol: rise.length < 3, lineStyle: { color: colours.accent, width: 2.5 }, itemStyle: { color: colours.accent }, z: 4, silent: true },
         points("programs", { color: colours.muted, opacity: 0.6 }),
@@ -193,7 +193,7 @@ export class EvolveView {
       tooltip: { ...base.tooltip, formatter: ({ seriesName, dataIndex }) => programTip(this.shownNodes[seriesName][dataIndex]) },
       xAxis: flat(colours, "Generation", { minInterval: 1, min: -0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
       yAxis: upright(colours, ""),
-      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      dataZoom: [{ type: "inside", throttle: 0, zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
         lines(false, { stroke: colours.faint, lineWidth: 1, opacity: 0.35 }),
         lines(true, { stroke: colours.accent, lineWidth: 2 }),

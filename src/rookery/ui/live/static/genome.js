@@ -1,11 +1,11 @@
 // A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
-import { emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
+import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
 import { ancestry, candidateTip, Lineage } from "./lineage.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
 import { listed } from "./source.js";
-import { LongTable } from "./table.js";
+import { LongTable, PLAIN } from "./table.js";
 import { count, isNumber, number, score, seconds } from "./words.js";
 
 const LISTED_GENERATIONS = 200;
@@ -151,7 +151,7 @@ export class GenomeView {
     const c = this.out[index];
     if (!c) return null;
     const why = c.error || `after ${count(c.num_tasks)} of ${count(this.facts.num_tasks)} tasks`;
-    return { key: c.id, onclick: () => this.pick(c.id), cells: [h("button", { class: "plain name", onclick: () => this.pick(c.id) }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
+    return { key: c.id, onclick: () => this.pick(c.id), cells: [el("button", { class: "plain name" }, c.id), String(c.generation ?? ""), c.operator, number(c.score), why] };
   }
 
   fitnessOption(colours) {
@@ -168,7 +168,7 @@ export class GenomeView {
       tooltip: { ...base.tooltip, formatter: (item) => this.fitnessTip(item) },
       xAxis: flat(colours, "Generation", { minInterval: 1, min: (v) => Math.min(0, v.min) - 0.3, max: (v) => v.max + 0.3, axisLabel: { color: colours.muted, formatter: (v) => (Number.isInteger(v) ? v : "") } }),
       yAxis: upright(colours, "Score on the search tasks", { scale: true }),
-      dataZoom: [{ type: "inside", zoomOnMouseWheel: "ctrl", filterMode: "none" }],
+      dataZoom: [{ type: "inside", throttle: 0, zoomOnMouseWheel: "ctrl", filterMode: "none" }],
       series: [
         { type: "line", name: "worst", data: done.filter((g) => isNumber(g.worst)).map((g) => [g.generation, Math.min(g.worst, ...(g.scores ?? []).filter(isNumber))]), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", silent: true, stackStrategy: "all" },
         { type: "line", name: "band", data: done.filter((g) => isNumber(g.worst)).map((g) => { const s = (g.scores ?? []).filter(isNumber); return [g.generation, Math.max(g.mean ?? g.worst, ...s) - Math.min(g.worst, ...s)]; }), lineStyle: { opacity: 0 }, showSymbol: false, stack: "band", stackStrategy: "all", silent: true, areaStyle: { color: colours.accent, opacity: 0.1 } },
@@ -264,7 +264,7 @@ class DuelList {
 
   cells(index) {
     const [task, before, , after] = this.tasks[index];
-    return { onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [h("button", { class: "plain", onclick: () => this.open(index) }, task), number(before, 2), number(after, 2)] };
+    return { onclick: () => this.open(index), class: after > before ? "won" : "lost", cells: [el("button", PLAIN, task), number(before, 2), number(after, 2)] };
   }
 
   async open(index) {

@@ -1,10 +1,10 @@
 // A labelling: how coherent it became, chain by chain, and every label with what decided it.
 
 import { barChart, lineChart } from "./charts.js";
-import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
+import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
 import { costsLine } from "./report.js";
 import { listed, Metrics } from "./source.js";
-import { LongTable } from "./table.js";
+import { LongTable, PLAIN } from "./table.js";
 import { count, isNumber, number, score } from "./words.js";
 
 const LABEL_COLUMNS = [
@@ -144,7 +144,7 @@ export class IcmView {
 
   cells(index) {
     const row = this.labels[index];
-    return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [h("button", { class: "plain", onclick: () => this.open(row.id) }, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
+    return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [el("button", PLAIN, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
   }
 
   // The decision that gave an item its label, and the labels of the others at that time.

@@ -1,7 +1,7 @@
 // All runs, live: filter, sort, search, select; the address holds the state.
 
 import { sparkPoints } from "./charts.js";
-import { address, brandLine, drawn, emptyNote, errorNote, h, note, place, runLink, svg } from "./dom.js";
+import { address, brandLine, drawn, el, emptyNote, errorNote, h, note, place, runLink, svgEl } from "./dom.js";
 import { LongTable } from "./table.js";
 import { ago, clock, count, duration, interval, isNumber, number, progressWords } from "./words.js";
 
@@ -18,28 +18,28 @@ const COLUMNS = [
 const STATUSES = ["running", "done", "failed", "stopped", "killed", "unreadable"];
 
 export function statusMark(row) {
-  return h("span", { class: "mark", "data-status": row.status, title: row.reason || null }, row.status);
+  return el("span", { class: "mark", "data-status": row.status, title: row.reason || null }, row.status);
 }
 
 export function progressBar(progress, isRunning) {
   if (!progress) return null;
-  const bar = h("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
+  const bar = el("progress", { max: progress.total, value: progress.done, "aria-label": progressWords(progress) });
   const left = isRunning && isNumber(progress.left_s) ? `${duration(progress.left_s)} left, ` : "";
-  return h("span", { class: "progress" }, bar, h("span", { class: "note" }, left + progressWords(progress)));
+  return el("span", { class: "progress" }, bar, el("span", { class: "note" }, left + progressWords(progress)));
 }
 
 function sparkline(values) {
-  if (values.length < 2) return h("span", { class: "note" }, values.length ? number(values[0]) : "");
-  const line = svg("polyline", { points: sparkPoints(values, 96, 28), class: "spark-line" });
-  return svg("svg", { class: "spark", viewBox: "0 0 96 28", width: 96, height: 28, "aria-hidden": "true" }, line);
+  if (values.length < 2) return el("span", { class: "note" }, values.length ? number(values[0]) : "");
+  const line = svgEl("polyline", { points: sparkPoints(values, 96, 28), class: "spark-line" });
+  return svgEl("svg", { class: "spark", viewBox: "0 0 96 28", width: 96, height: 28, "aria-hidden": "true" }, line);
 }
 
 function resultCell(row) {
   const result = row.result;
   if (!result) return "";
   return [
-    isNumber(result.mean) && h("span", { class: "value" }, h("b", null, number(result.mean)), h("span", { class: "interval" }, interval(result.low, result.high))),
-    h("span", { class: "note" }, result.label),
+    isNumber(result.mean) && el("span", { class: "value" }, el("b", null, number(result.mean)), el("span", { class: "interval" }, interval(result.low, result.high))),
+    el("span", { class: "note" }, result.label),
   ];
 }
 
@@ -136,26 +136,25 @@ class RunsView {
 
   cells(row) {
     if (!row) return null;
-    const pick = h("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target) });
+    const pick = el("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target) });
     const isRunning = row.status === "running";
     const reason = (row.reason ?? "").replaceAll(`${this.folder}/${row.id}/`, ""); // what is wrong comes first
     return {
       key: row.id,
       cells: [
         pick,
-        [h("a", { class: "name", href: runLink(row.id) }, row.name), h("span", { class: "note model" }, row.model)],
+        [el("a", { class: "name", href: runLink(row.id) }, row.name), el("span", { class: "note model" }, row.model)],
         row.kind,
-        [statusMark(row), (!isRunning && reason && h("span", { class: "note reason" }, reason)) || progressBar(row.progress, isRunning)],
+        [statusMark(row), (!isRunning && reason && el("span", { class: "note reason" }, reason)) || progressBar(row.progress, isRunning)],
         resultCell(row),
-        h("span", { title: row.spark_of || null }, sparkline(row.spark)),
-        h("span", { title: clock(row.started_s) }, ago(row.started_s)),
+        el("span", { title: row.spark_of || null }, sparkline(row.spark)),
+        el("span", { title: clock(row.started_s) }, ago(row.started_s)),
         row.started_s ? duration(row.worked_s) : "",
       ],
     };
   }
 
   pick(id, box) {
-    box.toggleAttribute("checked", box.checked); // as it is drawn: it stays, with the focus
     if (box.checked) this.selected.add(id);
     else this.selected.delete(id);
     this.set({ sel: [...this.selected] });

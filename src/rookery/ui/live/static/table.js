@@ -1,12 +1,38 @@
 // A table of any length: only the rows that are seen exist.
 
-import { h, perFrame, refill } from "./dom.js";
+import { h, later, patch, perFrame } from "./dom.js";
 
 const SPARE = 6; // rows beyond either edge
+export const PLAIN = { class: "plain" }; // a button that looks like text; its row takes the click
+const REST_MS = 150; // without a scroll, before rows are put in their order
+
+// A node that shows one row after another: making rows anew costs several times more.
+class Row {
+  constructor(columns) {
+    this.cells = columns.map((column) => h("div", { class: `lt-cell ${column.class ?? ""}`, role: "cell" }));
+    this.node = h("div", { role: "row", onclick: () => this.onclick?.() }, this.cells);
+  }
+
+  show(index, row, top) {
+    this.key = row?.key;
+    this.onclick = row?.onclick;
+    const kind = `lt-row ${row?.class ?? ""} ${row ? "" : "waiting"}`;
+    if (this.kind !== kind) this.node.className = this.kind = kind;
+    if (this.top !== top) this.node.style.top = `${top}px`;
+    if (this.index !== index) this.node.setAttribute("aria-rowindex", index + 1);
+    this.index = index;
+    this.top = top;
+    this.cells.forEach((cell, k) => patch(cell, row?.cells[k]));
+  }
+
+  get isHeld() {
+    return this.node.matches(":focus-within, :active");
+  }
+}
 
 // columns: [{ name, label, class, sort }]; row(index) gives the cells of a row as
-// { key, cells: [node, ...], class, onclick }, or null while it is not there yet. What a click does
-// depends on the key alone: a row with the key that it had is kept, with what is the same in it.
+// { key, cells: [text or `el`, ...], class, onclick }, or null while it is not there yet. A row whose
+// key comes again keeps its node; any other node may show another row, unless it has the focus.
 export class LongTable {
   constructor({ columns, row, label, onsort, sorted, kind }) {
     this.row = row;
@@ -14,6 +40,7 @@ export class LongTable {
     this.shown = new Map();
     this.columns = columns;
     this.draw = perFrame(() => this.paint());
+    this.settle = later(() => this.order(), REST_MS);
     this.head = h("div", { class: "lt-row lt-head", role: "row" }, columns.map((c) => this.heading(c, onsort, sorted)));
     this.spacer = h("div", { class: "lt-space" });
     this.body = h("div", { class: "lt-body", role: "rowgroup", tabindex: "0", onscroll: this.draw }, this.spacer);
@@ -63,44 +90,46 @@ export class LongTable {
 
   paint() {
     const [first, last] = this.range(); // reads before it writes
-    const height = this.height;
+    const { height, isStale } = this;
+    this.isStale = false;
     const whole = `${this.size * height}px`;
     if (this.spacer.style.height !== whole) this.spacer.style.height = whole;
-    for (const [index, node] of this.shown) {
-      if (index >= first && index < last) continue;
-      node.remove();
+    const free = new Map(); // by their keys
+    for (const [index, row] of this.shown) {
+      if (!isStale && index >= first && index < last) continue;
       this.shown.delete(index);
+      free.set(row.key === undefined || free.has(row.key) ? row : row.key, row);
     }
-    const { isStale } = this;
-    this.isStale = false;
-    let next = this.spacer.firstChild; // rows are in their order: keys go through them
-    for (let index = first; index < last; index += 1) {
-      const known = this.shown.get(index);
-      const node = known && !isStale ? known : this.make(index, known);
-      if (!known) this.spacer.insertBefore(node, next);
-      else if (node !== known) known.replaceWith(node);
-      if (node !== known || isStale) node.style.transform = `translateY(${index * height}px)`;
-      this.shown.set(index, node);
-      next = node.nextSibling;
+    const fresh = [];
+    for (let index = first; index < last; index += 1) if (!this.shown.has(index)) fresh.push([index, this.row(index)]);
+    const place = (row, index, values) => {
+      row.show(index, values, index * height);
+      this.shown.set(index, row);
+    };
+    const others = fresh.filter(([index, values]) => {
+      const known = free.get(values?.key);
+      if (known) place(known, index, values);
+      return !free.delete(values?.key);
+    });
+    const spare = [...free.values()].filter((row) => !row.isHeld || row.node.remove());
+    for (const [index, values] of others) {
+      const row = spare.pop() ?? new Row(this.columns);
+      place(row, index, values);
+      if (!row.node.isConnected) this.spacer.append(row.node);
     }
+    for (const row of spare) row.node.remove();
+    if (!fresh.length) return;
+    if (this.spacer.contains(document.activeElement)) this.order();
+    else this.settle();
   }
 
-  make(index, known) {
-    const row = this.row(index);
-    const cells = row?.cells ?? this.columns.map(() => "");
-    const kind = `lt-row ${row?.class ?? ""} ${row ? "" : "waiting"}`;
-    if (row?.key !== undefined && known?.key === row.key) {
-      known.className = kind;
-      cells.forEach((cell, k) => refill(known.children[k], cell));
-      return known;
-    }
-    const node = h(
-      "div",
-      { class: kind, role: "row", "aria-rowindex": index + 1, onclick: row?.onclick },
-      cells.map((cell, k) => h("div", { class: `lt-cell ${this.columns[k].class ?? ""}`, role: "cell" }, cell)),
-    );
-    node.key = row?.key;
-    return node;
+  // Puts the nodes in the order of their rows: keys go through them, and readers of screens.
+  order() {
+    const nodes = [...this.shown].sort(([a], [b]) => a - b).map(([, row]) => row.node);
+    if (nodes.every((node, k) => node === this.spacer.children[k])) return;
+    const held = Math.max(0, nodes.findIndex((node) => node.matches(":focus-within, :active"))); // moving it would take the focus
+    nodes.slice(0, held).forEach((node) => this.spacer.insertBefore(node, nodes[held]));
+    this.spacer.append(...nodes.slice(held + 1));
   }
 
   scrollTo(index) {
