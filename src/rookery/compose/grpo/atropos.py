@@ -155,12 +155,7 @@ def gateway_key(config: AtroposConfig) -> str:
 
 @asynccontextmanager
 async def open_source(
-    config: GrpoConfig,
-    setup: GrpoSetup,
-    opened: Opened,
-    *,
-    run: Run,
-    say: Callable[[str], None],
+    config: GrpoConfig, setup: GrpoSetup, opened: Opened, *, run: Run, say: Callable[[str], None]
 ) -> AsyncIterator[AtroposSource]:
     """Where the batches of the run come from, while the block runs. `say` is told how far a batch
     is."""

@@ -223,11 +223,7 @@ async def open_beside(
 
 @asynccontextmanager
 async def _open_bridged(
-    setup: GrpoSetup,
-    plan: BridgePlan,
-    gpu_share: float | None,
-    on_launch: OnLaunch,
-    folder: Path,
+    setup: GrpoSetup, plan: BridgePlan, gpu_share: float | None, on_launch: OnLaunch, folder: Path
 ) -> AsyncIterator[Bridged]:
     engine = plan.engine
     if engine.launch is not None and gpu_share is not None:

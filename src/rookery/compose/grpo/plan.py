@@ -36,13 +36,7 @@ from rookery.tasks.splits import SplitName
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS, PASS_PART
 
-__all__ = [
-    "MemoryPlan",
-    "MemoryRow",
-    "plan_grpo",
-    "plan_share",
-    "server_row",
-]
+__all__ = ["MemoryPlan", "MemoryRow", "plan_grpo", "plan_share", "server_row"]
 
 GIB = 2**30
 MOST_COPIES = 32

@@ -32,13 +32,7 @@ from rookery.compose.grpo.policy import (
     policy_on_service,
     start_adapter,
 )
-from rookery.compose.grpo.setup import (
-    GrpoSetup,
-    find_inputs,
-    read_setup,
-    read_step_inputs,
-    settle,
-)
+from rookery.compose.grpo.setup import GrpoSetup, find_inputs, read_setup, read_step_inputs, settle
 from rookery.compose.running import (
     ConfigSource,
     Outcome,
@@ -153,12 +147,7 @@ def _check_sweep(config: GrpoConfig, open_run: RunOpener) -> None:
 
 @asynccontextmanager
 async def _open(
-    config: GrpoConfig,
-    setup: GrpoSetup,
-    gpu_share: float | None,
-    display: Display,
-    *,
-    is_new: bool,
+    config: GrpoConfig, setup: GrpoSetup, gpu_share: float | None, display: Display, *, is_new: bool
 ) -> AsyncIterator[Train]:
     display.note(note for taskset in setup.tasksets for note in taskset.notes)
     if setup.full is not None and setup.lora != LoraConfig():
@@ -209,11 +198,7 @@ async def _open_on_service(
 
 
 async def _ready(
-    config: GrpoConfig,
-    setup: GrpoSetup,
-    opened: Opened,
-    processes: Processes,
-    display: Display,
+    config: GrpoConfig, setup: GrpoSetup, opened: Opened, processes: Processes, display: Display
 ) -> Train:
     """The loop from a run to its report; whatever would make the run fail is refused."""
     adapters = [] if config.sweep is None else swept(config)

@@ -17,13 +17,7 @@ from rookery.compat.atropos.programs import check_commands
 from rookery.compose.inputs import IsMade, RunInputs, list_inputs, load_not_made
 from rookery.compose.running import num_processes
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import (
-    AnyEngineConfig,
-    find_model,
-    launch_of,
-    require_adapters,
-    trainer_place,
-)
+from rookery.engines import AnyEngineConfig, find_model, launch_of, require_adapters, trainer_place
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError, ModelError
@@ -163,9 +157,9 @@ def read_setup(config: GrpoConfig) -> GrpoSetup:
         bridge = plan_bridge(config, folder=folder.path, layers=layers, is_beside=is_beside)
     return GrpoSetup(
         engine=config.engine, bridge=bridge, place=place, folder=folder, template=template,
-        tasksets=tasksets, game=config.game, atropos=config.atropos, start=start, init=init, lora=config.lora, full=full,
-        trainer=config.trainer, is_shared=config.share, reference=reference,
-        has_reference_model=has_reference_model,
+        tasksets=tasksets, game=config.game, atropos=config.atropos, start=start, init=init,
+        lora=config.lora, full=full, trainer=config.trainer, is_shared=config.share,
+        reference=reference, has_reference_model=has_reference_model,
     )  # fmt: skip
 
 
