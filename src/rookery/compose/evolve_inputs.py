@@ -156,6 +156,10 @@ def _read_engine(section: RookeryConfig) -> "OwnEngine":
 
 def _read_prompt_inputs(config: EvolveRunConfig, tasks: TasksConfig) -> Inputs:
     """Read the prompts and the taskset, and refuse what cannot be asked."""
+    from rookery.compose.engine_models import (
+        read_engine,
+    )  # first of all: it says which extra it needs
+
     settings, section = config.settings, config.settings.rookery
     if config.evaluator is not None:
         raise ConfigError(
@@ -171,7 +175,7 @@ def _read_prompt_inputs(config: EvolveRunConfig, tasks: TasksConfig) -> Inputs:
     for first in firsts:
         if problem := form.find_problem(first.code):
             raise ConfigError(f"{problem} Every first prompt names the same fields.")
-    engine = _read_engine(section)
+    engine = read_engine(section)
     adapters, models = _list_weights(engine)
     digests = join_digests(
         {config.program.name: _digest_prompts(firsts)},

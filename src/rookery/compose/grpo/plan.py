@@ -110,7 +110,8 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
         raise ConfigError(
             "engine is a service, which trains with its own memory: nothing is held here."
         )
-    return _make_plan(_with_largest(loaded), read_setup(loaded))
+    setup = read_setup(loaded)
+    return _make_plan(_with_largest(loaded), setup, _drawn_prompts(loaded, setup))
 
 
 def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
@@ -123,13 +124,16 @@ def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
     is_told = launch is not None and launch.gpu_memory_utilization is not None
     is_asked = setup.place.has_servers and not is_told
     share = _quick_share(config, setup)
-    if share is None and (is_asked or not _is_small(config, setup)):
-        plan = _make_plan(config, setup)
+    if share is None:
+        prompts = _drawn_prompts(config, setup)
+        if not is_asked and _is_small(config, setup, _lengths(config, prompts)):
+            return None
+        plan = _make_plan(config, setup, prompts)
         if plan.complaint:
             raise ConfigError(plan.complaint)
         servers = [row.num_bytes for row in plan.rows if row.name == SERVER]
         share = sum(servers) / plan.available_bytes
-    return math.floor(100 * share) / 100 if is_asked and share is not None else None
+    return math.floor(100 * share) / 100 if is_asked else None
 
 
 def _with_largest(config: GrpoConfig) -> GrpoConfig:
@@ -145,9 +149,9 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
     return largest.model_copy(update={"sweep": config.sweep})
 
 
-def _is_small(config: GrpoConfig, setup: GrpoSetup) -> bool:
+def _is_small(config: GrpoConfig, setup: GrpoSetup, lengths: Lengths) -> bool:
     """Whether weights and tokens are so few that no plan is needed."""
-    device, lengths = setup.place.device, _lengths(config, setup)
+    device = setup.place.device
     size = lengths.prompt_tokens + lengths.answer_tokens
     most_tokens = setup.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
     tokens = max(size, min(most_tokens, size * lengths.num_data))
@@ -171,8 +175,9 @@ def _file_bytes(setup: GrpoSetup) -> int:
     return sum(path.stat().st_size for path in setup.start.glob("*.safetensors"))
 
 
-def _make_plan(config: GrpoConfig, setup: GrpoSetup) -> MemoryPlan:
-    device, lengths = setup.place.device, _lengths(config, setup)
+def _make_plan(config: GrpoConfig, setup: GrpoSetup, prompts: Sequence[int]) -> MemoryPlan:
+    """`prompts` are the lengths of those that are trained on."""
+    device, lengths = setup.place.device, _lengths(config, prompts)
     step = measure_step(
         setup.start,
         trained=setup.full or setup.init or setup.lora,
@@ -194,7 +199,7 @@ def _make_plan(config: GrpoConfig, setup: GrpoSetup) -> MemoryPlan:
         rows = [*_server_rows(setup, step, beside=trainer), *trainer]
     else:
         assert setup.engine.type == "embedded", "a service has its own memory"
-        rows = [*_engine_rows(config, setup, setup.engine, step), *trainer]
+        rows = [*_engine_rows(config, setup, setup.engine, step, prompts), *trainer]
     if device == "cpu":
         rows.append(drawn)
     return MemoryPlan(
@@ -204,9 +209,9 @@ def _make_plan(config: GrpoConfig, setup: GrpoSetup) -> MemoryPlan:
     )
 
 
-def _lengths(config: GrpoConfig, setup: GrpoSetup) -> Lengths:
+def _lengths(config: GrpoConfig, prompts: Sequence[int]) -> Lengths:
     return Lengths(
-        prompt_tokens=max(_drawn_prompts(config, setup)),
+        prompt_tokens=max(prompts),
         answer_tokens=_answer_tokens(config),
         num_data=config.groups_per_step * config.group_size * config.num_policies,
     )
@@ -230,10 +235,8 @@ def _drawn_prompts(config: GrpoConfig, setup: GrpoSetup) -> list[int]:
 
 
 def _prompt_tokens(setup: GrpoSetup, split: SplitName) -> list[int]:
-    if split not in setup.prompt_tokens:
-        tasks = [task for taskset in setup.tasksets for task in taskset.split(split)]
-        setup.prompt_tokens[split] = [len(setup.template.encode(task)) for task in tasks]
-    return setup.prompt_tokens[split]
+    tasks = [task for taskset in setup.tasksets for task in taskset.split(split)]
+    return [len(setup.template.encode(task)) for task in tasks]
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
@@ -255,7 +258,11 @@ def _process_rows(device: str) -> Iterator[MemoryRow]:
 
 
 def _engine_rows(
-    config: GrpoConfig, setup: GrpoSetup, engine: EngineConfig, step: StepMemory
+    config: GrpoConfig,
+    setup: GrpoSetup,
+    engine: EngineConfig,
+    step: StepMemory,
+    prompts: Sequence[int],
 ) -> Iterator[MemoryRow]:
     device, shape = setup.place.device, step.shape
     if not setup.is_shared:
@@ -268,7 +275,7 @@ def _engine_rows(
         )
     if setup.full is None:
         yield MemoryRow("adapter slots", 2 * config.num_policies * step.masters, "two versions")
-    longest = sorted(_drawn_prompts(config, setup))[-config.max_groups :]
+    longest = sorted(prompts)[-config.max_groups :]
     select, report = (sum(_prompt_tokens(setup, split)) for split in ("select", "report"))
     kept = sum(longest) + max(select, 2 * report)
     limit = int(engine.cache_gib * GIB)

@@ -10,7 +10,7 @@ All adapters of a sweep have their setup in common.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rookery.compat.atropos.programs import check_commands
@@ -109,8 +109,6 @@ class GrpoSetup:
     """What a KL term is to, an adapter or a model folder; None: what training begins with."""
     has_reference_model: bool
     """Whether that is a model in memory besides the one that is trained."""
-    prompt_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """Lengths of the prompts of the splits that were counted."""
 
 
 def settle(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
