@@ -4,7 +4,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,8 +169,7 @@ class _EngineLearner:
             seed=seed,
             trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
         )
-        train = self._train_here if self._service is None else self._train_elsewhere
-        adapter, data = await train(lessons, config, name=name, on_step=steps.append)
+        adapter, data = await self._train(lessons, config, name=name, on_step=steps.append)
         return Trained(
             write=partial(write_adapter, adapter),
             num_rows=len(data),
@@ -180,35 +179,29 @@ class _EngineLearner:
             loss=steps[-1].loss,
         )
 
-    async def _train_here(
+    async def _train(
         self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
     ) -> tuple[Adapter, list[Datum]]:
-        device, dtype = self._place
-        folder = self._folder
-        model = await asyncio.to_thread(
-            load_model, folder.path, device=device, dtype=dtype, names=folder.names
-        )
-        eos = model.shape.eos_tokens
-        data = await asyncio.to_thread(self._data, lessons, end_token=eos[0] if eos else None)
-        data = [one for one in data if len(input_tokens(one)) <= model.shape.context_tokens]
-        base = base_name(self._engine.base.version)
-        adapter = await sft(model, data, config, name=name, base=base, on_step=on_step)
-        del model
-        await asyncio.to_thread(_free_memory)
-        return adapter, data
-
-    async def _train_elsewhere(
-        self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
-    ) -> tuple[Adapter, list[Datum]]:
-        assert self._service is not None
-        token = await asyncio.to_thread(end_token, self._folder.path)
-        data = await asyncio.to_thread(self._data, lessons, end_token=token)
+        folder, (device, dtype) = self._folder, self._place
+        train: Callable[..., Awaitable[Adapter]]
         most = self._engine.context_tokens
+        if self._service is None:
+            model = await asyncio.to_thread(
+                load_model, folder.path, device=device, dtype=dtype, names=folder.names
+            )
+            shape = model.shape
+            token, most = next(iter(shape.eos_tokens), None), shape.context_tokens
+            train = partial(sft, model)
+            del model
+        else:
+            token = await asyncio.to_thread(end_token, folder.path)
+            train = partial(sft_elsewhere, self._service)
+        data = await asyncio.to_thread(self._data, lessons, end_token=token)
         data = [one for one in data if most is None or len(input_tokens(one)) <= most]
         base = base_name(self._engine.base.version)
-        adapter = await sft_elsewhere(
-            self._service, data, config, name=name, base=base, on_step=on_step
-        )
+        adapter = await train(data, config, name=name, base=base, on_step=on_step)
+        del train
+        await asyncio.to_thread(_free_memory)
         return adapter, data
 
     def _data(self, lessons: Sequence[Lesson], *, end_token: int | None) -> list[Datum]:

@@ -303,8 +303,9 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
         run.extend(old, may_change=["*"])
     loaded = read_config(document(model), environment={})
     assert loaded.config.database.strategy == "adaptive"
-    files = {"program": problem / "program.py", "evaluator": problem / "evaluator.py"}
-    longer = evolve.resume(run_config(loaded, **files), Display(), iterations=2)
+    program, evaluator = problem / "program.py", problem / "evaluator.py"
+    made_from = run_config(loaded, program=program, evaluator=evaluator)
+    longer = evolve.resume(made_from, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
 
 
