@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tests.real.peers import needs_vllm, served_on_cpu
 from tiny import write_tiny_model
 
-from rookery.compose.grpo.bridge import bridged_engine, choose_bridge
+from rookery.compose.grpo.bridge import choose_bridge
+from rookery.compose.grpo.setup import plan_bridge
 from rookery.engines import open_servers
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
@@ -71,9 +72,9 @@ async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]  # it refuses to load one
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = config_of(folder)
-    async with open_servers(bridged_engine(config)) as engine:
-        bridge = await choose_bridge(config, engine, folder=folder)
+    plan = plan_bridge(config_of(folder), folder=folder)
+    async with open_servers(plan.engine) as engine:
+        bridge = await choose_bridge(plan, engine)
         bridge.release()
     assert bridge.name == "copy" and "no weight that is lm_head.weight" in bridge.why
 
@@ -82,8 +83,8 @@ async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
 async def test_layouts_of_their_own_are_copied_with_the_reason(kind: str, tmp_path: Path) -> None:
     extra, reason = COPIED[kind]
     folder = write_tiny_model(tmp_path / "tiny", kind, **{**SIZES, **extra})
-    config = config_of(folder)
-    async with open_servers(bridged_engine(config)) as engine:
-        bridge = await choose_bridge(config, engine, folder=folder)
+    plan = plan_bridge(config_of(folder), folder=folder)
+    async with open_servers(plan.engine) as engine:
+        bridge = await choose_bridge(plan, engine)
         bridge.release()
     assert bridge.name == "copy" and any(part in bridge.why for part in reason.split("|"))

@@ -10,9 +10,9 @@ from tiny_training import make_batch
 from rookery.compose.grpo.bridge import (
     Bridged,
     attach,
-    bridged_engine,
     choose_bridge,
 )
+from rookery.compose.grpo.setup import plan_bridge
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, open_servers
 from rookery.fleet.bridges.update import Canary
@@ -73,9 +73,9 @@ async def training(
     """`folder` is for models on their way. On the CPU both compute in float32."""
     found = find_model(config.engine, tokenizer=config.tokenizer)
     assert config.engine.type == "fleet"
-    used = config.engine if is_as_configured else bridged_engine(config)
-    async with open_servers(used) as engine:
-        bridge = await choose_bridge(config, engine, folder=found.path)
+    plan = plan_bridge(config, folder=found.path)
+    async with open_servers(config.engine if is_as_configured else plan.engine) as engine:
+        bridge = await choose_bridge(plan, engine)
         try:
             if bridge.shared is None:
                 model = load_model(found.path, device=device)

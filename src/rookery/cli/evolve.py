@@ -17,6 +17,7 @@ from rookery.runs.run_folder import in_folder
 
 if TYPE_CHECKING:
     from rookery.compat.openevolve import LoadedConfig
+    from rookery.compose.evolve_inputs import EvolveRunConfig
 
 __all__ = ["evolve"]
 
@@ -122,20 +123,9 @@ def run(
     evaluator
         A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
     """
-    from rookery.compose.evolve import resume, start
-    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
-
     log_warnings()
     loaded = _load(overrides, models, length, place)
-    problem = EvolveProblem(
-        program=program, evaluator=evaluator, output=length.output, config_file=models.config
-    )
-    problem = resolve_problem(problem, find=in_folder(Path("runs")))
-    if not _goes_on(problem.folder, length):
-        return print_outcome(start(problem, loaded, display))
-    if length.checkpoint is not None:
-        raise ConfigError("--checkpoint begins a new run: leave it out, or give another -o.")
-    return print_outcome(resume(problem, loaded, display, iterations=length.iterations))
+    return _run(_config(loaded, models, program, evaluator, output=length.output), length)
 
 
 @evolve.command
@@ -170,9 +160,6 @@ def prompt(
     fleet
         URLs of vLLM servers with this model, each with its own --fleet.
     """
-    from rookery.compose.evolve import resume, start
-    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
-
     log_warnings()
     words = list(_task_words(taskset, model, fleet))
     loaded = _load([*overrides, *words], models, length, place)
@@ -180,13 +167,7 @@ def prompt(
         raise ConfigError(
             "No tasks are named: give --taskset FILE, or rookery.tasks in the config."
         )
-    problem = EvolveProblem(
-        program=prompt, evaluator=None, output=length.output, config_file=models.config
-    )
-    problem = resolve_problem(problem, find=in_folder(Path("runs")))
-    if not _goes_on(problem.folder, length):
-        return print_outcome(start(problem, loaded, display))
-    return print_outcome(resume(problem, loaded, display, iterations=length.iterations))
+    return _run(_config(loaded, models, prompt, output=length.output), length)
 
 
 def _task_words(taskset: str | None, model: str | None, fleet: Sequence[str]) -> Iterator[str]:
@@ -221,16 +202,12 @@ def check(
     evaluator
         As for `evolve run`.
     """
-    from rookery.compose.evolve_check import check_evolve
-    from rookery.compose.evolve_inputs import EvolveProblem, resolve_problem
-    from rookery.runs.run_folder import in_folder
+    from rookery.compose.evolve import check_evolve
 
     log_warnings()
     loaded = _load(overrides, models, _RUN, place)
     display.note(loaded.warnings)
-    problem = EvolveProblem(program=program, evaluator=evaluator, config_file=models.config)
-    problem = resolve_problem(problem, find=in_folder(Path("runs")))
-    for line in check_evolve(problem, loaded, display):
+    for line in check_evolve(_config(loaded, models, program, evaluator), display):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
@@ -323,8 +300,29 @@ def _load(
     )
 
 
-def _goes_on(folder: Path, length: RunFlags) -> bool:
-    """With --resume, and with -i of a finished run."""
-    from rookery.compose.evolve import read_status
+def _config(
+    loaded: "LoadedConfig",
+    models: ModelFlags,
+    program: Path,
+    evaluator: Path | None = None,
+    *,
+    output: Path | None = None,
+) -> "EvolveRunConfig":
+    from rookery.compose.evolve_inputs import run_config
 
-    return length.resume or (length.iterations is not None and read_status(folder) == "finished")
+    return run_config(
+        loaded, program=program, evaluator=evaluator, output=output, config_file=models.config,
+        find=in_folder(Path("runs")),
+    )  # fmt: skip
+
+
+def _run(config: "EvolveRunConfig", length: RunFlags) -> int:
+    """A new run, or on with the one that is there: with --resume, and with -i of a finished one."""
+    from rookery.compose.evolve import read_status, resume, start
+
+    is_longer = length.iterations is not None and read_status(config.output) == "finished"
+    if not (length.resume or is_longer):
+        return print_outcome(start(config, display))
+    if length.checkpoint is not None and config.evaluator is not None:
+        raise ConfigError("--checkpoint begins a new run: leave it out, or give another -o.")
+    return print_outcome(resume(config, display, iterations=length.iterations))

@@ -8,9 +8,9 @@ inputs.py                       what runs are started on, as digests
 kinds.py                        which kinds there are; an interrupted run goes on
 loop.py                         a loop that needs no assembly of its own, as a kind of run
 genome, icm, evaluation, sft    one each: config -> objects -> loop -> report and page
-grpo/                           the same, with its sweeps, its plan and its gateway
+grpo/                           the same; setup.py: all that a config names and means
 pipeline.py                     loops that feed each other, as one run
-evolve.py, evolve_inputs.py     the same for programs and prompts; evolve_check.py: its models
+evolve.py, evolve_inputs.py     the same for programs and prompts
 proposers.py, engine_models.py  the models that write programs
 serve.py, http_server.py        the service and the server it answers on
 

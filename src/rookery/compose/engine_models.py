@@ -4,9 +4,9 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +14,23 @@ import torch
 from pydantic import Field
 
 from rookery.compose.elsewhere import end_token, sft_elsewhere
-from rookery.compose.inputs import digest_adapters
 from rookery.compose.running import open_shown_engine, quiet_libraries
 from rookery.config import Config, parse_config
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import EngineChoice, base_name, find_model, require_adapters, trainer_place
+from rookery.engines import (
+    AnyEngineConfig,
+    EngineChoice,
+    base_name,
+    find_model,
+    require_adapters,
+    trainer_place,
+)
 from rookery.errors import ConfigError, RookeryError, TaskError
 from rookery.loops.evolve.config import LearnConfig, RookeryConfig
 from rookery.loops.evolve.learning import Lesson, Trained
 from rookery.loops.evolve.parts import Models
 from rookery.loops.evolve.prompt_tasks import Answerer
 from rookery.ports import Engine, TextModel
-from rookery.remote import ServiceClientConfig
 from rookery.rollout.asking import EngineTextModel
 from rookery.slots import load_model
 from rookery.slots.loading import require_decoder
@@ -39,14 +44,14 @@ from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 from rookery.weights.stack import LayerShape, Layout, zero_adapter
 
-__all__ = ["EngineLearner", "open_engine_models", "read_weights"]
+__all__ = ["OwnEngine", "open_engine_models", "read_engine"]
 
 OnStep = Callable[[SftStep], None]
 PASS_TOKENS = 2048
 """Of a pass of the trainer: little memory, as most of a GPU is the servers'."""
 
 
-class _Parts(Config):
+class _Section(Config):
     """What `rookery` says of the engine."""
 
     engine: EngineChoice
@@ -54,56 +59,62 @@ class _Parts(Config):
     tokenizer: str = ""
 
 
-@asynccontextmanager
-async def open_engine_models(
-    config: RookeryConfig, names: Collection[str], display: Display
-) -> AsyncIterator[Models]:
-    """Those of `names`, `base` or adapters, to propose, who answers tasks, and who trains further
-    ones. What can be refused is refused before the engine is opened, or else before it is asked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEngine:
+    """All that `rookery` names of the engine, read, before it is opened."""
+
+    config: AnyEngineConfig
+    adapters: dict[str, Adapter]
+    folder: ModelFolder
+    template: Template
+    answerer: str | None
+    """The model that answers tasks, `base` or an adapter; None: there are none."""
+    learn: LearnConfig | None
+
+
+def read_engine(config: RookeryConfig) -> OwnEngine:
+    """Refuses what can be refused before an engine is opened."""
     quiet_libraries()
-    parts = _read_parts(config)
-    adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
+    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
+    section = parse_config(_Section, document, origin="the section rookery")
+    adapters = {name: read_adapter(path) for name, path in section.adapters.items()}
     ranks = {f"The rank of {name}": adapter.rank for name, adapter in adapters.items()}
-    folder = find_model(parts.engine, tokenizer=parts.tokenizer)
+    folder = find_model(section.engine, tokenizer=section.tokenizer)
     if config.learn is not None:
         ranks["rookery.learn.rank"] = config.learn.rank
         require_decoder(folder.path)
-    require_adapters(parts.engine, ranks)
-    template = load_template(folder.path)
-    async with open_shown_engine(parts.engine, display) as engine:
+    require_adapters(section.engine, ranks)
+    return OwnEngine(
+        config=section.engine,
+        adapters=adapters,
+        folder=folder,
+        template=load_template(folder.path),
+        answerer=None if config.tasks is None else config.tasks.model,
+        learn=config.learn,
+    )
+
+
+@asynccontextmanager
+async def open_engine_models(
+    own: OwnEngine, names: Collection[str], display: Display
+) -> AsyncIterator[Models]:
+    """Those of `names`, `base` or adapters, to propose, who answers tasks, and who trains further
+    ones. What the engine refuses it refuses before it is asked."""
+    async with open_shown_engine(own.config, display) as engine:
         refs = {"base": engine.base}
-        for name, adapter in adapters.items():
+        for name, adapter in own.adapters.items():
             refs[name] = await engine.load(adapter)
-        models = {
-            name: EngineTextModel(engine, model=refs[name], template=template) for name in names
-        }
+        ask = partial(EngineTextModel, engine, template=own.template)
+        models: dict[str, TextModel] = {name: ask(model=refs[name]) for name in names}
         learner = None
-        if config.learn is not None:
-            await _require_loading(engine, config.learn)
-            learner = EngineLearner(
-                engine, config.learn, folder=folder, template=template,
-                place=trainer_place(parts.engine),
-                service=parts.engine if parts.engine.type == "service" else None,
-            )  # fmt: skip
+        if own.learn is not None:
+            await _require_loading(engine, own.learn)
+            learner = _EngineLearner(engine, own, own.learn)
         answerer = None
-        if config.tasks is not None:
-            ref = refs[config.tasks.model]
-            answerer = Answerer(sampler=engine, model=ref, template=template)
+        if own.answerer is not None:
+            ref = refs[own.answerer]
+            answerer = Answerer(sampler=engine, model=ref, template=own.template)
         yield Models(models=models, learner=learner, answerer=answerer)
-
-
-def read_weights(config: RookeryConfig) -> tuple[dict[str, str], dict[str, Path]]:
-    """The digest of the adapters, where there are some, and the model that answers tasks."""
-    parts = _read_parts(config)
-    folder = find_model(parts.engine, tokenizer=parts.tokenizer)
-    adapters = [read_adapter(path) for path in parts.adapters.values()]
-    digests = {"adapters": digest_adapters(adapters)} if adapters else {}
-    return digests, {"the model": folder.path}
-
-
-def _read_parts(config: RookeryConfig) -> _Parts:
-    document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
-    return parse_config(_Parts, document, origin="the section rookery")
 
 
 async def _require_loading(engine: Engine, config: LearnConfig) -> None:
@@ -132,27 +143,18 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class EngineLearner:
+class _EngineLearner:
     """Trains on a copy of the engine's model, which is in memory only meanwhile, or on the service
     that the engine is."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: LearnConfig,
-        *,
-        folder: ModelFolder,
-        template: Template,
-        place: tuple[str, str],
-        service: ServiceClientConfig | None = None,
-    ) -> None:
-        """`place` is the device and the type of the copy; a `service` trains in its place."""
-        self._service = service
+    def __init__(self, engine: Engine, own: OwnEngine, config: LearnConfig) -> None:
         self._engine = engine
         self._config = config
-        self._folder = folder
-        self._template = template
-        self._place = place
+        self._service = own.config if own.config.type == "service" else None
+        self._place = trainer_place(own.config)
+        """The device and the type of the copy."""
+        self._folder = own.folder
+        self._template = own.template
         self._opened: dict[str, _LearnedModel] = {}
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
@@ -167,8 +169,7 @@ class EngineLearner:
             seed=seed,
             trainer=TrainerConfig(pass_tokens=PASS_TOKENS, checkpoint_layers=True),
         )
-        train = self._train_here if self._service is None else self._train_elsewhere
-        adapter, data = await train(lessons, config, name=name, on_step=steps.append)
+        adapter, data = await self._train(lessons, config, name=name, on_step=steps.append)
         return Trained(
             write=partial(write_adapter, adapter),
             num_rows=len(data),
@@ -178,35 +179,29 @@ class EngineLearner:
             loss=steps[-1].loss,
         )
 
-    async def _train_here(
+    async def _train(
         self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
     ) -> tuple[Adapter, list[Datum]]:
-        device, dtype = self._place
-        folder = self._folder
-        model = await asyncio.to_thread(
-            load_model, folder.path, device=device, dtype=dtype, names=folder.names
-        )
-        eos = model.shape.eos_tokens
-        data = await asyncio.to_thread(self._data, lessons, end_token=eos[0] if eos else None)
-        data = [one for one in data if len(input_tokens(one)) <= model.shape.context_tokens]
-        base = base_name(self._engine.base.version)
-        adapter = await sft(model, data, config, name=name, base=base, on_step=on_step)
-        del model
-        await asyncio.to_thread(_free_memory)
-        return adapter, data
-
-    async def _train_elsewhere(
-        self, lessons: Sequence[Lesson], config: SftConfig, *, name: str, on_step: OnStep
-    ) -> tuple[Adapter, list[Datum]]:
-        assert self._service is not None
-        token = await asyncio.to_thread(end_token, self._folder.path)
-        data = await asyncio.to_thread(self._data, lessons, end_token=token)
+        folder, (device, dtype) = self._folder, self._place
+        train: Callable[..., Awaitable[Adapter]]
         most = self._engine.context_tokens
+        if self._service is None:
+            model = await asyncio.to_thread(
+                load_model, folder.path, device=device, dtype=dtype, names=folder.names
+            )
+            shape = model.shape
+            token, most = next(iter(shape.eos_tokens), None), shape.context_tokens
+            train = partial(sft, model)
+            del model
+        else:
+            token = await asyncio.to_thread(end_token, folder.path)
+            train = partial(sft_elsewhere, self._service)
+        data = await asyncio.to_thread(self._data, lessons, end_token=token)
         data = [one for one in data if most is None or len(input_tokens(one)) <= most]
         base = base_name(self._engine.base.version)
-        adapter = await sft_elsewhere(
-            self._service, data, config, name=name, base=base, on_step=on_step
-        )
+        adapter = await train(data, config, name=name, base=base, on_step=on_step)
+        del train
+        await asyncio.to_thread(_free_memory)
         return adapter, data
 
     def _data(self, lessons: Sequence[Lesson], *, end_token: int | None) -> list[Datum]:

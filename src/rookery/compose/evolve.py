@@ -3,7 +3,8 @@
     outcome = run_evolve("initial_program.py", "evaluator.py", "config.yaml", max_iterations=50)
     outcome.report.best.score, outcome.path / "best"
 
-The files are OpenEvolve's, unmodified. The output folder is the run's folder.
+The files are OpenEvolve's, unmodified. The output folder is the run's folder. `check_evolve` finds
+out whether a run would start.
 """
 
 import asyncio
@@ -14,25 +15,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rookery.compat import openevolve
-from rookery.compat.openevolve import (
-    Flags,
-    LoadedConfig,
-    list_checkpoints,
-    read_config,
-    with_keys,
-)
-from rookery.compose.evolve_inputs import (
-    EvolveProblem,
-    EvolveRunConfig,
-    read_inputs,
-    read_step_inputs,
-    resolve_problem,
-    run_config,
-)
+from rookery.compat.openevolve import Flags, list_checkpoints, read_config, with_keys
+from rookery.compose.evolve_inputs import EvolveRunConfig, read_inputs, read_step_inputs, run_config
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import (
     Outcome,
@@ -46,26 +35,33 @@ from rookery.compose.running import (
     write_page,
 )
 from rookery.concurrency import run_in_thread
-from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.errors import ConfigError, RookeryError, RunError, SandboxError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
+from rookery.fleet.http.external import ExternalEmbedder
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.loop import EvolveInputs, evolve
 from rookery.loops.evolve.parts import Iteration
-from rookery.ports import Executor, Observer
+from rookery.loops.evolve.problem import (
+    FORGEABLE,
+    EvaluationRequest,
+    FirstProgram,
+    say_not_isolated,
+)
+from rookery.loops.evolve.search_state import search_config
+from rookery.ports import Executor, Observer, TextModel
 from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
-from rookery.runs.run_folder import (
-    EVENTS,
-    check_changes,
-    find_changes,
-    in_folder,
-)
+from rookery.runs.run_folder import EVENTS, check_changes, find_changes, in_folder
 from rookery.runs.summary import note_elsewhere
+from rookery.sandbox import EvaluationOutcome, decode_outcome
+from rookery.search.programs.program import numeric_metrics
+from rookery.types import Job, JobDone, Message, TextRequest
 from rookery.ui.display import Bar, Display
 
 __all__ = [
     "EVOLVE",
     "IterationLines",
+    "check_evolve",
     "describe",
     "evolve_prompt",
     "open_executor",
@@ -245,13 +241,15 @@ def run_evolve(
     source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    problem = EvolveProblem(
+    made_from = run_config(
+        loaded,
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
         config_file=file,
+        find=find,
     )
-    return start(resolve_problem(problem, find=find), loaded, Display())
+    return start(made_from, Display())
 
 
 def _as_path(value: object, what: str) -> Path:
@@ -315,68 +313,66 @@ def evolve_prompt(
         values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    problem = EvolveProblem(
+    made_from = run_config(
+        loaded,
         program=Path(prompt),
         evaluator=None,
         output=None if output is None else Path(output),
         config_file=file,
+        find=find,
     )
-    return start(resolve_problem(problem, find=find), loaded, Display(is_quiet=not progress))
+    return start(made_from, Display(is_quiet=not progress))
 
 
-def start(problem: EvolveProblem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
+def start(config: EvolveRunConfig, display: Display) -> Outcome[EvolveReport]:
     """A new run in a folder that is new or empty."""
-    folder = problem.folder
-    _require_new(folder)
-    config = run_config(problem, loaded)
+    _require_new(config.output)
     display.note(config.warnings)
-    open_run = RunOpener(lambda: _create(folder, config))
-    return run_async(_evolve(config, loaded.config, open_run, display))
+    open_run = RunOpener(lambda: _create(config.output, config))
+    return run_async(_evolve(config, open_run, display))
 
 
 def resume(
-    problem: EvolveProblem, loaded: LoadedConfig, display: Display, *, iterations: int | None
+    config: EvolveRunConfig, display: Display, *, iterations: int | None
 ) -> Outcome[EvolveReport]:
     """The run in the folder, on to its end; `iterations` more if it is finished already.
 
     Of a run that is not finished `iterations` are all there will be since it last finished, so
     that the same command goes on with what it began.
     """
-    with Run.view(problem.folder) as view:
+    folder, settings = config.output, config.settings
+    with Run.view(folder) as view:
         if view.kind != "evolve":
-            raise RunError(f"{problem.folder} is a run of kind {view.kind!r}: give another -o.")
+            raise RunError(f"{folder} is a run of kind {view.kind!r}: give another -o.")
         extended_from = _extended_from(view, iterations)
-        if loaded.config.rookery.tasks is not None and view.status == "finished":
+        if settings.rookery.tasks is not None and view.status == "finished":
             raise RunError(
-                f"{problem.folder} has finished, and its report tasks are read once: start another "
-                "run with -o, from its best/ if you like."
+                f"{folder} has finished, and its report tasks are read once: start another run "
+                "with -o, from its best/ if you like."
             )
         known = int(view.config["settings"]["max_iterations"])
         total = known if iterations is None else extended_from + iterations
-        settings = loaded.config.model_copy(update={"max_iterations": total})
-        may_change: tuple[str, ...] = MAY_CHANGE
-        if "strategy" not in view.config["settings"]["database"]:
-            # Written by a version that knew one strategy: it goes on with that.
-            database = settings.database.model_copy(update={"strategy": "openevolve"})
-            settings = settings.model_copy(update={"database": database})
-            may_change = (*may_change, "settings.database.strategy")
-        config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
-        config = config.model_copy(update={"extended_from": extended_from})
-        document = config.model_dump(mode="json")
+        update: dict[str, object] = {"max_iterations": total}
         # How many are in flight decides what a deterministic run finds.
         is_steady = settings.rookery.mode == "steady"
-        may_change = (*may_change, *(["settings.rookery.in_flight"] if is_steady else []))
+        may_change = (*MAY_CHANGE, *(["settings.rookery.in_flight"] if is_steady else []))
+        if "strategy" not in view.config["settings"]["database"]:
+            # Written by a version that knew one strategy: it goes on with that.
+            update["database"] = settings.database.model_copy(update={"strategy": "openevolve"})
+            may_change = (*may_change, "settings.database.strategy")
+        settings = settings.model_copy(update=update)
+        config = config.model_copy(update={"settings": settings, "extended_from": extended_from})
+        document = config.model_dump(mode="json")
         # Now, and not when it is opened: a command that is refused leaves the run as it was.
         check_changes(find_changes(view.config, document), may_change=may_change)
 
     @contextmanager
     def reopen() -> Iterator[Run]:
-        with Run.open(problem.folder) as run:
+        with Run.open(folder) as run:
             run.extend(document, may_change=may_change)
             yield run
 
-    open_run = RunOpener(reopen, folder=problem.folder)
-    return run_async(_evolve(config, settings, open_run, display))
+    return run_async(_evolve(config, RunOpener(reopen, folder=folder), display))
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
@@ -400,25 +396,27 @@ def _resume(
     config = config.model_copy(update={"output": place})
     if open_run.is_new:
         open_run = replace(open_run, open=lambda: _create(place, config))
-    return run_async(_evolve(config, settings, open_run, display))
+    keyed = config.model_copy(update={"settings": settings})
+    return run_async(_evolve(keyed, open_run, display))
 
 
 EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume, inputs=read_step_inputs)
 
 
 async def _evolve(
-    config: EvolveRunConfig, settings: EvolveConfig, open_run: RunOpener, display: Display
+    config: EvolveRunConfig, open_run: RunOpener, display: Display
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
+    settings = config.settings
     open_run = tracked(open_run, settings.rookery.track)
-    inputs = await asyncio.to_thread(read_inputs, config, settings)
+    inputs = await asyncio.to_thread(read_inputs, config)
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
     workers: AbstractAsyncContextManager[Executor | None] = nullcontext()
     if inputs.spec is not None:  # prompts have none: the models of the run score them
         workers = open_executor(settings, inputs.spec, display)
     async with (
         workers as executor,
-        open_models(settings, display) as opened,
+        open_models(settings, display, engine=inputs.engine) as opened,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with resumable(config.output, display), open_run() as run:
@@ -485,3 +483,105 @@ def _create(folder: Path, config: EvolveRunConfig) -> Iterator[Run]:
         if not (folder / "best").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+# Whether an evolution would start, found out without starting one.
+
+
+ASKED = "Reply with the one word: ready"
+INSTEAD = (
+    "It needs {needed} on an object of the program. Take plain values from the program (numbers, "
+    "text, lists, dicts, numpy arrays), and compute with those."
+)
+"""What an evaluator does that cannot be done from another process than the program's."""
+MAX_STAGES = 3
+MARGIN_S = 60.0
+"""Beyond the evaluator's own limits: then its worker is lost."""
+
+
+def check_evolve(config: EvolveRunConfig, display: Display) -> list[str]:
+    """A line for the sandbox, each first program and each model. The first thing that does not
+    work is a RookeryError that says so."""
+    return run_async(_check(config, display))
+
+
+async def _check(made_from: EvolveRunConfig, display: Display) -> list[str]:
+    config = made_from.settings
+    config = config.model_copy(update={"rookery": config.rookery.model_copy(update={"workers": 1})})
+    inputs = read_inputs(made_from.model_copy(update={"settings": config}))
+    limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
+    display.note(inputs.warnings)
+    assert inputs.spec is not None, "an evaluator is named"
+    async with open_executor(config, inputs.spec, display) as executor:
+        lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
+        firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]
+        for number, program in enumerate(firsts):
+            isolate = config.rookery.sandbox.isolate
+            score = partial(_score, program, number, executor, limit_s=limit_s)
+            outcome = await score(isolate=isolate != "never")
+            needed = outcome.unsupported
+            if needed and isolate == "auto":
+                outcome = await score(isolate=False)
+            _require_score(outcome)
+            problem_with = search_config(config).problem_with(numeric_metrics(outcome.metrics))
+            if problem_with is not None:
+                raise SandboxError(f"The first program cannot be used. {problem_with}")
+            lines.append(_describe(outcome))
+            if outcome.is_forgeable:
+                display.note([FORGEABLE, *([INSTEAD.format(needed=needed)] if needed else [])])
+        async with open_models(config, display, engine=inputs.engine) as opened:
+            lines += await _ask(opened.models)
+            if config.rookery.learn is not None:
+                lines.append(
+                    f"learn: the engine takes adapters of rank {config.rookery.learn.rank}"
+                )
+        async with open_config_embedder(config, environment=os.environ) as embedder:
+            if embedder is not None:
+                lines.append(await _embed(embedder))
+    return lines
+
+
+async def _score(
+    program: FirstProgram, number: int, executor: Executor, *, limit_s: float, isolate: bool
+) -> EvaluationOutcome:
+    payload = EvaluationRequest(code=program.code, isolate=isolate).encode()
+    job = Job(attempt=number, epoch=int(not isolate), payload=payload, limit_s=limit_s)
+    ended = await executor.submit(job)
+    if not isinstance(ended, JobDone):
+        raise SandboxError(f"The first program could not be scored: {ended}.")
+    return decode_outcome(ended.output)
+
+
+def _require_score(outcome: EvaluationOutcome) -> None:
+    if outcome.unsupported:
+        raise SandboxError(say_not_isolated(outcome))
+    if outcome.failure is not None:
+        failure = outcome.failure
+        told = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
+        raise SandboxError(
+            f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
+            f"a program that the evaluator can score.{told}"
+        )
+
+
+def _describe(outcome: EvaluationOutcome) -> str:
+    metrics = ", ".join(f"{name} {value}" for name, value in outcome.metrics.items())
+    return f"first program: {metrics} ({outcome.seconds:.1f} s)"
+
+
+async def _embed(embedder: ExternalEmbedder) -> str:
+    begin = time.perf_counter()
+    vector = await embedder.embed(ASKED)
+    seconds = time.perf_counter() - begin
+    return f"embedding model {embedder.config.model}: {len(vector)} numbers ({seconds:.1f} s)"
+
+
+async def _ask(models: Mapping[str, TextModel]) -> list[str]:
+    lines = []
+    request = TextRequest(messages=(Message(role="user", content=ASKED),), max_tokens=256)
+    for name, model in models.items():
+        begin = time.perf_counter()
+        reply = await model.reply(request)
+        seconds = time.perf_counter() - begin
+        lines.append(f"model {name}: {' '.join(reply.text.split())[:60]!r} ({seconds:.1f} s)")
+    return lines

@@ -1,26 +1,31 @@
 """What an evolution starts from: its files, read and checked before anything is started.
 
-inputs = read_inputs(run_config(problem, loaded), settings)
+config = run_config(read_config(...), program=Path("first.py"), evaluator=Path("evaluator.py"))
+inputs = read_inputs(config)
 inputs.programs, inputs.spec or inputs.tasks      # programs have an evaluator, prompts tasks
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rookery.compat.openevolve import LoadedConfig, read_checkpoint
 from rookery.compose.inputs import (
     IsMade,
     RunInputs,
     digest,
+    digest_adapters,
     digest_models,
     digest_scorers,
     join_digests,
 )
+from rookery.compose.proposers import list_models
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec
-from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.config import EvolveConfig, RookeryConfig
+from rookery.loops.evolve.config_sections import TasksConfig
 from rookery.loops.evolve.problem import FirstProgram, evaluation_spec, read_first_program
 from rookery.loops.evolve.program import ProgramRecord, read_program
 from rookery.loops.evolve.prompt_tasks import PromptTasks, find_form
@@ -29,15 +34,10 @@ from rookery.runs.run_folder import Find, resolve_text
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_taskset_file
 
-__all__ = [
-    "EvolveProblem",
-    "EvolveRunConfig",
-    "Inputs",
-    "read_inputs",
-    "read_step_inputs",
-    "resolve_problem",
-    "run_config",
-]
+if TYPE_CHECKING:
+    from rookery.compose.engine_models import OwnEngine
+
+__all__ = ["EvolveRunConfig", "Inputs", "read_inputs", "read_step_inputs", "run_config"]
 
 OUTPUT, PROMPT_OUTPUT = "openevolve_output", "prompt_output"
 
@@ -59,41 +59,28 @@ class EvolveRunConfig(Config):
     settings: EvolveConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvolveProblem:
-    """What to evolve, and where to."""
-
-    program: Path
-    """A file or a folder."""
-    evaluator: Path | None
-    """None: the program is a prompt."""
-    output: Path | None = None
-    """None: `openevolve_output` beside the program, `prompt_output` beside a prompt."""
-    config_file: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        name = OUTPUT if self.evaluator is not None else PROMPT_OUTPUT
-        return (self.output or self.program.absolute().parent / name).absolute()
-
-
-def resolve_problem(problem: EvolveProblem, *, find: Find) -> EvolveProblem:
-    """With the paths of `run:NAME/PART`: a program may be what another run found."""
-    program = resolve_text(str(problem.program), find=find, key="program")
-    evaluator = problem.evaluator
-    if evaluator is not None:
+def run_config(
+    loaded: LoadedConfig,
+    *,
+    program: Path,
+    evaluator: Path | None,
+    output: Path | None = None,
+    config_file: Path | None = None,
+    find: Find | None = None,
+) -> EvolveRunConfig:
+    """What the run is made from, with absolute paths: a program may be what another run left, as
+    `run:NAME/PART`, where `find` knows runs. Without an `output` it is `openevolve_output` beside
+    the program, `prompt_output` beside a prompt."""
+    if find is not None:
+        program = Path(resolve_text(str(program), find=find, key="program"))
+    if find is not None and evaluator is not None:
         evaluator = Path(resolve_text(str(evaluator), find=find, key="evaluator"))
-    return replace(problem, program=Path(program), evaluator=evaluator)
-
-
-def run_config(problem: EvolveProblem, loaded: LoadedConfig) -> EvolveRunConfig:
-    """What the run is made from, with absolute paths."""
-    file = problem.config_file
+    name = OUTPUT if evaluator is not None else PROMPT_OUTPUT
     return EvolveRunConfig(
-        program=problem.program.absolute(),
-        evaluator=None if problem.evaluator is None else problem.evaluator.absolute(),
-        output=problem.folder,
-        config_file=None if file is None else file.absolute(),
+        program=program.absolute(),
+        evaluator=None if evaluator is None else evaluator.absolute(),
+        output=(output or program.absolute().parent / name).absolute(),
+        config_file=None if config_file is None else config_file.absolute(),
         warnings=loaded.warnings,
         settings=loaded.config,
     )
@@ -108,16 +95,18 @@ class Inputs:
     """Of the workers; None for prompts."""
     tasks: PromptTasks | None = None
     """Of prompts."""
+    engine: "OwnEngine | None"
+    """Of ours, where its models are used."""
     warnings: tuple[str, ...]
     digests: Mapping[str, str]
     """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
 
 
-def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
-    """Read the programs, the checkpoint and the evaluator's folder."""
-    section = settings.rookery
+def read_inputs(config: EvolveRunConfig) -> Inputs:
+    """Read the programs, the checkpoint and the evaluator's folder, and what an engine needs."""
+    settings, section = config.settings, config.settings.rookery
     if section.tasks is not None:
-        return _read_prompt_inputs(config, settings)
+        return _read_prompt_inputs(config, section.tasks)
     if config.evaluator is None:
         raise ConfigError(
             "No evaluator is named: give a Python file, or rookery.tasks to evolve a prompt."
@@ -147,16 +136,31 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
         {config.program.name: _digest_program(firsts[0])},
         {config.evaluator.name: _digest_evaluator(config.evaluator)},
     )
-    warnings = [*config.warnings, *warnings]
-    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
+    uses_engine = section.learn is not None or set(section.engine_models) & set(
+        list_models(settings)
+    )
+    return Inputs(
+        programs=programs,
+        spec=spec,
+        engine=_read_engine(section) if uses_engine else None,
+        warnings=(*config.warnings, *warnings),
+        digests=digests,
+    )
 
 
-def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
+def _read_engine(section: RookeryConfig) -> "OwnEngine":
+    from rookery.compose.engine_models import read_engine  # programs need no torch
+
+    return read_engine(section)
+
+
+def _read_prompt_inputs(config: EvolveRunConfig, tasks: TasksConfig) -> Inputs:
     """Read the prompts and the taskset, and refuse what cannot be asked."""
-    from rookery.compose.engine_models import read_weights  # programs need no torch
+    from rookery.compose.engine_models import (
+        read_engine,
+    )  # first of all: it says which extra it needs
 
-    section = settings.rookery
-    assert section.tasks is not None
+    settings, section = config.settings, config.settings.rookery
     if config.evaluator is not None:
         raise ConfigError(
             f"An evaluator is named, {config.evaluator}, and rookery.tasks scores prompts: leave "
@@ -166,12 +170,13 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
         key = "rookery.checkpoint" if section.checkpoint else "evaluator.use_llm_feedback"
         raise ConfigError(f"{key} is for programs, and rookery.tasks is set: leave {key} out.")
     firsts = _read_prompts(config, settings)
-    taskset = _read_prompt_taskset(section.tasks.taskset)
+    taskset = _read_prompt_taskset(tasks.taskset)
     form, warnings = find_form(firsts[0].code, taskset)
     for first in firsts:
         if problem := form.find_problem(first.code):
             raise ConfigError(f"{problem} Every first prompt names the same fields.")
-    adapters, models = read_weights(section)
+    engine = read_engine(section)
+    adapters, models = _list_weights(engine)
     digests = join_digests(
         {config.program.name: _digest_prompts(firsts)},
         _digest_prompt_taskset(taskset),
@@ -182,6 +187,7 @@ def _read_prompt_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inpu
         programs=firsts,
         spec=None,
         tasks=PromptTasks(taskset=taskset, form=form),
+        engine=engine,
         warnings=(*config.warnings, *warnings, *taskset.notes),
         digests=digests,
     )
@@ -219,9 +225,7 @@ def read_step_inputs(config: EvolveRunConfig, is_made: IsMade) -> RunInputs:
         digests.append(_digest_prompt_taskset(_read_prompt_taskset(tasks.taskset)))
     parts = (f"settings.rookery.{part}" for part in ("adapters", "engine", "tokenizer"))
     if section.engine is not None and not is_made(*parts):
-        from rookery.compose.engine_models import read_weights  # as above
-
-        adapters, folders = read_weights(section)
+        adapters, folders = _list_weights(_read_engine(section))
         if tasks is not None:  # of programs they may be others
             digests.append(adapters)
             models = folders
@@ -239,6 +243,13 @@ def _digest_evaluator(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"There is no evaluator {path}: give a Python file.")
     return digest([path.read_bytes()])
+
+
+def _list_weights(engine: "OwnEngine") -> tuple[dict[str, str], dict[str, Path]]:
+    """The digest of the adapters, where there are some, and the model."""
+    adapters = engine.adapters.values()
+    digests = {"adapters": digest_adapters(adapters)} if adapters else {}
+    return digests, {"the model": engine.folder.path}
 
 
 def _digest_prompts(firsts: Iterable[FirstProgram]) -> str:

@@ -1,6 +1,6 @@
 """The models of an evolution, open for a block: APIs by `llm`, an engine of ours by `rookery`.
 
-    async with open_models(config, display) as opened:
+    async with open_models(config, display, engine=inputs.engine) as opened:
         reply = await opened.models["gpt-4o"].reply(request)
 
 Without an engine nothing here needs torch.
@@ -9,6 +9,8 @@ Without an engine nothing here needs torch.
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rookery.errors import ConfigError
 from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
@@ -20,16 +22,14 @@ from rookery.fleet.http.external import (
 )
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.config_sections import DEFAULT_API_BASE
-from rookery.loops.evolve.learning import Learner
 from rookery.loops.evolve.parts import Models
-from rookery.loops.evolve.prompt_tasks import Answerer
 from rookery.ports import TextModel
 from rookery.ui.display import Display
 
-__all__ = [
-    "open_config_embedder",
-    "open_models",
-]
+if TYPE_CHECKING:
+    from rookery.compose.engine_models import OwnEngine
+
+__all__ = ["list_models", "open_config_embedder", "open_models"]
 
 REASONING = ("o1", "o3", "o4-", "gpt-5", "gpt-oss-120b", "gpt-oss-20b")
 """How the names of models begin that take max_completion_tokens, as OpenEvolve lists them."""
@@ -38,30 +38,28 @@ NO_SEED = "generativelanguage.googleapis.com"
 
 
 @asynccontextmanager
-async def open_models(config: EvolveConfig, display: Display) -> AsyncIterator[Models]:
-    """A model is asked for a word only where its API does not list it."""
-    by_name = _models_by_name(config)
-    engine_models = config.rookery.engine_models
+async def open_models(
+    config: EvolveConfig, display: Display, *, engine: "OwnEngine | None" = None
+) -> AsyncIterator[Models]:
+    """A model is asked for a word only where its API does not list it. `engine` has those of
+    `rookery.engine`; None: none is used."""
+    by_name, own_names = list_models(config), config.rookery.engine_models
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}
-        learner: Learner | None = None
-        answerer: Answerer | None = None
         for name, model in by_name.items():
-            if name not in engine_models:
+            if name not in own_names:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
-        names = [name for name in by_name if name in engine_models]
-        rookery = config.rookery
-        if names or rookery.tasks is not None or rookery.learn is not None:
+        own = Models(models={})
+        if engine is not None:
             from rookery.compose.engine_models import open_engine_models
 
-            opening = open_engine_models(config.rookery, names, display)
-            opened = await stack.enter_async_context(opening)
-            models |= opened.models
-            learner, answerer = opened.learner, opened.answerer
-        yield Models(models=models, learner=learner, answerer=answerer)
+            names = [name for name in by_name if name in own_names]
+            opening = open_engine_models(engine, names, display)
+            own = await stack.enter_async_context(opening)
+        yield replace(own, models={**models, **own.models})
 
 
-def _models_by_name(config: EvolveConfig) -> dict[str, ModelConfig]:
+def list_models(config: EvolveConfig) -> dict[str, ModelConfig]:
     """A model that is named twice, as primary and as secondary, is one model."""
     judges = config.llm.judges if config.evaluator.use_llm_feedback else ()
     models: dict[str, ModelConfig] = {}

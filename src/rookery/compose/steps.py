@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from rookery.compat.openevolve import read_config as read_evolve_config
-from rookery.compose.evolve_inputs import EvolveProblem, EvolveRunConfig, run_config
+from rookery.compose.evolve_inputs import EvolveRunConfig, run_config
 from rookery.compose.inputs import InputReader, RunInputs
 from rookery.compose.kinds import find_kind, resume
 from rookery.compose.running import (
@@ -269,13 +269,13 @@ def _read_evolve_step(
         raise ConfigError(f"{origin}: settings should be the keys of an evolve config.")
     loaded = read_evolve_config(settings, environment=os.environ, folder=folder)
     place = folder.absolute()
-    problem = EvolveProblem(
+    return run_config(
+        loaded,
         program=place / files.program,
         evaluator=None if files.evaluator is None else place / files.evaluator,
         output=output,
         config_file=file,
     )
-    return run_config(problem, loaded)
 
 
 def _read_document(config: StepsConfig, name: str) -> tuple[Path | None, dict[str, Any]]:

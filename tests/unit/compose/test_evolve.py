@@ -16,8 +16,9 @@ from scripted import Scripted, serve_scripted
 import rookery
 from rookery.compat.openevolve import read_config, with_keys
 from rookery.compose import evolve
+from rookery.compose.engine_models import read_engine
 from rookery.compose.evolve import describe
-from rookery.compose.evolve_inputs import EvolveProblem
+from rookery.compose.evolve_inputs import run_config
 from rookery.compose.proposers import open_config_embedder, open_models
 from rookery.compose.running import resumable
 from rookery.errors import (
@@ -290,8 +291,9 @@ def test_a_run_of_a_version_without_strategies_goes_on_as_it_began(
         run.extend(old, may_change=["*"])
     loaded = read_config(document(model), environment={})
     assert loaded.config.database.strategy == "adaptive"
-    files = EvolveProblem(program=problem / "program.py", evaluator=problem / "evaluator.py")
-    longer = evolve.resume(files, loaded, Display(), iterations=2)
+    program, evaluator = problem / "program.py", problem / "evaluator.py"
+    made_from = run_config(loaded, program=program, evaluator=evaluator)
+    longer = evolve.resume(made_from, Display(), iterations=2)
     assert (longer.report.num_iterations, longer.report.strategy) == (5, "openevolve")
 
 
@@ -360,6 +362,7 @@ async def test_servers_that_load_no_adapters_cannot_learn(chat_model: Path) -> N
             "learn": {"every": 20},
         }
         config = read_config({"rookery": own}, environment={}).config
+        engine = read_engine(config.rookery)
         with pytest.raises(ConfigError, match=r"does not load adapters.*Or leave learn out"):
-            async with open_models(config, Display(is_quiet=True)):
+            async with open_models(config, Display(is_quiet=True), engine=engine):
                 pass

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
@@ -20,12 +20,10 @@ from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.bridge import (
     adapter_publisher,
     attach,
-    bridged_engine,
     choose_bridge,
-    is_merged,
 )
-from rookery.compose.grpo.files import GrpoFiles
-from rookery.embedded.folders import ModelFolder, resolve_model
+from rookery.compose.grpo.setup import plan_bridge
+from rookery.embedded.folders import resolve_model
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
@@ -33,7 +31,6 @@ from rookery.fleet.routing.paused import is_trained
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.slots.loading import load_model, read_weights
-from rookery.tasks.template import Template
 from rookery.train import LoraTrainer, TrainerConfig
 
 TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
@@ -62,7 +59,7 @@ async def test_auto_takes_the_nearest_bridge_and_says_why(
         config = config_of(stub, **changes)
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
-            bridge = await choose_bridge(config, fleet)
+            bridge = await choose_bridge(plan_bridge(config), fleet)
             bridge.release()
     assert bridge.name == name and why in bridge.why
 
@@ -75,11 +72,12 @@ async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(
         config = config_of(stub)
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
-            bridge = await choose_bridge(config, fleet, folder=folder)
+            bridge = await choose_bridge(plan_bridge(config, folder=folder), fleet)
             bridge.release()
             assert bridge.name == "reload" and "model.embed_tokens.weight" in bridge.why
+            alias = config_of(stub, bridge="alias")
             with pytest.raises(FleetError, match=r"no weight that is model\.embed_tokens\.weight"):
-                await choose_bridge(config_of(stub, bridge="alias"), fleet, folder=folder)
+                await choose_bridge(plan_bridge(alias, folder=folder), fleet)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", "0.001"), ("bfloat16", "0.5")])
@@ -103,24 +101,25 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
         config = config_of(stub)
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
-            bridge = await choose_bridge(config, fleet)
+            bridge = await choose_bridge(plan_bridge(config), fleet)
             bridge.release()
             assert bridge.name == "reload" and "2 processes of torchrun" in bridge.why
             with pytest.raises(ConfigError, match=r"2 processes .*: write bridge: copy"):
-                await choose_bridge(config_of(stub, bridge="alias"), fleet)
+                await choose_bridge(plan_bridge(config_of(stub, bridge="alias")), fleet)
 
 
 ATTACHED = """
 import asyncio, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.bridge import choose_bridge
+from rookery.compose.grpo.setup import plan_bridge
 from rookery.fleet import open_fleet
 from rookery.loops.grpo import GrpoConfig
 
 async def main():
     config = GrpoConfig.model_validate_json(sys.argv[1])
     async with open_fleet(config.engine) as fleet:
-        bridge = await choose_bridge(config, fleet)
+        bridge = await choose_bridge(plan_bridge(config), fleet)
         await fleet.pool.replicas[0].client.post("/pause?mode=keep", b"")
         print(bridge.name, flush=True)
         await asyncio.sleep(600)
@@ -155,7 +154,7 @@ async def test_a_server_has_one_trainer_and_goes_on_when_it_was_killed() -> None
 async def open_and_choose(config: GrpoConfig) -> str:
     assert isinstance(config.engine, FleetConfig)
     async with open_fleet(config.engine) as fleet:
-        bridge = await choose_bridge(config, fleet)
+        bridge = await choose_bridge(plan_bridge(config), fleet)
         bridge.release()
         return bridge.name
 
@@ -197,7 +196,7 @@ async def test_a_server_is_free_again_when_its_training_has_ended() -> None:
         config = config_of(stub)
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
-            first, second = [await choose_bridge(config, fleet) for _ in range(2)]
+            first, second = [await choose_bridge(plan_bridge(config), fleet) for _ in range(2)]
             assert is_trained(stub.url)
             first.release()
             assert is_trained(stub.url), "by the second"
@@ -205,7 +204,7 @@ async def test_a_server_is_free_again_when_its_training_has_ended() -> None:
             assert not is_trained(stub.url)
             stub.refusal = "its weights are quantised (fp8)"
             with pytest.raises(FleetError, match="quantised") as refused:
-                await choose_bridge(config_of(stub, bridge="alias"), fleet)
+                await choose_bridge(plan_bridge(config_of(stub, bridge="alias")), fleet)
             assert not is_trained(stub.url) and refused.tb
 
 
@@ -243,15 +242,12 @@ def test_a_policy_is_merged_where_its_server_has_no_other_use(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(document))
     config = config_of(SharingStub(port=1), **{"full": False, **changes})
-    folder = ModelFolder(path=tmp_path, name="tiny", names=frozenset())
-    files = GrpoFiles(
-        [], folder, cast(Template, None), tmp_path, None, None, False, ("cpu", "auto")
-    )
-    assert is_merged(config, files, is_beside=is_beside) is merged
-    head = config.lora.model_copy(update={"targets": ("lm_head",)})
-    forced = config.model_copy(update={"bridge": "merge", "lora": head})
+    layers = config.lora.targets
+    plan = plan_bridge(config, folder=tmp_path, layers=layers, is_beside=is_beside)
+    assert plan.is_merged is merged
+    forced = config.model_copy(update={"bridge": "merge"})
     with pytest.raises(ConfigError, match="write bridge: slot"):
-        is_merged(forced, files, is_beside=is_beside)
+        plan_bridge(forced, folder=tmp_path, layers=("lm_head",), is_beside=is_beside)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +292,7 @@ async def test_slot_without_the_extension_is_refused() -> None:
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
             with pytest.raises(FleetError, match=r"takes no adapters from memory: .*adapter"):
-                await choose_bridge(config, fleet)
+                await choose_bridge(plan_bridge(config), fleet)
 
 
 def test_servers_are_started_as_the_bridge_needs_them(tmp_path: Path) -> None:
@@ -305,11 +301,10 @@ def test_servers_are_started_as_the_bridge_needs_them(tmp_path: Path) -> None:
 
     def started(**changes: Any) -> Any:
         config = GrpoConfig.model_validate({**document, **changes})
-        return bridged_engine(config, gpu_share=0.4)
+        return plan_bridge(config).engine
 
     full = started(full=True)
     assert full.launch.live_weights and full.launch.max_loras == 0
-    assert full.launch.gpu_memory_utilization == 0.4
     assert not started(full=True, bridge="restart").launch.live_weights
     adapter = started(bridge="adapter")
     assert adapter.peft_folders and adapter.launch.max_loras and not adapter.launch.live_weights

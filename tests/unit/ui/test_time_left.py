@@ -10,7 +10,7 @@ import pytest
 from rich.progress import Progress as RichProgress
 
 from rookery.compose.genome import RolloutPlan, SearchBar
-from rookery.compose.grpo.progress import Measurements, TrainBar
+from rookery.compose.grpo.run import Measurements, TrainBar
 from rookery.loops.grpo import GrpoConfig, Step
 from rookery.reports import GenerationRecord
 from rookery.rollout import BlockProgress

@@ -1,12 +1,10 @@
 """grpo from its config to its report: one training, a sweep, a plan of memory, a gateway.
 
-run.py      `run_grpo`: config -> objects -> loop -> report and page; sweeps too
-files.py    what is read before a model is loaded
-policy.py   what is trained, and what the KL term is to
-bridge.py   how the trainer's weights reach the engine
+setup.py    what the config names, read, and what it means, decided, before anything is opened
 plan.py     `plan_grpo`: what a training holds in memory, and whether it fits
-service.py  an adapter that a service elsewhere trains
-progress.py what a progress bar shows
+bridge.py   the engine and the trainer's model, open for a block, and how weights pass between
+policy.py   what is trained, and what the KL term is to
+run.py      `run_grpo`: config -> objects -> loop -> report and page; sweeps too
 atropos.py  groups from Atropos environments; the gateway alone
 """
 

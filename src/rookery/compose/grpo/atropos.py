@@ -20,7 +20,7 @@ from rookery.compat.atropos.gateway import Delivery, Gateway, trained_groups
 from rookery.compat.atropos.group_queue import TrainerRegistration
 from rookery.compat.atropos.programs import running
 from rookery.compose.grpo.bridge import Opened
-from rookery.compose.grpo.files import GrpoFiles
+from rookery.compose.grpo.setup import GrpoSetup
 from rookery.compose.http_server import answering, listen_all, open_or_create
 from rookery.compose.running import quiet_libraries, run_async
 from rookery.compose.serve import TemplateCodec
@@ -155,16 +155,11 @@ def gateway_key(config: AtroposConfig) -> str:
 
 @asynccontextmanager
 async def open_source(
-    config: GrpoConfig,
-    files: GrpoFiles,
-    opened: Opened,
-    *,
-    run: Run,
-    say: Callable[[str], None],
+    config: GrpoConfig, setup: GrpoSetup, opened: Opened, *, run: Run, say: Callable[[str], None]
 ) -> AsyncIterator[AtroposSource]:
     """Where the batches of the run come from, while the block runs. `say` is told how far a batch
     is."""
-    atropos, shape = config.atropos, opened.model.shape
+    atropos, shape = setup.atropos, opened.model.shape
     assert atropos is not None
     # What the trainer cannot read would end the run again and again: a batch is durable.
     longest = min(atropos.max_token_len, shape.context_tokens)
@@ -182,7 +177,7 @@ async def open_source(
     )
     side = EngineSide(
         opened.engine,
-        codec=TemplateCodec(files.template),
+        codec=TemplateCodec(setup.template),
         samples=gateway.samples,
         num_kept=opened.max_kept,
     )
@@ -196,7 +191,7 @@ async def open_source(
         words = {
             "gateway": _with_key(url, key),
             "engine": f"{url}/v1",
-            "model": str(files.folder.path),
+            "model": str(setup.folder.path),
             "key": key,
         }
         logs = run.path / "logs"

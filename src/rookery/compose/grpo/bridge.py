@@ -1,4 +1,4 @@
-"""How the weights of a grpo run reach its servers: which bridge, and the parts that it needs.
+"""The engine of a grpo run, open for a block beside the trainer's model, and the bridge between.
 
 | bridge    | weights | servers                              | auto takes it                       |
 |-----------|---------|--------------------------------------|-------------------------------------|
@@ -10,13 +10,13 @@
 | `slot`    | LoRA    | of this machine, extended            | when all servers are                |
 | `adapter` | LoRA    | that see a folder of this machine    | else                                |
 
-A server is extended when it was started with `fleet/vllm_plugin`.
+A server is extended when it was started with `fleet/vllm_plugin`. `setup.plan_bridge` decides what
+can be decided before servers start, `choose_bridge` the rest.
 """
 
 import asyncio
-import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,14 @@ from typing import Protocol
 import torch
 
 from rookery.compat.atropos.engine_side import ServingEngine
-from rookery.compose.grpo.files import GrpoFiles
-from rookery.compose.running import num_processes
-from rookery.concurrency import run_in_thread
-from rookery.embedded import EmbeddedEngine
+from rookery.compose.grpo.setup import BridgePlan, GrpoSetup
+from rookery.concurrency import run_in_thread, task_group
+from rookery.embedded import EmbeddedEngine, run_engine
+from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
+from rookery.engines import OnLaunch, open_servers
 from rookery.errors import ConfigError, FleetError, TrainError
-from rookery.fleet import Fleet, FleetConfig
+from rookery.fleet import Fleet
 from rookery.fleet.bridges.adapter import AdapterBridge, CopyBridge, FolderBridge
 from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, MergeBridge, SharedBase, share_base
 from rookery.fleet.bridges.reload import (
@@ -42,12 +43,13 @@ from rookery.fleet.bridges.reload import (
 )
 from rookery.fleet.bridges.update import Canary, paused
 from rookery.fleet.http.client import is_local
+from rookery.fleet.residency import claim_folder
 from rookery.fleet.routing.paused import TrainerLock
-from rookery.loops.grpo import GrpoConfig
+from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Publisher, Trainer
-from rookery.slots import FixedText, SlottedModel
+from rookery.slots import FixedText, SlottedModel, load_model
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import write_model_folder
@@ -60,13 +62,9 @@ __all__ = [
     "Opened",
     "adapter_publisher",
     "attach",
-    "bridged_engine",
     "choose_bridge",
-    "is_merged",
+    "open_beside",
 ]
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configs call the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,11 @@ class Bridge:
     shared: SharedBase | None = None
     locks: tuple[TrainerLock, ...] = ()
     """Nobody else trains these servers' weights until `release`."""
+
+    @property
+    def is_merge(self) -> bool:
+        """Adapters are added to the weights of a server, which then takes any rank."""
+        return self.name == "merge"
 
     def release(self) -> None:
         """Called once, when nothing is published any more."""
@@ -187,91 +190,113 @@ class Bridged:
         )
 
 
-def is_merged(config: GrpoConfig, files: GrpoFiles, *, is_beside: bool) -> bool:
-    """Whether an adapter is added to the weights of its server. It is known before a server starts,
-    which then has no room for adapters. `is_beside`: there is one, on the trainer's GPU."""
-    layers = config.lora.targets if files.init is None else files.init.factors
-    has_head = any(layer.endswith("lm_head") for layer in layers)
-    if config.bridge == "merge" and has_head:
-        raise ConfigError(
-            "bridge is merge and the adapter adapts lm_head, whose weights the embeddings may "
-            "share: write bridge: slot, or leave lm_head out of lora.targets."
-        )
-    if config.full is not None or config.bridge != "auto" or has_head:
-        return config.bridge == "merge"
-    is_only = config.sweep is None and config.atropos is None
-    return is_beside and is_only and not _has_own_layout(files.folder.path)
+# The engine and the model, opened.
 
 
-def _has_own_layout(folder: Path) -> bool:
-    """Whether vLLM computes with other numbers than those of the model's folder: quantised ones,
-    experts in one tensor, products of weights."""
-    document = json.loads((folder / "config.json").read_bytes())
-    sizes = document.get("text_config") or document
-    has_experts = any(sizes.get(key) for key in _EXPERTS)
-    return "quantization_config" in document or has_experts or bool(sizes.get("kv_lora_rank"))
+@asynccontextmanager
+async def open_beside(
+    setup: GrpoSetup, *, gpu_share: float | None, on_launch: OnLaunch
+) -> AsyncIterator[Opened]:
+    """The engine, and the model that the trainer computes with: the same one when shared.
+    `gpu_share` is the part of its GPU that the trainer leaves to servers, None where they say."""
+    engine = setup.engine
+    if engine.type == "fleet":
+        assert setup.bridge is not None, "a fleet has one"
+        with claim_folder(engine.adapter_folder or memory_folder()) as owner:
+            async with _open_bridged(setup, setup.bridge, gpu_share, on_launch, owner.folder) as it:
+                yield it
+        return
+    assert engine.type == "embedded", "a service trains by itself"
+    if not setup.is_shared:
+        async with _loading(setup) as load, open_embedded(engine) as embedded:
+            yield InProcess(embedded, await load())
+        return
+    model = await _load(setup)
+    async with run_engine(
+        model,
+        config=engine,
+        detokenize=lambda tokens: setup.template.decode(tuple(tokens)),
+        name=setup.folder.name,
+    ) as shared:
+        yield InProcess(shared, model, is_shared=True)
 
 
-def bridged_engine(
-    config: GrpoConfig,
-    *,
-    gpu_share: float | None = None,
-    is_beside: bool = False,
-    is_merged: bool = False,
-) -> FleetConfig:
-    """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
-    what the trainer leaves to them of its GPU; `is_beside`: there is one, on the trainer's GPU."""
-    engine = config.engine
-    assert engine.type == "fleet", "only servers have a bridge"
-    update: dict[str, object] = {}
-    if config.bridge == "adapter":
-        update["peft_folders"] = True
-    elif config.full is None and is_beside:
-        update["in_place"] = True
-    if engine.launch is not None:
-        changed: dict[str, object] = {}
-        if config.full is not None or is_merged:
-            # No adapter can be served beside weights that change.
-            changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
-        if config.num_policies > engine.launch.max_loras and config.full is None:
-            # One more: a version is read while those before it answer.
-            num = config.num_policies + 1
-            most = max(engine.launch.max_cpu_loras, 3 * num)
-            changed |= {"max_loras": num, "max_cpu_loras": most}
-        if is_beside and engine.launch.compile is None:
-            changed["compile"] = False
-        if gpu_share is not None:
-            changed["gpu_memory_utilization"] = gpu_share
-        update["launch"] = engine.launch.model_copy(update=changed)
-    return engine.model_copy(update=update)
+@asynccontextmanager
+async def _open_bridged(
+    setup: GrpoSetup, plan: BridgePlan, gpu_share: float | None, on_launch: OnLaunch, folder: Path
+) -> AsyncIterator[Bridged]:
+    engine = plan.engine
+    if engine.launch is not None and gpu_share is not None:
+        launch = engine.launch.model_copy(update={"gpu_memory_utilization": gpu_share})
+        engine = engine.model_copy(update={"launch": launch})
+    async with _loading(setup) as load, open_servers(engine, on_launch=on_launch) as fleet:
+        bridge = await choose_bridge(plan, fleet)
+        try:
+            if plan.is_full and bridge.shared is not None:
+                model = await attach(setup.folder, fleet, bridge.shared, start=setup.start)
+            else:
+                model = await load()
+            yield Bridged(engine=fleet, model=model, bridge=bridge, folder=folder)
+        finally:
+            bridge.release()
 
 
-async def choose_bridge(
-    config: GrpoConfig, engine: Fleet, *, folder: Path | None = None, is_merged: bool = False
-) -> Bridge:
-    """The bridge of the config; for `auto` the first that fits. `folder` is the model's: `alias`
-    fits when servers have all weights of it. The caller releases it."""
-    if config.full is None and not is_merged:
-        return _choose_for_adapters(config, engine)
+@asynccontextmanager
+async def _loading(setup: GrpoSetup) -> AsyncIterator[Callable[[], Awaitable[SlottedModel]]]:
+    """Gives the trainer's own copy of the model. One to train an adapter on is read while the
+    engine starts; for all weights servers may have one to share."""
+    async with task_group() as tasks:
+        loading = None if setup.full is not None else tasks.create_task(_load(setup))
+
+        async def load() -> SlottedModel:
+            return await (loading or _load(setup))
+
+        yield load
+
+
+async def _load(setup: GrpoSetup) -> SlottedModel:
+    place, names = setup.place, setup.folder.names
+    return await asyncio.to_thread(
+        load_model,
+        setup.start,
+        device=place.device,
+        dtype=place.dtype,
+        names=names,
+        is_exact=setup.is_shared,
+    )
+
+
+# Which bridge, asked of the servers.
+
+
+async def choose_bridge(plan: BridgePlan, engine: Fleet) -> Bridge:
+    """The bridge of the plan; for `auto` the first that fits. The caller releases it."""
+    if not plan.is_full and not plan.is_merged:
+        return _choose_for_adapters(plan, engine)
     with ExitStack() as stack:
         locks = _lock_weights(engine, stack)
-        if is_merged:
-            bridge = await _share_for_merging(config, engine, folder)
-        else:
-            bridge = await _choose_for_weights(config, engine, folder)
+        choose = _share_for_merging if plan.is_merged else _choose_for_weights
+        bridge = await choose(plan, engine)
         stack.pop_all()
     return replace(bridge, locks=locks)
 
 
-async def _share_for_merging(config: GrpoConfig, engine: Fleet, folder: Path | None) -> Bridge:
-    assert folder is not None, "servers have the model of a folder"
+async def _share_for_merging(plan: BridgePlan, engine: Fleet) -> Bridge:
+    assert plan.folder is not None, "servers have the model of a folder"
     try:
-        shared = await share_base(engine)
-        await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
+        shared = await _share(plan, engine)
     except FleetError as error:
         raise FleetError(f"bridge is merge, and {error} Or write bridge: slot.") from error
-    why = "as configured" if config.bridge == "merge" else "one server, for this policy alone"
+    why = "as configured" if plan.name == "merge" else "one server, for this policy alone"
     return Bridge("merge", why, shared)
+
+
+async def _share(plan: BridgePlan, engine: Fleet) -> SharedBase:
+    """The servers' memory; FleetError where it has not all weights of the model."""
+    shared, folder = await share_base(engine), plan.folder
+    if folder is not None:
+        await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
+    return shared
 
 
 def _lock_weights(fleet: Fleet, stack: ExitStack) -> tuple[TrainerLock, ...]:
@@ -284,36 +309,21 @@ def _lock_weights(fleet: Fleet, stack: ExitStack) -> tuple[TrainerLock, ...]:
     return tuple(locks)
 
 
-async def _choose_for_weights(config: GrpoConfig, engine: Fleet, folder: Path | None) -> Bridge:
-    if config.bridge not in ("auto", "alias"):
-        return Bridge(config.bridge, "as configured")
-    apart = _why_apart(config, engine)
-    if apart and config.bridge == "alias":
-        raise ConfigError(f"bridge is alias, and {apart}: write bridge: copy.")
-    if apart:
-        return _choose_copy(engine, apart)
+async def _choose_for_weights(plan: BridgePlan, engine: Fleet) -> Bridge:
+    if plan.name not in ("auto", "alias"):
+        return Bridge(plan.name, "as configured")
+    if plan.why_apart and plan.name == "alias":
+        raise ConfigError(f"bridge is alias, and {plan.why_apart}: write bridge: copy.")
+    if plan.why_apart:
+        return _choose_copy(engine, plan.why_apart)
     try:
-        shared = await share_base(engine)
-        if folder is not None:
-            await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
+        shared = await _share(plan, engine)
     except FleetError as error:
-        if config.bridge == "alias":
+        if plan.name == "alias":
             raise
         return _choose_copy(engine, str(error))
-    why = (
-        "as configured" if config.bridge == "alias" else "all weights can be views of the servers'"
-    )
+    why = "as configured" if plan.name == "alias" else "all weights can be views of the servers'"
     return Bridge("alias", why, shared)
-
-
-def _why_apart(config: GrpoConfig, fleet: Fleet) -> str:
-    """Why trainer and servers cannot have one copy, whatever the servers are; empty: they can."""
-    launch = fleet.config.launch
-    if num_processes() > 1:
-        return f"each of {num_processes()} processes of torchrun has a part of the weights"
-    if launch is not None and launch.spare_gpus:
-        return "the trainer has a GPU of its own (launch.spare_gpus)"
-    return "publish_every is above 1" if config.publish_every > 1 else ""
 
 
 async def attach(
@@ -337,11 +347,11 @@ def _choose_copy(fleet: Fleet, why: str) -> Bridge:
     return Bridge("reload", f"not alias and not copy: {why}")
 
 
-def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
+def _choose_for_adapters(plan: BridgePlan, fleet: Fleet) -> Bridge:
     without = [r.url for r in fleet.pool.replicas if r.route != "extension"]
-    if config.bridge == "adapter":
+    if plan.name == "adapter":
         return Bridge("adapter", "as configured")
-    if config.bridge == "slot" and without:
+    if plan.name == "slot" and without:
         raise FleetError(
             f"bridge is slot, and {without[0]} takes no adapters from memory: start it here with "
             "launch.extension: true, or write bridge: adapter."

@@ -9,14 +9,14 @@ all that a game may draw (`environment.max_tokens`), as far as the model's conte
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rookery.compose.grpo.files import GrpoFiles, read_files
+from rookery.compose.grpo.setup import GrpoSetup, read_setup
 from rookery.compose.running import (
     ConfigSource,
     num_local_processes,
@@ -26,29 +26,17 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.embedded.prefix import memory_bytes
-from rookery.engines import AnyEngineConfig, launch_of, trainer_place
+from rookery.engines import launch_of
 from rookery.errors import ConfigError
-from rookery.fleet import FleetConfig
-from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
+from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.sweep import swept
 from rookery.slots.linear import can_pack
-from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
-from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.train.slotted_trainer import CPU_TOKENS, MOST_TOKENS, PASS_PART
-from rookery.types import Adapter
 
-__all__ = [
-    "MemoryPlan",
-    "MemoryRow",
-    "check_plan",
-    "has_one_gpu",
-    "plan_grpo",
-    "server_row",
-    "server_share",
-]
+__all__ = ["MemoryPlan", "MemoryRow", "plan_grpo", "plan_share", "server_row"]
 
 GIB = 2**30
 MOST_COPIES = 32
@@ -73,7 +61,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """What a container may take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryRow:
     """One part of what is held at the same time."""
 
@@ -122,19 +110,30 @@ def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
         raise ConfigError(
             "engine is a service, which trains with its own memory: nothing is held here."
         )
-    return make_plan(_with_largest(loaded), read_files(loaded))
+    setup = read_setup(loaded)
+    return _make_plan(_with_largest(loaded), setup, _drawn_prompts(loaded, setup))
 
 
-def check_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan | None:
-    """Refuse a training that does not fit into memory. None for one that is far from it: a plan
-    takes seconds."""
-    config = _with_largest(config)
-    if _quick_share(config, files) is not None or _is_small(config, files):
-        return None
-    plan = make_plan(config, files)
-    if plan.complaint:
-        raise ConfigError(plan.complaint)
-    return plan
+def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
+    """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
+    the config says it. ConfigError for a training that does not fit into memory.
+
+    A plan takes seconds: none is made for a training that is far from it.
+    """
+    config, launch = _with_largest(config), launch_of(setup.engine)
+    is_told = launch is not None and launch.gpu_memory_utilization is not None
+    is_asked = setup.place.has_servers and not is_told
+    share = _quick_share(config, setup)
+    if share is None:
+        prompts = _drawn_prompts(config, setup)
+        if not is_asked and _is_small(config, setup, _lengths(config, prompts)):
+            return None
+        plan = _make_plan(config, setup, prompts)
+        if plan.complaint:
+            raise ConfigError(plan.complaint)
+        servers = [row.num_bytes for row in plan.rows if row.name == SERVER]
+        share = sum(servers) / plan.available_bytes
+    return math.floor(100 * share) / 100 if is_asked else None
 
 
 def _with_largest(config: GrpoConfig) -> GrpoConfig:
@@ -150,43 +149,43 @@ def _with_largest(config: GrpoConfig) -> GrpoConfig:
     return largest.model_copy(update={"sweep": config.sweep})
 
 
-def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
+def _is_small(config: GrpoConfig, setup: GrpoSetup, lengths: Lengths) -> bool:
     """Whether weights and tokens are so few that no plan is needed."""
-    device, _ = files.place
-    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
-    lengths = _lengths(config, files)
+    device = setup.place.device
     size = lengths.prompt_tokens + lengths.answer_tokens
-    most_tokens = config.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
+    most_tokens = setup.trainer.pass_tokens or (CPU_TOKENS if device == "cpu" else MOST_TOKENS)
     tokens = max(size, min(most_tokens, size * lengths.num_data))
-    most = MOST_COPIES * weights * (1 + tokens / MANY_TOKENS)
+    most = MOST_COPIES * _file_bytes(setup) * (1 + tokens / MANY_TOKENS)
     return most + _drawn_row(config, lengths).num_bytes < min(_memory(device), _memory("cpu"))
 
 
-def _quick_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+def _quick_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
     """The part of a GPU for a server beside a trainer whose passes are of the GPU's size: known
     without a plan. None: it has to be planned."""
-    device, _ = files.place
-    launch = launch_of(config.engine)
-    if launch is None or not _is_beside(launch, device) or config.full is not None:
+    if not setup.place.has_servers or setup.full is not None:
         return None
-    if config.trainer.pass_tokens is not None or config.needs_reference:
+    if setup.trainer.pass_tokens is not None or config.needs_reference:
         return None
-    total = _memory(device)
-    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
+    total, weights = _memory(setup.place.device), _file_bytes(setup)
     left = (1 - CUDA_PART - PASS_PART) * total - ADAPTER_COPIES * weights
     return left / total if left > 2 * (weights + LEAST_CACHE) else None
 
 
-def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
-    device, dtype = files.place
+def _file_bytes(setup: GrpoSetup) -> int:
+    return sum(path.stat().st_size for path in setup.start.glob("*.safetensors"))
+
+
+def _make_plan(config: GrpoConfig, setup: GrpoSetup, prompts: Sequence[int]) -> MemoryPlan:
+    """`prompts` are the lengths of those that are trained on."""
+    device, lengths = setup.place.device, _lengths(config, prompts)
     step = measure_step(
-        files.start,
-        trained=_trained(config, files),
-        trainer=config.trainer,
-        lengths=_lengths(config, files),
-        place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
+        setup.start,
+        trained=setup.full or setup.init or setup.lora,
+        trainer=setup.trainer,
+        lengths=lengths,
+        place=ModelPlace(device=device, dtype=setup.place.dtype, is_exact=setup.is_shared),
     )
-    drawn = _drawn_row(config, _lengths(config, files).within(step.shape.context_tokens))
+    drawn = _drawn_row(config, lengths.within(step.shape.context_tokens))
     if drawn.num_bytes > _memory("cpu"):
         raise ConfigError(
             f"{drawn.note} take {_gib(drawn.num_bytes)} and this machine has "
@@ -194,14 +193,13 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         )
     # The processes of a machine share its memory; each has a GPU of its own.
     many = num_local_processes() if device == "cpu" else 1
-    trainer = list(
-        _times(many, [*_process_rows(device), *_trainer_rows(config, files, step, device)])
-    )
-    if config.engine.type == "fleet":
-        rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
+    own = [*_process_rows(device), *_trainer_rows(config, setup, step)]
+    trainer = [replace(row, num_bytes=many * row.num_bytes) for row in own]
+    if setup.engine.type == "fleet":
+        rows = [*_server_rows(setup, step, beside=trainer), *trainer]
     else:
-        assert config.engine.type == "embedded", "a service has its own memory"
-        rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
+        assert setup.engine.type == "embedded", "a service has its own memory"
+        rows = [*_engine_rows(config, setup, setup.engine, step, prompts), *trainer]
     if device == "cpu":
         rows.append(drawn)
     return MemoryPlan(
@@ -211,19 +209,9 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     )
 
 
-def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:
-    return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
-
-
-def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
-    if config.full is not None:
-        return FullConfig(**config.trainer.model_dump(), **config.full.model_dump())
-    return files.init or config.lora
-
-
-def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
+def _lengths(config: GrpoConfig, prompts: Sequence[int]) -> Lengths:
     return Lengths(
-        prompt_tokens=max(_drawn_prompts(config, files)),
+        prompt_tokens=max(prompts),
         answer_tokens=_answer_tokens(config),
         num_data=config.groups_per_step * config.group_size * config.num_policies,
     )
@@ -237,20 +225,18 @@ def _answer_tokens(config: GrpoConfig) -> int:
     return min(config.drawing.max_tokens, config.atropos.max_token_len - 1)
 
 
-def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
+def _drawn_prompts(config: GrpoConfig, setup: GrpoSetup) -> list[int]:
     """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
     their longest."""
     if config.atropos is not None:
         longest = config.atropos.max_token_len - _answer_tokens(config)
         return [longest] * config.groups_per_step
-    return _prompt_tokens(files, "search")
+    return _prompt_tokens(setup, "search")
 
 
-def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
-    if split not in files.prompt_tokens:
-        tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
-        files.prompt_tokens[split] = [len(files.template.encode(task)) for task in tasks]
-    return files.prompt_tokens[split]
+def _prompt_tokens(setup: GrpoSetup, split: SplitName) -> list[int]:
+    tasks = [task for taskset in setup.tasksets for task in taskset.split(split)]
+    return [len(setup.template.encode(task)) for task in tasks]
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
@@ -259,113 +245,67 @@ def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
     num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
     num *= config.num_policies
     return MemoryRow(
-        name="drawn answers",
-        num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
-        note=f"{num:,} answers of up to {tokens:,} tokens with their prompts",
-        remedy="lower groups_per_step, max_extra_groups or group_size",
+        "drawn answers",
+        num * tokens * DRAWN_TOKEN_BYTES,
+        f"{num:,} answers of up to {tokens:,} tokens with their prompts",
+        "lower groups_per_step, max_extra_groups or group_size",
     )
 
 
 def _process_rows(device: str) -> Iterator[MemoryRow]:
     if device == "cpu":
-        yield MemoryRow(name="this process", num_bytes=_resident_bytes(), note="Python, libraries")
+        yield MemoryRow("this process", _resident_bytes(), "Python, libraries")
 
 
 def _engine_rows(
-    config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
+    config: GrpoConfig,
+    setup: GrpoSetup,
+    engine: EngineConfig,
+    step: StepMemory,
+    prompts: Sequence[int],
 ) -> Iterator[MemoryRow]:
-    if not config.share:
+    device, shape = setup.place.device, step.shape
+    if not setup.is_shared:
         is_packed = can_pack(device=torch.device(device), dtype=step.dtype)
         yield MemoryRow(
-            name="engine weights",
-            num_bytes=step.weights + (step.tied_head if is_packed else 0),
-            note="packed, the tied head beside the embeddings" if is_packed else str(step.dtype),
-            remedy="write share: true, or a smaller engine.dtype",
+            "engine weights",
+            step.weights + (step.tied_head if is_packed else 0),
+            "packed, the tied head beside the embeddings" if is_packed else str(step.dtype),
+            "write share: true, or a smaller engine.dtype",
         )
-    if config.full is None:
-        slots = 2 * config.num_policies * step.masters
-        yield MemoryRow(name="adapter slots", num_bytes=slots, note="two versions")
-    yield from _cache_rows(config, engine, files, step, device)
-
-
-def _cache_rows(
-    config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
-) -> Iterator[MemoryRow]:
-    shape, size = step.shape, step.dtype.itemsize
-    longest = sorted(_drawn_prompts(config, files))[-config.max_groups :]
-    select, report = (sum(_prompt_tokens(files, split)) for split in ("select", "report"))
+    if setup.full is None:
+        yield MemoryRow("adapter slots", 2 * config.num_policies * step.masters, "two versions")
+    longest = sorted(prompts)[-config.max_groups :]
+    select, report = (sum(_prompt_tokens(setup, split)) for split in ("select", "report"))
     kept = sum(longest) + max(select, 2 * report)
     limit = int(engine.cache_gib * GIB)
-    kept_bytes = kept * shape.token_bytes(step.dtype)
     yield MemoryRow(
-        name="prefix cache",
+        "prefix cache",
         # On a GPU it is taken as a whole at the start; on the CPU untouched pages are free.
-        num_bytes=limit if device != "cpu" else min(limit, kept_bytes),
-        note=f"{kept:,} tokens of prompts, {engine.cache_gib:g} GiB at most",
-        remedy="lower engine.cache_gib",
+        limit if device != "cpu" else min(limit, kept * shape.token_bytes(step.dtype)),
+        f"{kept:,} tokens of prompts, {engine.cache_gib:g} GiB at most",
+        "lower engine.cache_gib",
     )
     rows = min(engine.max_rows, config.groups_per_step * config.group_size)
     length = min(max(longest) + _answer_tokens(config), shape.context_tokens)
-    yield MemoryRow(
-        name="answers in flight",
-        num_bytes=rows * length * _kv_bytes(shape) * size,
-        note=f"{rows} rows of {length:,} tokens",
-        remedy="lower engine.max_rows",
-    )
-
-
-def _kv_bytes(shape: ModelShape) -> int:
-    """Numbers of one token's keys and values."""
-    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
-
-
-def server_share(
-    config: GrpoConfig, files: GrpoFiles, plan: MemoryPlan | None = None
-) -> float | None:
-    """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
-    the config says it. `plan` is made where it is not given."""
-    config = _with_largest(config)
-    launch = launch_of(config.engine)
-    if launch is None or not _is_beside(launch, files.place[0]):
-        return None
-    if launch.gpu_memory_utilization is not None:
-        return None
-    share = None if plan is not None else _quick_share(config, files)
-    if share is None:
-        plan = plan or make_plan(config, files)
-        [row] = [row for row in plan.rows if row.name == SERVER]
-        share = row.num_bytes / plan.available_bytes
-    return math.floor(100 * share) / 100
-
-
-def has_one_gpu(engine: AnyEngineConfig) -> bool:
-    """Whether one server is started, on the trainer's GPU."""
-    launch = launch_of(engine)
-    if launch is None or not _is_beside(launch, trainer_place(engine)[0]):
-        return False
-    return num_replicas(launch) == gpus_each(launch) == 1
-
-
-def _is_beside(launch: LaunchConfig, device: str) -> bool:
-    """Whether servers compute on the trainer's GPU."""
-    return device != "cpu" and not launch.is_on_cpu and not launch.spare_gpus
+    kv_bytes = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * step.dtype.itemsize
+    note = f"{rows} rows of {length:,} tokens"
+    yield MemoryRow("answers in flight", rows * length * kv_bytes, note, "lower engine.max_rows")
 
 
 def _server_rows(
-    engine: FleetConfig, step: StepMemory, device: str, *, beside: Sequence[MemoryRow]
+    setup: GrpoSetup, step: StepMemory, *, beside: Sequence[MemoryRow]
 ) -> Iterator[MemoryRow]:
     """Servers that are started here; others have their own memory."""
-    launch = engine.launch
-    if launch is None:
-        return
-    if launch.is_on_cpu and device == "cpu":
+    device, launch = setup.place.device, launch_of(setup.engine)
+    if launch is not None and launch.is_on_cpu and device == "cpu":
         yield MemoryRow(
-            name="server cache",
-            num_bytes=launch.cpu_cache_gib * GIB,
-            note="engine.launch.cpu_cache_gib; its weights come on top",
-            remedy="lower engine.launch.cpu_cache_gib",
+            "server cache",
+            launch.cpu_cache_gib * GIB,
+            "engine.launch.cpu_cache_gib; its weights come on top",
+            "lower engine.launch.cpu_cache_gib",
         )
-    if _is_beside(launch, device):
+    if launch is not None and setup.place.has_servers:
         total = memory_bytes(torch.device(device))
         yield server_row(launch, step.weights, total=total, beside=beside)
 
@@ -376,72 +316,51 @@ def server_row(
     """What a server takes of a GPU with `total` bytes, `beside` a trainer there."""
     if launch.gpu_memory_utilization is not None:
         return MemoryRow(
-            name=SERVER,
-            num_bytes=int(launch.gpu_memory_utilization * total),
-            note="engine.launch.gpu_memory_utilization of the GPU",
-            remedy="lower engine.launch.gpu_memory_utilization",
+            SERVER,
+            int(launch.gpu_memory_utilization * total),
+            "engine.launch.gpu_memory_utilization of the GPU",
+            "lower engine.launch.gpu_memory_utilization",
         )
     left = int((1 - CUDA_PART) * total) - sum(row.num_bytes for row in beside)
-    return MemoryRow(
-        name=SERVER,
-        num_bytes=min(int(GPU_SHARE * total), max(left, weights + LEAST_CACHE)),
-        note="what the trainer leaves; weights and 1 GiB for keys and values at least",
-    )
+    num_bytes = min(int(GPU_SHARE * total), max(left, weights + LEAST_CACHE))
+    note = "what the trainer leaves; weights and 1 GiB for keys and values at least"
+    return MemoryRow(SERVER, num_bytes, note)
 
 
-def _trainer_rows(
-    config: GrpoConfig, files: GrpoFiles, step: StepMemory, device: str
-) -> Iterator[MemoryRow]:
-    dtype = str(step.dtype).removeprefix("torch.")
-    name = "weights" if config.share else "trainer weights"
-    note = f"{dtype}, engine and trainer" if config.share else dtype
-    is_full = config.full is not None
+def _trainer_rows(config: GrpoConfig, setup: GrpoSetup, step: StepMemory) -> Iterator[MemoryRow]:
+    dtype, is_full = str(step.dtype).removeprefix("torch."), setup.full is not None
+    name = "weights" if setup.is_shared else "trainer weights"
+    note = f"{dtype}, engine and trainer" if setup.is_shared else dtype
     parts = num_processes() if is_full else 1  # each process keeps a part of a model
     own_weights = step.weights // parts
     # With alias they are the servers', and counted there.
     held = 0 if config.bridge == "alias" else own_weights
-    yield MemoryRow(name=name, num_bytes=held, note=note, remedy="take a smaller model")
+    yield MemoryRow(name, held, note, "take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
-    trained = f"{step.trained:,} numbers"
-    many = config.num_policies
+    many, trained = config.num_policies, f"{step.trained:,} numbers"
     if many > 1:
         trained, fewer = f"{many} adapters of {trained}", f"{fewer}, or train fewer adapters"
-    yield MemoryRow(
-        name="masters", num_bytes=many * step.masters // parts, note=trained, remedy=fewer
-    )
-    yield MemoryRow(
-        name="gradients", num_bytes=many * step.gradients // parts, note="float32", remedy=fewer
-    )
-    yield MemoryRow(
-        name="moments", num_bytes=many * step.moments // parts, note="of AdamW", remedy=halved
-    )
+    yield MemoryRow("masters", many * step.masters // parts, trained, fewer)
+    yield MemoryRow("gradients", many * step.gradients // parts, "float32", fewer)
+    yield MemoryRow("moments", many * step.moments // parts, "of AdamW", halved)
     if config.needs_reference:
-        yield MemoryRow(
-            name="reference",
-            num_bytes=step.weights if files.has_reference_model else step.masters,
-            note="what the KL term is to",
-            remedy="leave loss.kl out",
-        )
-    yield MemoryRow(
-        name="hidden states",
-        num_bytes=step.trunk,
-        note="below the first adapted layer",
-        remedy="lower trainer.trunk_cache_gib",
-    )
-    checkpointed = config.trainer.checkpoint_layers
+        held = step.weights if setup.has_reference_model else step.masters
+        yield MemoryRow("reference", held, "what the KL term is to", "leave loss.kl out")
+    below = "below the first adapted layer"
+    yield MemoryRow("hidden states", step.trunk, below, "lower trainer.trunk_cache_gib")
     # Gradients of a pass are cut as they are made; what is published is put together.
-    published = step.weights if is_full and not config.share else 0
-    one_pass = int((1 + (KERNEL_PART if device == "cpu" else 0)) * step.one_pass)
-    yield MemoryRow(
-        name="one pass",
-        # What a pass, a step and a publication take for themselves is not held at the same time.
-        num_bytes=max(one_pass - step.weights + own_weights, step.one_step // parts, published),
-        note=f"activations of {step.pass_tokens:,} tokens"
-        + (", layers checkpointed" if checkpointed else ""),
-        remedy="lower trainer.pass_tokens or drawing.max_tokens"
-        + ("" if checkpointed else ", or write trainer.checkpoint_layers: true"),
-    )
+    published = step.weights if is_full and not setup.is_shared else 0
+    kernels = KERNEL_PART if setup.place.device == "cpu" else 0
+    one_pass = int((1 + kernels) * step.one_pass) - step.weights + own_weights
+    note = f"activations of {step.pass_tokens:,} tokens"
+    lower = "lower trainer.pass_tokens or drawing.max_tokens"
+    if setup.trainer.checkpoint_layers:
+        note = f"{note}, layers checkpointed"
+    else:
+        lower = f"{lower}, or write trainer.checkpoint_layers: true"
+    # What a pass, a step and a publication take for themselves is not held at the same time.
+    yield MemoryRow("one pass", max(one_pass, step.one_step // parts, published), note, lower)
 
 
 def _resident_bytes() -> int:

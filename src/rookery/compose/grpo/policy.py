@@ -1,16 +1,20 @@
-"""What a grpo run trains, made as its config says: an adapter, or all weights of a model."""
+"""What a grpo run trains, made as its setup says: an adapter, here or in a service elsewhere, or
+all weights of a model."""
 
-from collections.abc import Callable
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rookery.compose.grpo.bridge import Opened
-from rookery.compose.grpo.files import GrpoFiles, read_files
-from rookery.compose.running import Outcome, quiet_libraries
+from rookery.compose.grpo.setup import GrpoSetup
+from rookery.compose.running import Outcome, num_processes
+from rookery.engines import base_name
 from rookery.errors import ConfigError, ModelError, TrainError
-from rookery.loops.grpo import GrpoConfig
-from rookery.loops.grpo.checkpoints import read_start
+from rookery.loops.grpo.checkpoints import STATE, read_start
 from rookery.loops.grpo.policy_weights import (
     POLICY,
     REFERENCE,
@@ -19,34 +23,43 @@ from rookery.loops.grpo.policy_weights import (
     BaseModel,
     FullPolicy,
     PolicyWeights,
+    TraineePolicy,
 )
 from rookery.ports import Engine, Publisher
+from rookery.remote import ServiceClient, read_states
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.train import (
-    FullConfig,
-    FullTrainer,
-    FullWeights,
-    LoraConfig,
-    LoraTrainer,
-    TrainerConfig,
-    initial_adapter,
-)
+from rookery.train import FullTrainer, LoraConfig, LoraTrainer, initial_adapter, new_adapter
 from rookery.train.full import ShardedTrainer
 from rookery.train.processes import Processes, join_processes
 from rookery.train.slotted_trainer import SlottedTrainer
 from rookery.types import Adapter
+from rookery.weights import write_adapter
 
 __all__ = [
     "MakePolicy",
     "PolicyParts",
     "adapter_policy",
+    "check_service",
     "compute_for_first_process",
     "end_processes",
     "full_policy",
     "make_reference",
+    "policy_on_service",
+    "start_adapter",
 ]
+
+MakePolicy = Callable[[Run], PolicyWeights]
+"""The weights of a run, when all that can be refused has been."""
+
+
+def start_adapter(setup: GrpoSetup, new: Callable[..., Adapter], *, seed: int) -> Adapter:
+    """The adapter to begin with; `new` makes one for the layers of the model."""
+    base = base_name(setup.folder.name)
+    start = setup.init or new(setup.lora, name=POLICY, base=base, seed=seed)
+    return replace(start, name=POLICY, base=start.base or base)
+
 
 # What the KL term of a grpo run is to, made as the config says.
 #
@@ -58,27 +71,21 @@ __all__ = [
 # | an adapter | the adapter | another copy of the engine's model, with the adapter |
 
 
-def make_reference(
-    files: GrpoFiles, model: SlottedModel, trainer: TrainerConfig
-) -> Adapter | LoraTrainer | None:
+def make_reference(setup: GrpoSetup, model: SlottedModel) -> Adapter | LoraTrainer | None:
     """An adapter of `model`, which is trained, or the trainee REFERENCE over another model. None:
     the loss needs none, or it is the adapter that training begins with. Loads a model: slow."""
-    if not files.has_reference_model:
-        return _adapter(files, model)
-    reference = files.reference
-    folder = files.start if reference is None else files.folder.path
+    reference = setup.reference
+    if not setup.has_reference_model:
+        if isinstance(reference, Path):
+            return _unchanged(model)
+        if reference is not None:
+            model.bank.check(reference, max_rank=max(reference.rank, 1))
+        return reference
+    folder = setup.start if reference is None else setup.folder.path
     other = _load(reference if isinstance(reference, Path) else folder, like=model)
-    scorer = LoraTrainer(other, config=trainer)
+    scorer = LoraTrainer(other, config=setup.trainer)
     scorer.add(REFERENCE, reference if isinstance(reference, Adapter) else _unchanged(other))
     return scorer
-
-
-def _adapter(files: GrpoFiles, model: SlottedModel) -> Adapter | None:
-    if isinstance(files.reference, Path):
-        return _unchanged(model)
-    if files.reference is not None:
-        model.bank.check(files.reference, max_rank=max(files.reference.rank, 1))
-    return files.reference
 
 
 def _load(folder: Path, *, like: SlottedModel) -> SlottedModel:
@@ -99,8 +106,7 @@ def _unchanged(model: SlottedModel) -> Adapter:
     return initial_adapter(model, lora, name=REFERENCE, base="", seed=0)
 
 
-MakePolicy = Callable[[Run], PolicyWeights]
-"""The weights of a run, when all that can be refused has been."""
+# The policy itself.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,56 +120,48 @@ class PolicyParts:
 
 
 def adapter_policy(
-    config: GrpoConfig,
     start: Adapter,
     parts: PolicyParts,
     *,
     trainer: AdapterTrainer,
-    publisher: Publisher | None = None,
+    needs_reference: bool,
+    only: Publisher | None = None,
 ) -> MakePolicy:
-    """An adapter. A run that goes on begins with the one in its own folder. `publisher` is given
+    """An adapter. A run that goes on begins with the one in its own folder. `only` publishes it
     where the engine serves one adapter at a time."""
-    engine = parts.opened.engine
 
     def make(run: Run) -> PolicyWeights:
         policy = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
-        if reference is None and config.needs_reference:
+        if reference is None and needs_reference:
             reference = policy
+        engine = parts.opened.engine
         return AdapterPolicy(
-            trainer, start=policy, engine=engine, reference=reference, publisher=publisher
+            trainer, start=policy, engine=engine, reference=reference, publisher=only
         )
 
     return make
 
 
-def _full_trainer(
-    config: GrpoConfig, start: Path, *, model: SlottedModel, processes: Processes
-) -> FullTrainer:
+def _full_trainer(setup: GrpoSetup, model: SlottedModel, processes: Processes) -> FullTrainer:
     """In several processes, each keeps a part of the weights."""
-    full = config.full or FullWeights()
+    assert setup.full is not None, "all weights are trained"
     kind = FullTrainer if processes.size == 1 else ShardedTrainer
-    return kind(
-        model,
-        name=POLICY,
-        config=FullConfig(**config.trainer.model_dump(), **full.model_dump()),
-        like=start,
-        processes=processes,
-    )
+    return kind(model, name=POLICY, config=setup.full, like=setup.start, processes=processes)
 
 
-def full_policy(config: GrpoConfig, files: GrpoFiles, parts: PolicyParts) -> MakePolicy:
+def full_policy(setup: GrpoSetup, parts: PolicyParts) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
-    start, folder = files.start, files.folder.path
+    start, folder = setup.start, setup.folder.path
     engine, model = parts.opened.engine, parts.opened.model
-    if config.init_from is not None:
+    if start != folder:
         _check_shape(model, start, engine)
-    if config.share and parts.processes.size > 1:
+    if setup.is_shared and parts.processes.size > 1:
         raise ConfigError(
             f"share is for one process, and torchrun started {parts.processes.size}, each with a "
             "part of the weights: write share: false."
         )
-    trainer = _full_trainer(config, start, model=model, processes=parts.processes)
+    trainer = _full_trainer(setup, model, parts.processes)
     publisher = parts.opened.publish_model(trainer, like=folder)
     assert not isinstance(parts.reference, Adapter), "the reference of a model is another model"
     base = BaseModel(folder=folder, ref=engine.base, dtype=model.dtype)
@@ -191,17 +189,15 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
 # torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml
 
 
-def compute_for_first_process(config: GrpoConfig) -> Outcome[GrpoReport]:
+def compute_for_first_process(setup: GrpoSetup) -> Outcome[GrpoReport]:
     """Do the part of this process until the first one has ended; the outcome of that one."""
-    quiet_libraries()
-    files = read_files(config)
-    device, dtype = files.place
-    model = load_model(files.start, device=device, dtype=dtype, names=files.folder.names)
+    place, names = setup.place, setup.folder.names
+    model = load_model(setup.start, device=place.device, dtype=place.dtype, names=names)
     processes = join_processes(model.device.type)
     trainer: SlottedTrainer[Any] = (
-        LoraTrainer(model, config=config.trainer, processes=processes)
-        if config.full is None
-        else _full_trainer(config, files.start, model=model, processes=processes)
+        LoraTrainer(model, config=setup.trainer, processes=processes)
+        if setup.full is None
+        else _full_trainer(setup, model, processes)
     )
     outcome = trainer.serve_rank()
     if not isinstance(outcome, Outcome):
@@ -214,3 +210,59 @@ def end_processes(processes: Processes, outcome: Outcome[GrpoReport]) -> None:
     """Called by the first process when all is done."""
     processes.broadcast(outcome)
     processes.leave()
+
+
+# An adapter that a service elsewhere trains.
+
+
+def check_service(setup: GrpoSetup) -> None:
+    """ConfigError for what a service cannot do, before it is asked."""
+    if num_processes() > 1:
+        raise ConfigError(
+            f"The service trains, and torchrun started {num_processes()} processes: start it "
+            "without torchrun."
+        )
+    if isinstance(setup.reference, Path) and setup.reference.resolve() != setup.folder.path:
+        raise ConfigError(
+            f"reference is {setup.reference}, another model than the one of the service: write an "
+            "adapter, the folder of `tokenizer` for the model as it is, or leave reference out."
+        )
+
+
+@asynccontextmanager
+async def policy_on_service(
+    setup: GrpoSetup, client: ServiceClient, run: Run, start: Adapter, *, needs_reference: bool
+) -> AsyncIterator[TraineePolicy]:
+    """The trainees of a run, made in the service; at the end it forgets their states. A run that
+    goes on begins with the adapter in its own folder."""
+    trainer = client.trainer
+    known = await asyncio.to_thread(_own_states, run)  # a kill leaves one that is made again
+    start = read_start(run) or start
+    await _create(client, POLICY, start)
+    if needs_reference:
+        await _create(client, REFERENCE, _reference_elsewhere(setup, client.engine, start))
+    yield TraineePolicy(trainer, trainees=trainer, engine=client.engine, base=start.base)
+    await trainer.forget({*known, *await asyncio.to_thread(_own_states, run)})
+
+
+def _own_states(run: Run) -> list[str]:
+    """Those on the service that the run has files of."""
+    paths = sorted(run.path.glob(f"checkpoints/*/{STATE}"))
+    return [state for path in paths for state in read_states(path)]
+
+
+def _reference_elsewhere(setup: GrpoSetup, engine: Engine, start: Adapter) -> Adapter:
+    if isinstance(setup.reference, Adapter):
+        return setup.reference
+    if setup.reference is None:
+        return start
+    layers = engine.linear_layers  # the model as it is: an adapter that changes nothing
+    lora = LoraConfig(rank=1, targets=(min(layers),))
+    return new_adapter(layers, lora, name=REFERENCE, base=start.base, seed=0)
+
+
+async def _create(client: ServiceClient, name: str, adapter: Adapter) -> None:
+    with tempfile.TemporaryDirectory(prefix="rookery-start-") as scratch:
+        folder = Path(scratch) / "adapter"
+        await asyncio.to_thread(write_adapter, replace(adapter, name=name), folder)
+        await client.trainer.create(name, folder)
