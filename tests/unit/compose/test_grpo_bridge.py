@@ -21,9 +21,11 @@ from rookery.compose.grpo.bridge import (
     adapter_publisher,
     attach,
     choose_bridge,
+    open_beside,
 )
-from rookery.compose.grpo.setup import plan_bridge
+from rookery.compose.grpo.setup import plan_bridge, read_setup
 from rookery.embedded.folders import resolve_model
+from rookery.engines import launch_of
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.alias import share_base
@@ -112,7 +114,7 @@ ATTACHED = """
 import asyncio, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo.bridge import choose_bridge
-from rookery.compose.grpo.setup import plan_bridge
+from rookery.compose.grpo.setup import plan_bridge, read_setup
 from rookery.fleet import open_fleet
 from rookery.loops.grpo import GrpoConfig
 
@@ -308,3 +310,33 @@ def test_servers_are_started_as_the_bridge_needs_them(tmp_path: Path) -> None:
     assert not started(full=True, bridge="restart").launch.live_weights
     adapter = started(bridge="adapter")
     assert adapter.peft_folders and adapter.launch.max_loras and not adapter.launch.live_weights
+
+
+async def test_servers_get_the_share_of_the_gpu_that_the_trainer_leaves(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan comes last: what the config names is read before."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(60))
+    )
+    config = GrpoConfig.model_validate(
+        {
+            "engine": {"type": "fleet", "launch": {"model": str(tiny_folder), "device": "cpu"}},
+            "tasksets": [{"type": "jsonl", "path": str(tasks), "scorer": {"type": "exact"}}],
+        }
+    )
+    started: list[FleetConfig] = []
+
+    def open_servers(config: FleetConfig, **_: object) -> Any:
+        started.append(config)
+        raise FleetError("no server here")
+
+    monkeypatch.setattr("rookery.compose.grpo.bridge.open_servers", open_servers)
+    setup = read_setup(config)
+    for share in (0.4, None):
+        with pytest.raises(FleetError, match="no server here"):
+            async with open_beside(setup, gpu_share=share, on_launch=lambda _: None):
+                pass
+    shares = [launch_of(engine).gpu_memory_utilization for engine in started]  # type: ignore[union-attr]
+    assert shares == [0.4, None]
