@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation of a policy, with the engine on the newest weights.
+"""grpo: trains a policy by group-relative policy optimisation, the engine on the newest weights.
 
 config.py          the config of a run
 batch.py           the rollouts of one step, their advantages, and their encoding on disk

@@ -151,7 +151,7 @@ class GrpoConfig(ScheduleConfig):
     """How new weights reach the servers of a fleet. For all weights: `alias` (trainer and server
     share one copy), `copy` (through memory), `reload` (through a folder) or `restart`. For an
     adapter: `merge` (added to the weights of a server on the trainer's GPU), `slot` (from memory)
-    or `adapter` (a PEFT folder). auto: the first that fits; the log gives the reason."""
+    or `adapter` (a PEFT folder). auto: the first that fits; the run prints the reason."""
     tasksets: tuple[TasksetConfig, ...] = ()
     """The run trains on `search`, chooses the checkpoint on `select` and measures on `report`.
     Optional with an Atropos environment: the newest checkpoint is then kept, unmeasured."""
