@@ -1,9 +1,9 @@
-"""The rows of the report: what each entry earned on the same tasks, and how sure one can be.
+"""The rows of a report: each entry's mean reward on the same tasks, with confidence intervals.
 
     rows = compare({"evolved": rewards, "best founder": rewards}, tasks, weights=..., seed=0)
     rows[0].mean, rows[0].gain.low
 
-Rewards are by task id. An entry that misses a task has no mean, and no difference to another.
+Rewards are keyed by task id. An entry that misses a task has no mean and no differences.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.types import Group, ModelRef, Rollout, Task
 
-if TYPE_CHECKING:  # they need torch, and an evolution need not have it
+if TYPE_CHECKING:  # needs torch, which an evolution may lack
     from rookery.engines import AnySamplerConfig
 
 __all__ = [
@@ -58,10 +58,11 @@ def compare(
     weights: Mapping[str, float],
     seed: int,
 ) -> list[ReportRow]:
-    """A row per entry: its mean, `gain` over the second entry, `lead` over the first, the winner.
+    """Return a row per entry: mean, `gain` over the second entry, `lead` over the first, the
+    winner.
 
-    Differences are paired by task, and tasks of one question are one cluster in all intervals.
-    An entry may earn what any of them has earned: one that only lost may have won 10.
+    Differences are paired by task. All intervals treat tasks of one question as one cluster.
+    Rewards of any entry bound the intervals of all: an entry that only lost might have won 10.
     """
     paired = _Paired(rewards, tasks, weights)
     whole, strata, limits = paired.whole, paired.strata, paired.limits
@@ -97,7 +98,7 @@ def compare(
 
 
 class _Paired:
-    """What entries earned on the same tasks, of those that miss none."""
+    """The rewards of entries that miss no task, ready for pairing."""
 
     def __init__(
         self, rewards: Mapping[str, Rewards], tasks: Sequence[Task], weights: Mapping[str, float]
@@ -116,7 +117,7 @@ class _Paired:
         self.limits = (min([0.0, *earned]), max([1.0, *earned]))
 
     def difference(self, ours: str, theirs: str, *, rng: np.random.Generator) -> Estimate | None:
-        """Paired by task; None with itself, or with one that misses a task."""
+        """Return the paired difference, or None for equal names or if an entry misses a task."""
         if ours == theirs or not {ours, theirs} <= set(self.whole):
             return None
         pair = (self.whole[ours], self.whole[theirs])
@@ -130,8 +131,7 @@ def compare_pairs(
     weights: Mapping[str, float],
     seed: int,
 ) -> dict[tuple[str, str], Estimate]:
-    """How much each entry earned above each later one, paired by task; entries that miss a task are
-    left out."""
+    """Return by how much each entry beats each later one, paired by task. Skips incomplete ones."""
     paired = _Paired(rewards, tasks, weights)
     differences = {
         (ours, theirs): paired.difference(ours, theirs, rng=stream(seed, "pair", ours, theirs))
@@ -141,7 +141,7 @@ def compare_pairs(
 
 
 def mean_rewards(rewards: Sequence[Rewards]) -> dict[str, float]:
-    """What several earned on average, of tasks that all have a reward for."""
+    """Average several rewards per task, over the tasks that all of them have."""
     common = set.intersection(*(set(by_task) for by_task in rewards))
     return {
         task: fmean(by_task[task] for by_task in rewards) for task in rewards[0] if task in common
@@ -152,13 +152,12 @@ class ReportConfig(Config):
     """How report tasks are answered."""
 
     samples: int | None = Field(default=None, ge=2)
-    """Besides the answers by `sampling`, draw so many to each task: the report then has pass@1,
-    pass@k and the majority's answer. null: none."""
+    """Further answers drawn per task, for pass@1, pass@k and the majority's reward. null: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Several answers to each report task: how many, and the sampling parameters."""
+    """Several answers per report task: their number and sampling parameters."""
 
     num: int
     params: Mapping[str, float] = field(default_factory=dict)
@@ -172,8 +171,7 @@ class Samples:
         weights: Mapping[str, float],
         seed: int,
     ) -> dict[str, SampledRecord]:
-        """Of each model, by its name; empty without tasks whose answers are drawn. Answers that the
-        run has are not drawn again."""
+        """Return the results by model name, for tasks with drawn answers. Reuses recorded ones."""
         drawn = [task for task in tasks if evaluator.can_draw(task)]
         if not drawn:
             return {}
@@ -195,7 +193,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Intervals:
-    """Makes intervals of the means over tasks."""
+    """Makes confidence intervals of means over tasks."""
 
     tasks: Sequence[Task]
     weights: Mapping[str, float]
@@ -239,11 +237,10 @@ def _sampled(
 
 
 def best_of(rewards: Sequence[float], k: int) -> float:
-    """The best of k answers, on average over all ways to take k of these: of right and wrong ones
-    1 - C(wrong, k) / C(all, k), the unbiased pass@k.
+    """Return the best of k answers, averaged over all ways to choose k. For rewards of 0 and 1 this
+    is the unbiased pass@k, 1 - C(wrong, k) / C(all, k).
 
-    >>> best_of([1.0, 0.0, 0.0, 0.0], 2)
-    0.5
+    >>> best_of([1.0, 0.0, 0.0, 0.0], 2) 0.5
     """
     ways = math.comb(len(rewards), k)
     ordered = enumerate(sorted(rewards))
@@ -251,7 +248,7 @@ def best_of(rewards: Sequence[float], k: int) -> float:
 
 
 def elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
-    """What the answer that most gave has earned; that of the first where none can be read."""
+    """Return the reward of the most frequent answer, or of the first one if none can be read."""
     known = list(answers)
     most = vote(known)
     return rewards[0 if most is None else known.index(most)]
@@ -260,7 +257,7 @@ def elected(answers: Iterable[str | None], rewards: Sequence[float]) -> float:
 def complete_means(
     rewards: Rewards, tasks: Sequence[Task], *, by_weight: bool = False
 ) -> dict[str, float]:
-    """The mean reward of each source that misses none of its tasks, as `mean_by_source` has it."""
+    """Return the mean of each source with a reward for every task, computed by `mean_by_source`."""
     sizes = Counter(task.source for task in tasks)
     earned = Counter(task.source for task in tasks if task.id in rewards)
     means = mean_by_source(rewards, tasks, by_weight=by_weight)
@@ -268,7 +265,7 @@ def complete_means(
 
 
 def describe_taskset(taskset: Taskset) -> TasksetRecord:
-    """How many tasks each split has."""
+    """Count the tasks of each split."""
     return TasksetRecord(
         name=taskset.name,
         weight=taskset.weight,
@@ -294,8 +291,7 @@ def warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def warn_of_batches(engine: Engine) -> list[str]:
-    """Of a mixture of experts on the CPU: all else there has the same bits in any batch, and on
-    GPUs nothing has."""
+    """Warn of a mixture of experts on the CPU, where other models do not depend on the batch."""
     if engine.is_remote or engine.is_batch_invariant:
         return []
     return [
@@ -305,7 +301,7 @@ def warn_of_batches(engine: Engine) -> list[str]:
 
 
 def warn_of_precision(engine: "AnySamplerConfig") -> list[str]:
-    """Of weights that were rounded to fewer bits than numbers are computed in."""
+    """Warn of weights that were rounded to fewer bits than the computation uses."""
     if engine.rounding is None:
         return []
     return [

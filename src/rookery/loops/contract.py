@@ -1,4 +1,4 @@
-"""A loop that needs no assembly of its own: its config, and a function from inputs to a report.
+"""Contract of a loop without assembly of its own: a config, and a function from inputs to report.
 
     LOOP = Loop(config=MyConfig, run=my_loop)
     report = await my_loop(inputs, engine=engine, run=run, observer=observer)
@@ -30,19 +30,19 @@ __all__ = ["Loop", "LoopConfig", "LoopInputs"]
 
 
 class LoopConfig(Config):
-    """What every loop over tasksets is told."""
+    """Config keys of every loop over tasksets."""
 
     engine: EngineChoice = EngineConfig()
-    """What answers: the embedded engine, or a fleet of vLLM servers."""
+    """The engine that answers: embedded, or a fleet of vLLM servers."""
     tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    """A model folder or Hugging Face id. Empty: the engine's model. Required for servers by URL."""
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    """What is searched, selected and reported on."""
+    """Tasks to search, select and report on."""
     seed: int = 0
-    """All random numbers follow from it."""
+    """Seed of all random numbers of the run."""
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with the paths in it taken from the folder of its file."""
+        """Return the config with its paths resolved against the folder of its file."""
         return self.model_copy(
             update={
                 "engine": engine_from_folder(self.engine, folder),
@@ -57,23 +57,23 @@ Settings = TypeVar("Settings", bound=LoopConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopInputs(Generic[Settings]):
-    """What a loop works on. The evaluator asks nothing that the run has an answer to."""
+    """The inputs of a loop. The evaluator reuses answers that the run has recorded."""
 
     config: Settings
     tasksets: Sequence[Taskset]
     evaluator: TasksetEvaluator
 
     def tasks(self, split: SplitName) -> list[Task]:
-        """Of all tasksets."""
+        """Return the tasks of a split over all tasksets."""
         return [task for taskset in self.tasksets for task in taskset.split(split)]
 
     async def rewards(self, model: ModelRef, split: SplitName) -> dict[str, float]:
-        """By task, without those that failed."""
+        """Return the rewards by task, without failed tasks."""
         [evaluation] = await self.evaluator.evaluate([model], self.tasks(split))
         return dict(evaluation.rewards)
 
     async def compare(self, models: Mapping[str, ModelRef]) -> tuple[ReportRow, ...]:
-        """On the report tasks: the result first, then what its gain is over."""
+        """Compare on the report tasks. The first model is the result, the second its reference."""
         rewards = {name: await self.rewards(ref, "report") for name, ref in models.items()}
         weights = {taskset.name: taskset.weight for taskset in self.tasksets}
         tasks, seed = self.tasks("report"), self.config.seed
@@ -82,7 +82,7 @@ class LoopInputs(Generic[Settings]):
 
 
 class RunLoop(Protocol[Settings]):
-    """The loop itself, which begins a run or goes on with one."""
+    """A loop that starts a run or resumes it."""
 
     def __call__(
         self, inputs: LoopInputs[Settings], *, engine: Engine, run: Run, observer: Observer[Any]
@@ -91,9 +91,9 @@ class RunLoop(Protocol[Settings]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop(Generic[Settings]):
-    """What `KINDS` of `rookery.compose` names."""
+    """A loop as `KINDS` of `rookery.compose` names it."""
 
     config: type[Settings]
     run: RunLoop[Settings]
     scored: tuple[str, ...] = ()
-    """Kinds of its events that follow from rewards: `--rescore` makes them again."""
+    """Kinds of events that follow from rewards. `--rescore` computes them again."""

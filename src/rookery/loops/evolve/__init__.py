@@ -1,23 +1,24 @@
 """evolve: programs evolved by a language model.
 
-loop.py          `evolve`: the whole of it, and simpler searches with as much to spend
-scheduler.py     attempts through their stages, many at a time; how a run resumes
-order.py         which attempt is asked and told next; the backlog, budgets and why a run stops
-stages.py        what each stage of an attempt leaves behind
-search_state.py  what the search knows, as a function of what was told
-parts.py         what a search is made of: models, evaluator, the programs to start from
+loop.py          `evolve`, the whole loop, and simpler searches with the same budget
+scheduler.py     takes attempts through their stages, many at a time; resumes a run
+order.py         the next attempt to ask or tell; backlog, budgets and stop reasons
+stages.py        the record of each stage of an attempt
+search_state.py  the state of a search, a function of what was told
+parts.py         the parts of a search: models, evaluator, first programs
 learning.py      the model trained on the run's own answers
 proposer.py      from a plan to a child: prompt, model, answer; children compared by embedding
 prompts.py       the prompt of an iteration: templates, history, artifacts
+prompt_tasks.py  prompts as programs, scored on tasks
 answers.py       from an answer to a child program or a failure: blocks, diffs, rewrites
 program_evaluator.py  from a child to its metrics: jobs, confirmation, judges, tuning
 tuning.py        the numbers of a program, tuned by CMA-ES
-problem.py       the program to start from, checked; what workers run: its evaluator in a sandbox
-program.py       a program with all that is known of it: files, document, blob
-outputs.py       what is written for others and when: best/, checkpoints/, the trace; logs/
-report.py        the report, the population without clocks, training data
+problem.py       the first program, checked; the evaluator in a sandbox, as workers run it
+program.py       a program with its metrics and lineage: files, document, blob
+outputs.py       best/, checkpoints/, the trace and logs/, and when they are written
+report.py        the report, the population without timestamps, training data
 config.py, config_sections.py  the config, and its sections
-prompt_templates/     what prompts are made of
+prompt_templates/     the texts of prompts
 """
 
 __all__: list[str] = []

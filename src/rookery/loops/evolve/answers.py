@@ -1,4 +1,4 @@
-"""From the text that a model answered to a child program, or to the reason why there is none.
+"""From a model's answer to a child program, or to the reason why there is none.
 
 read_answer(text, parent=parent, rules=AnswerRules(language="python"))
 ChildProgram(code=..., changes="Change 1: 'a = 1' to 'a = 2'", ...)
@@ -46,13 +46,9 @@ __all__ = [
     "summarise",
 ]
 
-# Why an answer of the model gives no child program: a kind that is counted, and a sentence.
-#
-# Code that reads an answer raises AnswerError; `answers.read_answer` turns it into a record.
-
 
 class FailureKind(StrEnum):
-    """The ways in which an answer is not a child."""
+    """Reasons why an answer gives no child."""
 
     EMPTY = "empty_answer"
     NO_DIFF = "no_diff"
@@ -69,7 +65,7 @@ class FailureKind(StrEnum):
 
 
 class AnswerError(Exception):
-    """An answer that cannot be turned into a child program."""
+    """An answer that gives no child. `read_answer` turns it into an AnswerFailure."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
@@ -77,14 +73,14 @@ class AnswerError(Exception):
         self.message = message
 
 
-# EVOLVE-BLOCK markers: which lines of a program the model may change, in any language.
+# EVOLVE-BLOCK markers enclose the lines that the model may change, in any language:
 #
 #     # EVOLVE-BLOCK-START
 #     ...
 #     # EVOLVE-BLOCK-END
 #
-# A marker line begins with any comment sign (`//`, `--`, `%`, `<!--`), or ends in a comment
-# `# EVOLVE-BLOCK-START`. Without `enforce_evolve_blocks` markers only advise the model.
+# A marker line begins with any comment sign (`//`, `--`, `%`, `<!--`), or has a trailing
+# `# EVOLVE-BLOCK-START`. Without `enforce_evolve_blocks`, markers only advise the model.
 
 
 _MARKER = re.compile(r"^\W*EVOLVE-BLOCK-(START|END)\b")
@@ -93,7 +89,7 @@ _TRAILING = re.compile(r"# EVOLVE-BLOCK-(START|END)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveBlock:
-    """Lines between two markers. Lines count from 0 and are those of the markers themselves."""
+    """Lines between two markers. The line numbers are the markers' own, counted from 0."""
 
     start_line: int
     end_line: int
@@ -101,7 +97,7 @@ class EvolveBlock:
 
 
 def evolve_blocks(code: str) -> tuple[EvolveBlock, ...]:
-    """The blocks of a program whose markers are in order."""
+    """Return the blocks of a program whose markers are well-formed."""
     lines = code.split("\n")
     marked = [number for number, line in enumerate(lines) if _marker(line)]
     pairs = zip(marked[::2], marked[1::2], strict=True)
@@ -112,7 +108,7 @@ def evolve_blocks(code: str) -> tuple[EvolveBlock, ...]:
 
 
 def find_marker_problem(code: str) -> str | None:
-    """What is wrong with the markers, with the line number counted from 1; None if nothing is."""
+    """Describe the first broken marker, with its line counted from 1. None if none is broken."""
     opened: int | None = None
     for number, line in enumerate(code.split("\n"), start=1):
         match _marker(line):
@@ -133,10 +129,10 @@ def find_marker_problem(code: str) -> str | None:
 
 
 def enforce_blocks(original: str, child: str) -> str:
-    """The original with the contents of the child's blocks: edits outside of them are undone.
+    """Return the original with the contents of the child's blocks, undoing all other edits.
 
-    An original without blocks in order limits nothing. A child with broken markers, or another
-    number of blocks, is an AnswerError.
+    If the original has no blocks or broken markers, the child is returned. Raises AnswerError if
+    the child has broken markers or another number of blocks.
     """
     if find_marker_problem(original) or not (kept := evolve_blocks(original)):
         return child
@@ -161,14 +157,14 @@ def _content(code: str, block: EvolveBlock) -> list[str]:
 
 
 def _marker(line: str) -> str | None:
-    """START, END, or None. A line with both trailing markers counts as START."""
+    """Return START, END, or None. A line with both trailing markers counts as START."""
     if match := _MARKER.match(line):
         return match[1]
     trailing = set(_TRAILING.findall(line))
     return max(trailing, default=None)
 
 
-# SEARCH/REPLACE blocks and fenced rewrites, read and applied as OpenEvolve 0.4 does.
+# SEARCH/REPLACE blocks and fenced rewrites, read and applied as in OpenEvolve 0.4:
 #
 #     <<<<<<< SEARCH
 #     total = a
@@ -176,43 +172,43 @@ def _marker(line: str) -> str | None:
 #     total = a + b
 #     >>>>>>> REPLACE
 #
-# Both sides lose trailing white space. A block replaces the first place where its lines stand:
-# exactly, else up to trailing white space per line.
+# Trailing white space of both sides is dropped. A block replaces the first place with its lines: an
+# exact match, else one up to trailing white space per line.
 
 
 DIFF_PATTERN = r"<<<<<<< SEARCH\n(.*?)=======\n(.*?)>>>>>>> REPLACE"
-"""The default of `diff_pattern`. Group 1 is SEARCH, group 2 is REPLACE; `.` matches newlines."""
+"""Default of `diff_pattern`. Group 1 is SEARCH, group 2 is REPLACE; `.` matches newlines."""
 
 _DELIMITER = re.compile(r"^[ \t]*(<<<<<<< SEARCH|=======|>>>>>>> REPLACE)[ \t]*\r?$", re.MULTILINE)
 _COMPLETE = ["<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"]
 _FENCE = re.compile(r"```(.*?)```", re.DOTALL)
 _Span = tuple[int, int, str, str]
-"""Where a block begins and ends, what it searches, and what it puts there."""
+"""Start and end of a block, its search text and its replacement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffBlock:
-    """One edit: the lines to find and the lines to put in their place."""
+    """One edit: lines to find and their replacement."""
 
     search: str
     replace: str
     before: str = ""
-    """The answer's text between the previous block and this one; it may name a file."""
+    """Text between the previous block and this one, which may name a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryLimits:
-    """How much of a block a summary shows."""
+    """Limits of a block in a summary."""
 
     max_line_chars: int = 100
     max_lines: int = 30
 
 
 def extract_blocks(answer: str, *, pattern: str = DIFF_PATTERN) -> tuple[DiffBlock, ...]:
-    """The blocks of an answer, in order; none is an empty tuple.
+    """Return the blocks of an answer, in order; empty if there are none.
 
-    With the default pattern a delimiter line outside of a block, or two within one, is an
-    AnswerError: the pattern would read the stray line as code. Own patterns are not checked.
+    With the default pattern, raises AnswerError if a delimiter is outside a block, or repeated
+    inside one: the pattern would read it as code. Other patterns are not checked.
     """
     is_standard = pattern == DIFF_PATTERN
     spans = _standard_spans(answer) if is_standard else _pattern_spans(answer, pattern)
@@ -233,7 +229,7 @@ def extract_blocks(answer: str, *, pattern: str = DIFF_PATTERN) -> tuple[DiffBlo
 
 
 def find_lines(lines: Sequence[str], search: Sequence[str]) -> int | None:
-    """Where `search` stands first: exactly, else up to trailing white space; None if nowhere."""
+    """Find the first match: exact, else up to trailing white space. None if there is none."""
     exact = _first_match(lines, search)
     if exact is not None:
         return exact
@@ -241,12 +237,12 @@ def find_lines(lines: Sequence[str], search: Sequence[str]) -> int | None:
 
 
 def has_lines(lines: Sequence[str], search: Sequence[str]) -> bool:
-    """Whether `search` stands there exactly."""
+    """Return True if the lines match exactly somewhere."""
     return _first_match(lines, search) is not None
 
 
 def apply_blocks(text: str, blocks: Sequence[DiffBlock]) -> tuple[str, int]:
-    """The edited text, and how many blocks were found in it. The others change nothing."""
+    """Return the edited text and the number of applied blocks. Skips blocks without a match."""
     lines = text.split("\n")
     num_applied = 0
     for block in blocks:
@@ -259,9 +255,9 @@ def apply_blocks(text: str, blocks: Sequence[DiffBlock]) -> tuple[str, int]:
 
 
 def extract_rewrite(answer: str, *, language: str) -> str:
-    """The first fenced block of the language, else the first of any, else the whole answer.
+    """Return the first fenced block of the language, else the first of any, else the whole answer.
 
-    A fence that is opened and never closed is an AnswerError: the answer was cut off.
+    Raises AnswerError for an unclosed fence, because the answer was cut off.
     """
     match = re.search(rf"```{re.escape(language)}\n(.*?)```", answer, re.DOTALL)
     if match:
@@ -281,8 +277,8 @@ def extract_rewrite(answer: str, *, language: str) -> str:
 
 
 def extract_prompt(answer: str) -> str:
-    """What stands between the first fence and the last, as a prompt may hold fences itself; without
-    any the whole answer. One that is opened and never closed was cut off."""
+    """Return the text from the first fence to the last, because a prompt may contain fences, or
+    else the whole answer. Raises AnswerError for an unclosed fence: the answer was cut off."""
     first, last = answer.find("```"), answer.rfind("```")
     if 0 <= first == last:
         raise AnswerError(
@@ -296,9 +292,9 @@ def extract_prompt(answer: str) -> str:
 
 
 def rewrite_files(answer: str, *, files: Mapping[str, str]) -> dict[str, str]:
-    """The files of a folder with those replaced for which the answer has a fenced block.
+    """Return the files of a folder, replaced where the answer has a fenced block for one.
 
-    A block belongs to the file that is named on the line before it. The last block of a file wins.
+    The line before a block names its file. The last block of a file wins.
     """
     rewritten = dict(files)
     num_named = cursor = 0
@@ -316,7 +312,7 @@ def rewrite_files(answer: str, *, files: Mapping[str, str]) -> dict[str, str]:
 
 
 def summarise(blocks: Sequence[DiffBlock], *, limits: SummaryLimits | None = None) -> str:
-    """The edits as the next prompts tell them."""
+    """Summarise the edits for later prompts."""
     limits = limits or SummaryLimits()
     parts = []
     for number, block in enumerate(blocks, start=1):
@@ -330,11 +326,8 @@ def summarise(blocks: Sequence[DiffBlock], *, limits: SummaryLimits | None = Non
 
 
 def _standard_spans(answer: str) -> Iterator[_Span]:
-    """What DIFF_PATTERN matches, in one pass.
-
-    The regular expression itself takes cubic time on an answer that repeats delimiters, as small
-    models do.
-    """
+    """Yield the matches of DIFF_PATTERN in linear time. On repeated delimiters, which small models
+    produce, the regular expression takes cubic time."""
     opening, middle, closing = "<<<<<<< SEARCH\n", "=======\n", ">>>>>>> REPLACE"
     end = 0
     while True:
@@ -376,7 +369,7 @@ def _check_no_delimiter(text: str) -> None:
 
 
 def _without_tag(content: str) -> str:
-    """The content of a fence without the word behind its backticks, such as `py`."""
+    """Return a fence's content without the tag after its backticks, such as `py`."""
     first, newline, rest = content.partition("\n")
     return rest if newline and re.fullmatch(r"[\w+#.-]*\s*", first) else content
 
@@ -395,7 +388,7 @@ def _shorten(lines: Sequence[str], limits: SummaryLimits) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRules:
-    """How answers are read: the keys of the config that decide it."""
+    """The config keys that decide how answers are read."""
 
     language: str
     is_diff: bool = True
@@ -403,17 +396,17 @@ class AnswerRules:
     max_code_chars: int = 10_000
     enforce_blocks: bool = False
     with_description: bool = False
-    """Whether an answer must also update the changes description."""
+    """True if an answer must also update the changes description."""
     initial_description: str = ""
-    """The changes description of a parent that has none."""
+    """Changes description for a parent that has none."""
     is_prompt: bool = False
-    """Answers are whole prompts, in which fences and lines of files mean nothing."""
+    """True if answers are whole prompts, in which fences and file headers have no meaning."""
     summary: SummaryLimits = field(default_factory=SummaryLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildProgram:
-    """A program that is new and may be evaluated."""
+    """A new program, ready to be evaluated."""
 
     code: str
     changes: str
@@ -422,7 +415,7 @@ class ChildProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFailure:
-    """An answer without a child. The attempt is recorded as failed."""
+    """An answer without a child. Its attempt is recorded as failed."""
 
     kind: FailureKind
     message: str
@@ -431,7 +424,7 @@ class AnswerFailure:
 def read_answer(
     answer: str, *, parent: ProgramRecord, rules: AnswerRules
 ) -> ChildProgram | AnswerFailure:
-    """The child of `parent` that an answer describes. Pure: the same answer, the same child."""
+    """Read the child of `parent` from an answer. Pure."""
     try:
         if not answer.strip():
             raise AnswerError(FailureKind.EMPTY, "The answer is empty.")
@@ -444,7 +437,7 @@ def read_answer(
 
 
 def code_diff(old: str, new: str) -> str:
-    """A unified diff of two programs, for traces and pages."""
+    """Return a unified diff of two programs, for traces and pages."""
     lines = unified_diff(old.splitlines(), new.splitlines(), "parent", "child", lineterm="")
     return "\n".join(lines)
 
@@ -490,7 +483,7 @@ def _rewrite(answer: str, parent: ProgramRecord, rules: AnswerRules) -> ChildPro
 
 
 def _apply(code: str, blocks: Sequence[DiffBlock]) -> tuple[str, int]:
-    """Blocks applied to the one file, or each to the file of the folder that it is for."""
+    """Apply the blocks to the one file, or each block to its file of a folder."""
     files = split_files(code)
     if not files:
         return apply_blocks(code, blocks)
@@ -503,7 +496,7 @@ def _apply(code: str, blocks: Sequence[DiffBlock]) -> tuple[str, int]:
 
 
 def _target(files: dict[str, str], block: DiffBlock) -> str | None:
-    """The file that the answer names before the block, else the only one that has its lines."""
+    """Return the file named before the block, else the only file with its lines."""
     if name := named_file(block.before, files):
         return name
     search = block.search.split("\n")
@@ -521,7 +514,7 @@ def _target(files: dict[str, str], block: DiffBlock) -> str | None:
 def _split_by_target(
     blocks: Sequence[DiffBlock], code: str, description: str
 ) -> tuple[tuple[DiffBlock, ...], tuple[DiffBlock, ...]]:
-    """Blocks for the code and blocks whose lines stand, exactly, in the changes description."""
+    """Separate blocks for the code from those that match the changes description exactly."""
     lines, words = code.split("\n"), description.split("\n")
     for_code: list[DiffBlock] = []
     about: list[DiffBlock] = []

@@ -1,4 +1,4 @@
-"""The config of an evolution as a whole: its sections, and the keys of no section."""
+"""Config of an evolution: its sections, and the top-level keys."""
 
 import re
 from typing import Any, Literal, Self
@@ -38,49 +38,49 @@ __all__ = [
 
 
 class EvolveConfig(Section):
-    """One evolution of programs."""
+    """Config of one evolution of programs."""
 
     max_iterations: int = Field(default=10_000, ge=1)
-    """How many iterations the run has."""
+    """Number of iterations of the run."""
     checkpoint_interval: int = Field(default=100, ge=1)
     """Iterations between checkpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
-    """The least serious messages that the log has."""
+    """Minimum level of log messages."""
     log_dir: str | None = None
-    """Where the log is written; by default `logs/` of the run."""
+    """Folder of the log. null: `logs/` of the run."""
     random_seed: int | None = 42
-    """Goes before `database.random_seed`."""
+    """Seed of the run. Takes precedence over `database.random_seed`."""
     language: str | None = None
-    """Of the program; null: seen from its file name and its text."""
+    """Language of the program. null: detected from its file name and text."""
     file_suffix: str = ".py"
-    """How the file of a program ends."""
+    """File suffix of programs."""
     llm: LlmConfig = LlmConfig()
     prompt: PromptConfig = PromptConfig()
     database: DatabaseConfig = DatabaseConfig()
     evaluator: EvaluatorSection = EvaluatorSection()
     evolution_trace: TraceConfig = TraceConfig()
     diff_based_evolution: bool = True
-    """Answers are SEARCH/REPLACE blocks; false: whole programs."""
+    """true: answers are SEARCH/REPLACE blocks. false: answers are whole programs."""
     max_code_length: int = Field(default=10_000, ge=1)
-    """Characters."""
+    """Maximum length of a program, in characters."""
     enforce_evolve_blocks: bool = False
     """Undo edits outside of EVOLVE-BLOCKs."""
     diff_pattern: str = DIFF_PATTERN
-    """The pattern of a change in an answer: what to search, what to put there."""
+    """Regular expression of one edit. Group 1 is the text to find, group 2 its replacement."""
     early_stopping_patience: int | None = None
-    """End after so many iterations without improvement; null: never."""
+    """End the run after this many iterations without improvement. null: never."""
     convergence_threshold: float = 0.001
-    """The least improvement that counts for the patience."""
+    """Smallest improvement that resets the patience."""
     early_stopping_metric: str = "combined_score"
-    """The metric that the patience looks at."""
+    """Metric that the patience watches."""
     max_tasks_per_child: int | None = None
-    """Changes nothing here."""
+    """No effect."""
     rookery: RookeryConfig = RookeryConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _prompts_have_their_own_search(cls, document: Any) -> Any:
-        """Of prompts one is best on some tasks and one on others; answers are whole prompts."""
+    def _default_for_prompts(cls, document: Any) -> Any:
+        """For prompts, default to Pareto selection and require whole answers."""
         section = document.get("rookery") if isinstance(document, dict) else None
         if not isinstance(section, dict) or section.get("tasks") is None:
             return document
@@ -143,26 +143,26 @@ class EvolveConfig(Section):
 
     @property
     def seed(self) -> int | None:
-        """None: the run draws one and records it."""
+        """Seed of the run. None: the run draws one and records it."""
         return self.database.random_seed if self.random_seed is None else self.random_seed
 
     @property
     def executor(self) -> Literal["local", "ray", "modal"]:
-        """`evaluator.distributed` is Ray, unless another executor is named."""
+        """The executor. `evaluator.distributed` means Ray, unless another executor is named."""
         return self.rookery.executor or ("ray" if self.evaluator.distributed else "local")
 
     @property
     def workers(self) -> int:
-        """Evaluations at a time."""
+        """Number of concurrent evaluations."""
         return self.rookery.workers or self.evaluator.parallel_evaluations
 
     @property
     def lag(self) -> int:
-        """How many attempts back a deterministic attempt looks."""
+        """Deterministic mode: how many attempts back the results lie that an attempt sees."""
         return self.rookery.lag or self.rookery.in_flight
 
     def answer_rules(self, language: str) -> AnswerRules:
-        """How answers for programs in this language are read."""
+        """Return the rules for reading answers in this language."""
         return AnswerRules(
             language=language,
             is_diff=self.diff_based_evolution,

@@ -1,4 +1,4 @@
-"""The sections `prompt`, `database`, `evaluator` and `evolution_trace`, with 0.4's defaults."""
+"""Sections of the evolve config: OpenEvolve 0.4's, with its defaults, and `rookery`."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -29,70 +29,62 @@ __all__ = [
 ]
 
 
-# A section of OpenEvolve's config: types are exact, as they are there.
-
-
 class Section(Config):
-    """Text is never read as a number, a number never as a flag; a whole number is a float too."""
+    """A section with OpenEvolve's exact types: text is never read as a number, nor a number as a
+    flag. A whole number is a valid float."""
 
     model_config = ConfigDict(strict=True)
-
-
-# The `llm` section: which models answer, and how they are asked.
 
 
 DEFAULT_API_BASE = "https://api.openai.com/v1"
 
 
-class _Asking(Section):
-    """What is said of one model, or in `llm` itself of all models that do not say it."""
+class _ModelSettings(Section):
+    """Settings of one model, or in `llm` itself the defaults for all models."""
 
     api_base: str | None = None
-    """The URL of an OpenAI-compatible server, up to `/v1`."""
+    """URL of an OpenAI-compatible server, up to `/v1`."""
     api_key: SecretStr | None = Field(default=None, exclude=True)
-    """A key or `${VARIABLE}`. Without one OPENAI_API_KEY is used, and none if that is unset too.
-
-    It is never written with the config.
-    """
+    """API key, or `${VARIABLE}`. Default: OPENAI_API_KEY, if set. Never written with the config."""
     provider: str | None = None
-    """Only `openai`: any server with its API."""
+    """`openai`, for any server with its API. No other value is supported."""
     init_client: object = None
-    """Changes nothing here."""
+    """No effect."""
     system_message: str | None = None
-    """Changes nothing here: it is `prompt.system_message`."""
+    """No effect: use `prompt.system_message`."""
     temperature: float | None = Field(default=None, ge=0)
-    """The temperature of answers; null: the server's own."""
+    """Sampling temperature; null: the server's default."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Draw from the likeliest tokens of this total probability; null: the server's own."""
+    """Draw from the most likely tokens of this total probability; null: the server's default."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """The most tokens of an answer."""
+    """Maximum tokens per answer."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds for one answer."""
+    """Time limit for one answer, in seconds."""
     retries: int | None = Field(default=None, ge=0)
-    """How often a failed request is sent again."""
+    """Number of retries of a failed request."""
     retry_delay: float | None = Field(default=None, ge=0)
     """Seconds between two tries."""
     random_seed: int | None = None
-    """The seed of the requests; null: made from the run's."""
+    """Seed of the requests; null: derived from the run's seed."""
     reasoning_effort: str | None = None
-    """Passed on to models that reason."""
+    """Passed on to reasoning models."""
     max_budget_usd: float | None = None
-    """For command-line providers, which are not there."""
+    """No effect: for OpenEvolve's command-line providers, which Rookery lacks."""
     max_ai_credits: float | None = None
-    """For command-line providers, which are not there."""
+    """No effect: for OpenEvolve's command-line providers, which Rookery lacks."""
     allow_all_tools: bool | None = None
-    """For command-line providers, which are not there."""
+    """No effect: for OpenEvolve's command-line providers, which Rookery lacks."""
     manual_mode: bool | None = None
-    """Not there: refused if true."""
+    """Not supported: true is refused."""
 
 
-class ModelConfig(_Asking):
+class ModelConfig(_ModelSettings):
     """One model of the ensemble."""
 
     name: str | None = None
-    """The name of the model."""
+    """Name of the model on its server."""
     weight: float = Field(default=1.0, ge=0)
-    """How often it is asked, beside the weights of the others."""
+    """Relative frequency of requests to this model."""
 
 
 SHARED = (
@@ -109,52 +101,52 @@ SHARED = (
     "reasoning_effort",
     "manual_mode",
 )
-"""What a model takes from `llm` where it does not say it itself."""
+"""Keys that a model takes from `llm` unless it sets them."""
 
 
-class LlmConfig(_Asking):
-    """The models, and what they share."""
+class LlmConfig(_ModelSettings):
+    """The models and their shared settings."""
 
     name: str | None = None
-    """Changes nothing here: name models in `models`."""
+    """No effect: name models in `models`."""
     weight: float = 1.0
-    """Changes nothing here: give weights in `models`."""
+    """No effect: give weights in `models`."""
     temperature: float | None = Field(default=0.7, ge=0)
-    """The temperature of answers; null: the server's own."""
+    """Sampling temperature; null: the server's default."""
     max_tokens: int | None = Field(default=4096, gt=0)
-    """The most tokens of an answer."""
+    """Maximum tokens per answer."""
     timeout: float | None = Field(default=60, gt=0)
-    """Seconds that an answer may take."""
+    """Time limit for one answer, in seconds."""
     retries: int | None = Field(default=3, ge=0)
-    """How often a failed request is sent again."""
+    """Number of retries of a failed request."""
     retry_delay: float | None = Field(default=5, ge=0)
-    """Seconds before a request is sent again."""
+    """Seconds between two tries."""
     manual_mode: bool | None = False
-    """Not there: refused if true."""
+    """Not supported: true is refused."""
     models: tuple[ModelConfig, ...] = Field(default=(), strict=False)
     evaluator_models: tuple[ModelConfig, ...] = Field(default=(), strict=False)
-    """Models that judge programs (`evaluator.use_llm_feedback`); empty: those of `models`."""
+    """Models that judge programs (`evaluator.use_llm_feedback`). Empty: those that propose them."""
     primary_model: str | None = None
-    """The model that is asked most."""
+    """Name of the main model."""
     primary_model_weight: float | None = Field(default=None, ge=0)
-    """How often it is asked, beside the weight of the other."""
+    """Relative frequency of requests to the main model; unset: 1."""
     secondary_model: str | None = None
-    """The model that is asked now and then."""
+    """Name of a second model."""
     secondary_model_weight: float | None = Field(default=None, ge=0)
-    """0 leaves the second model out; unset is 0.2."""
+    """Relative frequency of requests to the second model; unset: 0.2. 0 leaves it out."""
 
     @property
     def ensemble(self) -> tuple[ModelConfig, ...]:
-        """The models that propose programs, each with all that `llm` says for it."""
+        """The models that propose programs, with defaults from `llm` filled in."""
         return tuple(self.complete(model) for model in (*self.models, *self._named()))
 
     @property
     def judges(self) -> tuple[ModelConfig, ...]:
-        """The models that judge programs."""
+        """The models that judge programs, with defaults from `llm` filled in."""
         return tuple(self.complete(model) for model in self.evaluator_models) or self.ensemble
 
     def with_models(self, *, primary: str | None, secondary: str | None) -> Self:
-        """Named on the command line: `models` and `evaluator_models` no longer count."""
+        """Return the section with models of the command line, which replace all others."""
         named = {"primary_model": primary, "secondary_model": secondary}
         changes = {key: value for key, value in named.items() if value is not None}
         if not changes:
@@ -162,7 +154,7 @@ class LlmConfig(_Asking):
         return self.model_copy(update={**changes, "models": (), "evaluator_models": ()})
 
     def with_api_base(self, url: str) -> Self:
-        """Named on the command line: every model is asked there, whatever its provider was."""
+        """Return the section with all models at the URL of the command line, without providers."""
         server = {"api_base": url, "provider": None}
         models = tuple(model.model_copy(update=server) for model in self.models)
         judges = tuple(model.model_copy(update=server) for model in self.evaluator_models)
@@ -179,33 +171,30 @@ class LlmConfig(_Asking):
         return models
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """The model with all that `llm` says for it."""
+        """Fill in the model's missing settings from `llm`."""
         shared = {key: getattr(self, key) for key in SHARED if getattr(model, key) is None}
         return model.model_copy(update=shared)
 
 
-# The section `rookery`: what OpenEvolve has no key for.
-
-
 LEAST_MEMORY_MB = 16
-"""The least that a sandbox takes."""
+"""Minimum memory of a sandbox, in megabytes."""
 FEWEST_ROWS = 4
-"""Of a training: fewer answers are learned by heart."""
+"""Minimum rows of a training: fewer would be memorised."""
 
 
 class EvolveBudgetConfig(budget.BudgetConfig):
-    """The run ends before it would spend more; null: no limit."""
+    """Limits of a run, which ends before it would exceed one; null: no limit."""
 
     max_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of prompts and answers together, and those that `learn` trains on."""
+    """Tokens of prompts and answers together, including those that `learn` trains on."""
     max_usd: float | None = Field(default=None, gt=0)
-    """The most money that the run spends."""
+    """Cost of the run in US dollars."""
     usd_per_million_prompt_tokens: float | None = Field(default=None, ge=0)
-    """What a million prompt tokens costs."""
+    """Price of a million prompt tokens."""
     usd_per_million_answer_tokens: float | None = Field(default=None, ge=0)
-    """What a million answer tokens costs."""
+    """Price of a million answer tokens."""
     max_rollouts: int | None = Field(default=None, gt=0)
-    """Answers to tasks that scoring prompts takes, before select and report."""
+    """Answers to search tasks that scoring prompts takes. Select and report tasks do not count."""
 
     @model_validator(mode="after")
     def _has_prices(self) -> Self:
@@ -219,113 +208,112 @@ class EvolveBudgetConfig(budget.BudgetConfig):
 
 
 class SandboxSettings(Config):
-    """What a generated program may use."""
+    """Limits on generated programs."""
 
     backend: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
-    """`none` is what `--unsafe` says: the program runs with all that you may do."""
+    """The sandbox. `none`, or the flag `--unsafe`, runs programs with all your permissions."""
     isolate: Literal["auto", "always", "never"] = "auto"
-    """Whether a program runs in another process than its evaluator, where it cannot forge its
-    score. `auto`: unless the evaluator needs the first program in its own process."""
+    """Run a program in a separate process from its evaluator, so that it cannot forge its score.
+    `auto`: yes, unless the evaluator needs the first program in its own process."""
     memory_mb: int = Field(default=4096, ge=LEAST_MEMORY_MB)
-    """Of all processes of a program together."""
+    """Memory of all processes of a program together."""
     startup_s: float = Field(default=120.0, gt=0)
-    """How long the evaluator's imports may take."""
+    """Time limit for the evaluator's imports, in seconds."""
     cpu_s: float | None = Field(default=None, gt=0)
-    """Seconds of CPU that a program may use."""
+    """CPU time limit of a program, in seconds."""
     processes: int = Field(default=64, gt=0)
-    """The most processes and threads of a program."""
+    """Maximum number of processes and threads of a program."""
     scratch_mb: int = Field(default=1024, gt=0)
-    """The size of the folder that a program may write."""
+    """Size of the folder that a program may write, in megabytes."""
     output_mb: int = Field(default=64, gt=0)
-    """The most that a program may print."""
+    """Maximum output that a program may print, in megabytes."""
     network: bool = False
     """Let programs use the network."""
     devices: tuple[str, ...] = ()
     """Devices that programs may use."""
     variables: tuple[str, ...] = ()
-    """Environment variables that are passed on."""
+    """Environment variables that are passed on to programs."""
     read_paths: tuple[str, ...] = ()
     """Further files and folders that programs may read."""
 
 
 class TuneConfig(Config):
-    """Numbers of a new best program are tuned (extra `cmaes`): no tokens, evaluations."""
+    """Tuning of the numbers of new best programs (extra `cmaes`). Costs evaluations, not tokens."""
 
     evaluations: int = Field(default=60, ge=4)
-    """For each new best program."""
+    """Evaluations per new best program."""
     seconds: float = Field(default=0.0, ge=0)
-    """More evaluations, where so many seconds allow them: for programs that are scored fast."""
+    """Keep tuning for at least this many seconds: for programs that are scored fast."""
 
 
 class LearnConfig(Config):
-    """An adapter of the engine's model is trained on the run's own answers, and joins its models.
+    """Training of an adapter of the engine's model on the run's own answers; it joins the models.
 
-    Trained on: answers whose child scores higher than its parent, by how much more than the other
-    answers to that parent. Each training begins with the engine's model, without an adapter.
+    The rows are answers whose child scores higher than its parent, weighted by their lead over the
+    other answers to that parent. Each training starts from the engine's model, without an adapter.
     """
 
     every: int = Field(default=200, ge=1)
     """Iterations between two trainings."""
     rows: int = Field(default=256, ge=FEWEST_ROWS)
-    """The most answers of a training: the newest."""
+    """Maximum answers per training. The newest are taken."""
     rank: int = Field(default=16, ge=1)
-    """The rank of the adapter."""
+    """Rank of the adapter."""
     epochs: int = Field(default=3, ge=1)
-    """How often a training sees every answer."""
+    """Passes over the answers of a training."""
     batch_size: int = Field(default=8, ge=1)
-    """Answers of a step."""
+    """Answers per optimizer step."""
     learning_rate: float = Field(default=2e-4, gt=0)
-    """The highest: reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
 
 
 class TasksConfig(Config):
-    """Programs are prompts: their score is what a model of `engine` earns on tasks with them."""
+    """Programs are prompts: their score is the reward of a model of `engine` on tasks."""
 
     taskset: str
-    """A file of rows, a taskset's file, hf://datasets/ID, or generated:NAME; beside the config."""
+    """A file of rows, a taskset file, hf://datasets/ID or generated:NAME; beside the config."""
     model: str = "base"
-    """Who answers: `base`, or one of `adapters`."""
+    """The model that answers: `base`, or one of `adapters`."""
     minibatch: int = Field(default=4, ge=1)
-    """Tasks that a proposal is shown, and that its child must do better on than its parent before
-    it answers all search tasks."""
+    """Tasks shown to a proposal. Its child must beat its parent on them to be tried on the rest."""
     num_search: int | None = Field(default=None, ge=1)
-    """Search tasks to use, a fixed draw of them; null: all."""
+    """Number of search tasks to use, drawn at random once; null: all."""
     num_finalists: int = Field(default=5, ge=1)
-    """The best so many on the search tasks meet on the select tasks, and the first prompt."""
+    """Top prompts of the search tasks that meet on the select tasks, beside the first one."""
 
 
 class RookeryConfig(Config):
-    """Where and how an evolution runs."""
+    """Keys that OpenEvolve lacks."""
 
     in_flight: int = Field(default=16, gt=0)
-    """Model calls at a time."""
+    """Maximum number of concurrent model calls."""
     workers: int | None = Field(default=None, gt=0)
-    """Evaluations at a time; null: `evaluator.parallel_evaluations`."""
+    """Maximum number of concurrent evaluations; null: `evaluator.parallel_evaluations`."""
     executor: Literal["local", "ray", "modal"] | None = None
-    """null: `ray` if `evaluator.distributed`, else `local`."""
+    """Place where evaluations run; null: `ray` if `evaluator.distributed`, else `local`."""
     address: str | None = None
-    """Of a Ray cluster; null starts one."""
+    """Address of a Ray cluster; null starts one."""
     mode: Literal["steady", "deterministic"] = "steady"
-    """Whether results count as they come (`steady`) or in order (`deterministic`)."""
+    """`steady`: results count on arrival. `deterministic`: in a fixed order, whatever the
+    timing."""
     lag: int | None = Field(default=None, gt=0)
-    """deterministic: attempt k sees what attempts up to k - lag found; null: in_flight."""
+    """Deterministic mode: attempt k sees results of attempts up to k - lag; null: `in_flight`."""
     model_down_s: float = Field(default=6 * 3600, gt=0)
-    """How long a model that serves nobody is waited for, before the run ends to be resumed."""
+    """Seconds to wait for a model that is down. Then the run ends and can be resumed."""
     target_score: float | None = None
-    """The run ends when a program's fitness reaches it."""
+    """The run ends when a program's fitness reaches this value."""
     confirm: int = Field(default=0, ge=0)
-    """Times that a new best program is scored again before it counts."""
+    """Number of further evaluations of a new best program before it counts."""
     budget: EvolveBudgetConfig = EvolveBudgetConfig()
     sandbox: SandboxSettings = SandboxSettings()
     baselines: tuple[
         Literal["best_of_n", "sequential", "best_of_n+tune", "sequential+tune"], ...
     ] = ()
-    """Run beside the evolution, with as much to spend; `+tune`: with `tune`, where that is set."""
+    """Simpler searches to compare with, run afterwards on the same budget. `+tune` needs `tune`."""
     tune: TuneConfig | None = None
-    """Tune the numbers in the EVOLVE blocks of every new best Python program; null: not."""
+    """Tune the numbers in the EVOLVE blocks of each new best Python program; null: off."""
     learn: LearnConfig | None = None
-    """Train an adapter of `engine`'s model while the run goes on, and ask it too, as often as it
-    earns: `bandit` is then on. null: not."""
+    """Train adapters of `engine`'s model and ask them too, with `bandit` on. null: off."""
 
     @model_validator(mode="after")
     def _learning_is_possible(self) -> Self:
@@ -353,29 +341,29 @@ class RookeryConfig(Config):
         return self
 
     pareto: tuple[str, ...] = ()
-    """Metrics of which none is traded against another; empty: fitness alone."""
+    """Metrics compared by Pareto dominance, none traded against another. Empty: fitness alone."""
     bandit: bool = False
-    """Ask more often the models whose children are better, not by fixed weights."""
+    """Ask the models whose children are better more often, instead of by fixed weights."""
     first_programs: tuple[str, ...] = ()
-    """Further programs to start from; beside the config."""
+    """Further programs to start from, relative to the config."""
     engine: dict[str, Any] | None = None
-    """An engine of ours as a proposer, as other loops name it: `{model: smollm2}` in this process,
-    `{type: fleet, ...}` for vLLM servers. Its models are `base` and those of `adapters`; entries of
-    `llm.models` with these names say their weights."""
+    """A Rookery engine as a proposer, configured as in other loops: `{model: smollm2}` in this
+    process, or `{type: fleet, ...}` for vLLM servers. Its models are `base` and those of
+    `adapters`. Entries of `llm.models` with these names set their weights."""
     adapters: dict[str, str] = Field(default_factory=dict)
-    """PEFT folders that the engine loads, each a model of its own; beside the config."""
+    """PEFT folders that the engine loads, each as a model of its own, relative to the config."""
     tokenizer: str = ""
-    """The model's folder or id, for servers given by URL."""
+    """Model folder or id, for servers given by URL."""
     track: tuple[TrackerName, ...] = ()
-    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """Trackers that draw the run's curves: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     checkpoint: str | None = None
-    """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
+    """A checkpoint folder of OpenEvolve or Rookery. The run starts from its population."""
     tasks: TasksConfig | None = None
-    """What prompts are scored on, in `evolve prompt`; null: programs, scored by an evaluator."""
+    """Tasks that prompts are scored on, in `evolve prompt`; null: an evaluator scores programs."""
 
     @property
     def engine_models(self) -> tuple[str, ...]:
-        """The names of the models that the engine serves."""
+        """Names of the models that the engine serves."""
         return () if self.engine is None else ("base", *self.adapters)
 
 
@@ -394,125 +382,124 @@ SEARCH_KEYS = frozenset(
         "population_size",
     }
 )
-"""OpenEvolve's keys that say how it searches: a file that sets one of them runs as it says."""
+"""OpenEvolve's search keys. A config that sets one of them uses OpenEvolve's search."""
 MAX_BINS = 1000
-"""Of a feature dimension: with more, hardly two programs ever compete for a cell."""
+"""Maximum bins per feature dimension. With more, programs hardly ever compete for a cell."""
 
 
 class PromptConfig(Section):
-    """What the model is told."""
+    """Contents of the prompts."""
 
     template_dir: Path | None = Field(default=None, strict=False)
-    """A folder of `*.txt` templates and `fragments.json` over the defaults; beside the config, or
-    else in the current folder."""
+    """Folder of `*.txt` templates and a `fragments.json` that override the defaults, relative to
+    the config, else to the current folder."""
     system_message: str = "system_message"
-    """The text itself, or the name of a template."""
+    """System message: its text, or the name of a template."""
     evaluator_system_message: str = "evaluator_system_message"
-    """The system message when a model judges a program."""
+    """System message for a model that judges a program."""
     programs_as_changes_description: bool = False
-    """Show other programs by what the model says of their changes, not by their code."""
+    """Show other programs by the model's description of their changes, not by their code."""
     system_message_changes_description: str | None = None
-    """The system message when programs are described by their changes."""
+    """System message when programs are described by their changes."""
     initial_changes_description: str = ""
-    """How the first program is described then."""
+    """Description of the first program's changes, when programs are described by them."""
     num_top_programs: int = Field(default=3, ge=0)
-    """Best programs that a prompt shows."""
+    """Number of best programs that a prompt shows."""
     num_diverse_programs: int = Field(default=2, ge=0)
-    """Other programs that a prompt shows."""
+    """Number of other programs that a prompt shows."""
     use_template_stochasticity: bool = True
     """Vary the wording of prompts."""
     template_variations: dict[str, list[str]] = Field(default_factory=dict)
-    """`{word}` of a template to the texts of which each attempt draws one."""
+    """Alternative texts for `{word}` in a template. Each attempt draws one."""
     use_meta_prompting: bool = False
-    """Changes nothing here."""
+    """No effect."""
     meta_prompt_weight: float = 0.1
-    """Changes nothing here."""
+    """No effect."""
     include_artifacts: bool = True
-    """Show what the last evaluation printed and returned."""
+    """Show the artifacts of the parent's evaluation."""
     max_artifact_bytes: int = Field(default=20 * 1024, ge=0)
-    """Of each artifact; counted in characters, as in OpenEvolve."""
+    """Maximum length of each artifact in a prompt, in characters, as in OpenEvolve."""
     artifact_security_filter: bool = True
-    """Hide what looks like a key in it."""
+    """Hide text in artifacts that looks like a key."""
     suggest_simplification_after_chars: int | None = Field(default=500, ge=0)
-    """Ask for simpler code when a program is longer than this."""
+    """Ask for simpler code if the program is longer than this many characters."""
     include_changes_under_chars: int | None = Field(default=100, ge=0)
-    """Show a change whole when it is shorter than this."""
+    """Show a change in full if it is shorter than this many characters."""
     concise_implementation_max_lines: int | None = Field(default=10, ge=0)
-    """A program up to so many lines is called concise."""
+    """A program with at most this many lines is called concise."""
     comprehensive_implementation_min_lines: int | None = Field(default=50, ge=0)
-    """A program from so many lines on is called comprehensive."""
+    """A program with at least this many lines is called comprehensive."""
     diff_summary_max_line_len: int = Field(default=100, ge=4)
-    """Cut the lines of a change after so many characters."""
+    """Cut the lines of a change after this many characters."""
     diff_summary_max_lines: int = Field(default=30, ge=1)
-    """Cut a change after so many lines."""
+    """Cut a change after this many lines."""
     code_length_threshold: int | None = None
-    """The old name of suggest_simplification_after_chars, read where that is null."""
+    """Old name of suggest_simplification_after_chars, used if that is null."""
 
 
 class DatabaseConfig(Section):
-    """The population: a grid per island, an archive, migration."""
+    """The population: one grid per island, an archive, migration."""
 
     strategy: Literal["adaptive", "openevolve", "pareto"] = "adaptive"
-    """`adaptive`: operators compete for attempts, within the iterations that are left;
-    `openevolve`: as OpenEvolve draws parents; `pareto`: prompts that are best on a task, by on how
-    many. Unset: `pareto` for prompts; `openevolve` if one of the keys that say how it searches is
-    set; else `adaptive`."""
+    """Selection of parents. `adaptive`: operators compete for the remaining iterations.
+    `openevolve`: as in OpenEvolve. `pareto`: prompts by the number of tasks that they are best on.
+    Unset: `pareto` for prompts, `openevolve` if one of its search keys is set, else `adaptive`."""
     db_path: str | None = None
-    """Changes nothing here: the run folder keeps everything."""
+    """No effect: the run folder keeps everything."""
     in_memory: bool = True
-    """Changes nothing here: the run folder keeps everything."""
+    """No effect: the run folder keeps everything."""
     log_prompts: bool = True
-    """Keep prompts and answers in the checkpoints' programs."""
+    """Keep prompts and answers with the programs of checkpoints."""
     population_size: int = Field(default=1000, ge=1)
-    """The most programs that are kept."""
+    """Maximum number of programs kept."""
     archive_size: int = Field(default=100, ge=1)
-    """The most programs of the archive."""
+    """Maximum number of programs in the archive."""
     num_islands: int = Field(default=5, ge=1)
-    """Populations that evolve apart."""
+    """Number of populations that evolve separately."""
     elite_selection_ratio: float = Field(default=0.1, ge=0, le=1)
-    """The share of the best among the programs that a prompt shows."""
+    """Share of the best programs among a prompt's inspirations."""
     exploration_ratio: float = Field(default=0.2, ge=0, le=1)
-    """The share of parents drawn from the whole island."""
+    """Share of parents drawn from the whole island."""
     exploitation_ratio: float = Field(default=0.7, ge=0, le=1)
-    """The share of parents drawn from the archive."""
+    """Share of parents drawn from the archive."""
     diversity_metric: str = "edit_distance"
-    """Changes nothing here."""
+    """No effect."""
     feature_dimensions: tuple[str, ...] = Field(default=("complexity", "diversity"), strict=False)
-    """`complexity`, `diversity`, `score`, or metrics of the evaluator."""
+    """Dimensions of the grid: `complexity`, `diversity`, `score`, or metrics of the evaluator."""
     feature_bins: int | dict[str, int] = 10
-    """Cells of the grid along each feature."""
+    """Cells of the grid per feature, for all features or by name."""
     diversity_reference_size: int = Field(default=20, ge=1)
-    """Programs that a new one is compared with for its diversity."""
+    """Number of programs that a new one is compared with for its diversity."""
     migration_interval: int = Field(default=50, ge=1)
     """Generations between migrations."""
     migration_rate: float = Field(default=0.1, ge=0, le=1)
-    """The share of an island that migrates."""
+    """Share of an island that migrates."""
     random_seed: int | None = 42
-    """The seed of the run where the config's own `random_seed` is null."""
+    """Seed of the run if the top-level `random_seed` is null."""
     artifacts_base_path: str | None = None
-    """Changes nothing here: the run folder keeps everything."""
+    """No effect: the run folder keeps everything."""
     artifact_size_threshold: int = Field(default=32 * 1024, ge=0)
-    """Bytes up to which a checkpoint keeps an artifact inside of the program's file."""
+    """Maximum size in bytes of an artifact stored inside the program's file of a checkpoint."""
     cleanup_old_artifacts: bool = True
-    """Changes nothing here: the run folder keeps everything."""
+    """No effect: the run folder keeps everything."""
     artifact_retention_days: int = 30
-    """Changes nothing here: the run folder keeps everything."""
+    """No effect: the run folder keeps everything."""
     max_snapshot_artifacts: int | None = 100
-    """Changes nothing here."""
+    """No effect."""
     novelty_llm: str | Literal[False] | None = None
-    """Who says whether a program that is similar to another is new all the same: a model of `llm`;
-    null: all of them by weight, as in OpenEvolve; false: nobody, what is similar is rejected."""
+    """Judge of whether a similar program is new all the same: a model of `llm`. null: all of them
+    by weight, as in OpenEvolve. false: none; similar programs are rejected."""
     embedding_model: str | None = None
-    """Compares programs by what they mean; null: by their code alone."""
+    """Embedding model that compares programs by meaning; null: compare code only."""
     embedding_api_base: str | None = None
-    """Else OPENAI_EMBEDDING_BASE_URL."""
+    """URL of the embedding server; null: OPENAI_EMBEDDING_BASE_URL."""
     similarity_threshold: float = 0.99
-    """Cosine of two embeddings from which on a program is similar; 0 compares none."""
+    """Cosine from which two embeddings count as similar; 0 turns the comparison off."""
 
     @model_validator(mode="before")
     @classmethod
     def _choose_strategy(cls, document: Any) -> Any:
-        """The choice is written with the config, so that a run goes on as it began."""
+        """Store the choice with the config, so that a resumed run keeps it."""
         if not isinstance(document, dict) or document.get("strategy") is not None:
             return document
         strategy = "openevolve" if SEARCH_KEYS & document.keys() else "adaptive"
@@ -534,37 +521,37 @@ class DatabaseConfig(Section):
 
     @property
     def is_compared(self) -> bool:
-        """Whether programs are compared by embedding; no cosine is above 1."""
+        """True if programs are compared by embedding. No cosine exceeds 1."""
         return bool(self.embedding_model) and 0 < self.similarity_threshold <= 1
 
 
 class EvaluatorSection(Section):
-    """How programs are scored."""
+    """Scoring of programs."""
 
     timeout: float = Field(default=300, gt=0)
-    """Seconds, for each stage."""
+    """Time limit of each stage, in seconds."""
     max_retries: int = Field(default=3, ge=0)
-    """More tries of an evaluator that raises, where `cascade_evaluation` is off."""
+    """Number of retries of an evaluator that raises. Only with `cascade_evaluation: false`."""
     memory_limit_mb: int | None = Field(default=None, ge=LEAST_MEMORY_MB)
-    """The memory of a program; null: `rookery.sandbox.memory_mb`."""
+    """Memory of a program in megabytes; null: `rookery.sandbox.memory_mb`."""
     cpu_limit: float | None = Field(default=None, gt=0)
-    """Changes nothing here: it is `rookery.sandbox.cpu_s`."""
+    """No effect: use `rookery.sandbox.cpu_s`."""
     cascade_evaluation: bool = True
-    """Use `evaluate_stage1` to `evaluate_stage3` where the evaluator has them."""
+    """Call `evaluate_stage1` to `evaluate_stage3` if the evaluator has them."""
     cascade_thresholds: tuple[float, ...] = Field(default=(0.5, 0.75, 0.9), strict=False)
-    """The score that each stage must reach before the next."""
+    """Score that each stage must reach before the next one runs."""
     parallel_evaluations: int = Field(default=1, ge=1)
-    """Evaluations at a time."""
+    """Maximum number of concurrent evaluations."""
     distributed: bool = False
-    """The same as `rookery.executor: ray`."""
+    """Same as `rookery.executor: ray`."""
     use_llm_feedback: bool = False
-    """Have a model judge programs too."""
+    """Let models judge programs too."""
     llm_feedback_weight: float = 0.1
-    """How much that judgement counts."""
+    """Factor of the `llm_` metrics. The judges' share of combined_score is always 0.3."""
     enable_artifacts: bool = True
-    """ENABLE_ARTIFACTS=false turns them off too."""
+    """Keep artifacts. The environment variable ENABLE_ARTIFACTS=false turns this off too."""
     max_artifact_storage: int = Field(default=100 * 1024 * 1024, ge=0)
-    """The most bytes of artifacts that a program keeps."""
+    """Maximum bytes of artifacts kept per program."""
 
 
 class TraceConfig(Section):
@@ -573,14 +560,14 @@ class TraceConfig(Section):
     enabled: bool = False
     """Write a trace of the evolution."""
     format: Literal["jsonl", "json", "hdf5"] = "jsonl"
-    """The format of the trace."""
+    """File format of the trace."""
     include_code: bool = False
-    """Have the code of programs in the trace."""
+    """Include the code of programs."""
     include_prompts: bool = True
-    """Have prompts and answers in the trace."""
+    """Include prompts and answers."""
     output_path: str | None = None
-    """The file of the trace; null: in the run."""
+    """File of the trace; null: in the run."""
     buffer_size: int = Field(default=10, ge=1)
-    """Entries that are written together."""
+    """Number of entries written together."""
     compress: bool = False
-    """Write the trace compressed."""
+    """Compress the trace."""

@@ -1,13 +1,13 @@
-"""The proposer learns (`rookery.learn`): an adapter trained on the run's answers joins as an arm.
+"""Learning of the proposer (`rookery.learn`): adapters trained on the run's answers join as arms.
 
     every N iterations:
         choose the answers whose child improved its parent, weighted by their group
         train an adapter of the engine's model on them                 # Learner.train
-        add it to the arms; the bandit judges all of them anew         # search/programs/bandit.py
+        add it to the arms; the bandit judges all arms anew            # search/programs/bandit.py
 
-A deterministic search waits for a training, so that its arm appears at a fixed iteration. A steady
-one goes on meanwhile. A training is an event of the run when it has ended; one that was cut is
-repeated from its start with the same answers.
+A deterministic search waits for a training, so that its arm joins at a fixed iteration. A steady
+search goes on meanwhile. A finished training is an event of the run. An interrupted one is repeated
+with the same answers.
 """
 
 import asyncio
@@ -32,57 +32,57 @@ from rookery.runs import Run
 __all__ = ["Learner", "Learning", "Lesson", "Trained", "choose_answers"]
 
 LEARNED = "learned"
-"""The kind of event, and the folder of the adapters."""
+"""Event kind of a training, and folder of the adapters."""
 _LEARNED = TypeAdapter(Learned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """One row of a training."""
+    """One training row."""
 
     system: str
     user: str
     answer: str
     weight: float
-    """0 to 1."""
+    """Weight of the row, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """An adapter that was trained."""
+    """A trained adapter."""
 
     write: Callable[[Path], object]
-    """Puts it into a folder."""
+    """Writes the adapter to a folder."""
     num_rows: int
     num_tokens: int
     num_answer_tokens: int
-    """Those of them that are learned."""
+    """Tokens of answers, which the loss covers."""
     seconds: float
     loss: float
 
 
 class Learner(Protocol):
-    """Trains adapters of the engine's model, and serves them."""
+    """Trains and serves adapters of the engine's model."""
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:
-        """The same lessons and seed give the same adapter."""
+        """Train an adapter. The same lessons and seed give the same adapter."""
         ...
 
     def open(self, folder: Path, *, name: str) -> TextModel:
-        """The adapter in the folder, loaded when it is asked first."""
+        """Open the adapter in the folder. It is loaded at its first request."""
         ...
 
     async def retire(self, name: str) -> None:
-        """Unload an adapter after its last request; one that is asked again is loaded again."""
+        """Unload an adapter after its last request. A later request loads it again."""
         ...
 
 
 def choose_answers(answers: Sequence[Answered]) -> list[tuple[Answered, float]]:
-    """The answers to learn, with weights.
+    """Return the answers to learn from, with weights.
 
-    A group are the answers to one program, and the program itself, which gains nothing. Gains are
-    in units of the group's best, as they shrink while a search goes on; the weight is by how much
-    an answer is above the mean of its group.
+    A group is the answers to one program and the program itself, whose gain is 0. An answer's
+    weight is its lead over the group's mean gain, divided by the group's best gain, because gains
+    shrink as a search goes on. Answers at or below the mean are dropped.
     """
     groups: dict[str, list[float]] = {}
     for answered in answers:
@@ -111,7 +111,7 @@ class Learning:
         say: Callable[[str], None],
         seed: int,
     ) -> None:
-        """Reads events: call it in a thread. `add_arm` lets plans name a model."""
+        """Read the run's events: call this in a thread. `add_arm` registers a model for plans."""
         self._config = config
         self._learner = learner
         self._run = run
@@ -121,17 +121,19 @@ class Learning:
         self._say = say
         self._seed = seed
         self._recorded = [_LEARNED.validate_python(one.payload) for one in run.events(LEARNED)]
-        """Of earlier sessions, in the order in which their arms joined."""
+        """Trainings of earlier processes, in the order in which their arms joined."""
         self._last = 0
-        """The last training that was begun."""
+        """Number of the last training begun."""
         self._task: asyncio.Task[tuple[Learned, Trained | None]] | None = None
 
     async def advance(
         self, *, has_left: bool, limit_s: float | None, on_end: Callable[[], None]
     ) -> None:
-        """Called before each step of the search: begins a training that is due and lets an adapter
-        join. `has_left`: there are attempts to plan. `on_end` is called when a training has ended
-        that is not waited for."""
+        """Begin a training that is due, and let a finished adapter join. Call before each step.
+
+        `has_left` says that attempts remain to be planned. `on_end` is called when a background
+        training has ended.
+        """
         while self._recorded and self._recorded[0].num_decided == self._state.num_decided:
             learned = self._recorded.pop(0)
             self._last = learned.number
@@ -151,7 +153,7 @@ class Learning:
             await self._record(learned, trained)
 
     async def close(self) -> None:
-        """End a training that nobody waits for any more; a later session repeats it."""
+        """Cancel an unfinished training. A resumed run repeats it."""
         if self._task is not None and not self._task.done():
             self._say(f"the training {self._last} was under way at the end and is left out")
             self._task.cancel()
@@ -159,8 +161,7 @@ class Learning:
         self._task = None
 
     def _is_due(self) -> bool:
-        """A training that an earlier session did not begin, as one was under way, is not begun
-        now."""
+        """Return True at a new multiple of `every`, once all recorded trainings have joined."""
         number, rest = divmod(self._state.num_decided, self._config.every)
         return number > self._last and rest == 0 and not self._recorded
 
@@ -193,13 +194,16 @@ class Learning:
         ), trained
 
     def _lesson(self, answered: Answered, weight: float) -> Lesson:
-        said = self._store.get_document(answered.answer)
+        exchange = self._store.get_document(answered.answer)
         return Lesson(
-            system=said["system"], user=said["user"], answer=said["answer"], weight=weight
+            system=exchange["system"],
+            user=exchange["user"],
+            answer=exchange["answer"],
+            weight=weight,
         )
 
     async def _record(self, learned: Learned, trained: Trained | None) -> None:
-        """What is not durable is repeated."""
+        """Record a training durably before its adapter joins. Unrecorded ones are repeated."""
         retires = () if learned.error else self._find_retired()
         learned = replace(learned, num_decided=self._state.num_decided, retires=retires)
         if trained is not None:
@@ -215,7 +219,7 @@ class Learning:
         await self._join(learned)
 
     def _find_retired(self) -> tuple[str, ...]:
-        """Of earlier adapters the best by its rate stays."""
+        """Return the earlier adapters to retire: all but the one with the best rate."""
         names = {learned.name for learned, _ in self._state.learned}
         arms = [arm for arm in self._state.database.arms if arm.name in names and arm.weight > 0]
         arms.sort(key=lambda arm: arm.rate or 0.0)

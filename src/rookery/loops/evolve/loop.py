@@ -2,15 +2,15 @@
 
     score the first programs
     until the iterations are done, or a target, patience or a budget ends it:
-        plan: draw a parent, inspirations and a model             # search/programs
+        plan: draw a parent, inspirations and a model              # search/programs
         generate: ask the model for a child of the parent          # proposer.py
-        evaluate: score the child in a sandbox, somewhere          # program_evaluator.py
-        commit the child to its island, or record why there is none
-        now and then: train the model on what improved             # learning.py
-    spend as much on simpler searches
+        evaluate: score the child in a sandbox                     # program_evaluator.py
+        commit the child to its island, or record the failure
+        every N iterations: train the model on its improvements    # learning.py
+    run simpler searches with the same budget
     report
 
-Many attempts are in flight at a time: `scheduler.py` says how, and how a run resumes.
+Many attempts are in flight at a time. `scheduler.py` runs them and resumes a run.
 """
 
 from collections.abc import Sequence
@@ -49,27 +49,26 @@ from rookery.seeding import stream_seed
 __all__ = ["BASELINES", "EvolveInputs", "evolve"]
 
 WINNERS = "winners.jsonl"
-"""Of a run's folder: the prompts and answers that improved a program."""
+"""File in the run's folder with the prompts and answers that improved a program."""
 JOBS = 2**32
-"""More than a search has attempts: numbers of its jobs begin at a multiple."""
+"""Job numbers of each search begin at a multiple of this, which exceeds any number of attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveInputs:
-    """What an evolution is made of."""
+    """The inputs of one evolution."""
 
     config: EvolveConfig
     programs: Sequence[FirstProgram | ProgramRecord]
-    """A ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is
-    scored."""
+    """A FirstProgram is scored. A ProgramRecord, such as a checkpoint's, keeps its metrics."""
     executor: Executor | None = None
-    """Where programs are scored."""
+    """Scores programs."""
     tasks: PromptTasks | None = None
-    """What prompts are scored on, instead."""
+    """Tasks that prompts are scored on, in place of the executor."""
     output_format: OutputFormat
     """Writes `best/`, the checkpoints and the trace."""
     extended_from: int = 0
-    """How many attempts were decided when the run had finished and more were asked for."""
+    """Number of decided attempts when the finished run was extended."""
 
 
 async def evolve(
@@ -79,7 +78,7 @@ async def evolve(
     run: Run,
     observer: Observer[Iteration] = UNOBSERVED,
 ) -> EvolveReport:
-    """Run or resume one evolution in `run`, which is left with the best program and report."""
+    """Run or resume one evolution. Leaves the best program and the report in `run`."""
     config = inputs.config
     programs = leave_out_failed(inputs.programs, features=config.database.feature_dimensions)
     if not programs:
@@ -149,13 +148,13 @@ async def _evolve(inputs: EvolveInputs, providers: Providers) -> EvolveReport:
 
 
 def _write_winners(run: Run, config: EvolveConfig) -> None:
-    """What `rookery sft` can learn from the run; no file where no answer improved a program."""
+    """Write the training rows for `rookery sft`, if any answer improved a program."""
     if rows := export_training_data(run, features=config.database.feature_dimensions):
         run.write_text(WINNERS, rows)
 
 
 async def _seed(config: EvolveConfig, run: Run) -> int:
-    """The config's, or one that the run draws from its name and time, once."""
+    """Return the config's seed, or draw one from the run's name and time and record it."""
     if config.seed is not None:
         return config.seed
     drawn = stream_seed(0, run.name, str(run.created.time_s))
@@ -172,27 +171,26 @@ def _finished(scheduler: AttemptScheduler, state: SearchState, *, name: str = ""
     )
 
 
-# Simpler searches with as much to spend as the evolution: what it has to beat.
+# Baselines: simpler searches with the evolution's budget, which the evolution has to beat.
 #
-# best_of_n     every attempt is a child of the first program, and knows of no other
-# sequential    every attempt is a child of the best program so far, one after the other
-# ...+tune      the same, and the numbers of every new best are tuned as the evolution's are
+#   best_of_n     every attempt is a child of the first program and sees no other
+#   sequential    every attempt is a child of the best program so far, one after the other
+#   ...+tune      the same, and the numbers of each new best are tuned
 #
-# They ask the same models and the same evaluator, are attempts of the run in series of their own,
-# and end when they have spent the evolution's tokens; where a model does not count tokens, after
-# the evolution's number of iterations.
+# They use the same models and evaluator, and are series of attempts of their own. They end with the
+# evolution's tokens, or with its number of iterations if a model reports no token counts.
 
 
 BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
 WITH_TUNE = "+tune"
 MOST_TIMES = 4
-"""Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so
-many times the evolution's, as those of `sequential` come one after the other."""
+"""Limit on a baseline's iterations, as a multiple of the evolution's. Baseline prompts show fewer
+programs, so the tokens last longer, and `sequential` runs its attempts one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What every search of a run starts from."""
+    """The starting point of every search of a run."""
 
     programs: Sequence[FirstProgram | ProgramRecord]
     measured: Sequence[Evaluated]
@@ -203,11 +201,11 @@ class _Start:
 async def _run_baselines(
     config: EvolveConfig, providers: Providers, *, evolution: SearchState, start: _Start
 ) -> list[FinishedSearch]:
-    """Those that the config names, at the same time; each resumes where it was."""
+    """Run the configured baselines concurrently. Each resumes from its own events."""
     return await together(
         _run_baseline(
             name,
-            _same_spending(name, config, evolution),
+            _with_equal_budget(name, config, evolution),
             replace(providers, job_offset=number * JOBS),
             evolution,
             start,
@@ -219,7 +217,7 @@ async def _run_baselines(
 async def _run_baseline(
     name: str, config: EvolveConfig, providers: Providers, evolution: SearchState, start: _Start
 ) -> FinishedSearch:
-    # Of its own: a server that keeps to seeds would repeat the evolution's answers.
+    # Same seeds would repeat the evolution's answers.
     seed = stream_seed(start.seed, "baseline", name)
     parts = await open_parts(config, providers, seed=seed)
     kind = name.removesuffix(WITH_TUNE)
@@ -237,8 +235,8 @@ async def _run_baseline(
     return _finished(scheduler, state, name=name)
 
 
-def _same_spending(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
-    """One island, the tokens of the evolution where they are known, and as many hours again."""
+def _with_equal_budget(name: str, config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
+    """Return a config with one island, the evolution's tokens if known, and its hours once more."""
     is_known = not evolution.spending.num_unreported and evolution.spending.tokens
     budget = EvolveBudgetConfig(
         max_tokens=evolution.spending.tokens if is_known else None,

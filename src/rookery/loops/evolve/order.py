@@ -1,9 +1,10 @@
-"""The order of asks and tells for throughput: an attempt is told when it ends.
+"""Order of asks and tells for throughput, with backlog and budget limits.
 
     order = SteadyOrder(num_attempts=1000, has_room=..., may_begin=..., decided=..., planned=[3])
 
-Steps as those of a `Window`, which is the order for results that do not depend on the number of
-workers. Attempts that a run decided before are told first, in the order in which it did.
+`SteadyOrder` tells an attempt as soon as it ends. `Window` gives the same kind of steps in an order
+that makes results independent of the number of workers. Both first replay the recorded decisions,
+in their original order.
 """
 
 import time
@@ -35,20 +36,20 @@ class Order(Protocol):
     """A Window or a SteadyOrder."""
 
     def decide(self, attempt: int, result: Stages) -> None:
-        """Hand in an attempt that ended."""
+        """Hand in a finished attempt."""
         ...
 
     def next_step(self) -> Ask | Tell[Stages] | None:
-        """What to do now; None when an attempt in flight has to end first."""
+        """Return the next step, or None if an attempt in flight has to end first."""
         ...
 
     def stop(self) -> None:
-        """Ask for no further attempt; those in flight are told. Idempotent."""
+        """Ask for no further attempts. Attempts in flight are still told. Idempotent."""
         ...
 
 
 class SteadyOrder:
-    """Tells at once, asks while there is room."""
+    """Tells at once, and asks while there is room."""
 
     def __init__(
         self,
@@ -59,8 +60,7 @@ class SteadyOrder:
         decided: Mapping[int, Stages],
         planned: Iterable[int],
     ) -> None:
-        """`decided` in the order of decisions; `planned` began in an earlier session.
-        `may_begin` is asked before each attempt."""
+        """`decided` is in order of decision; `planned` attempts began in an earlier process."""
         self._num_attempts = num_attempts
         self._has_room = has_room
         self._may_begin = may_begin
@@ -92,28 +92,15 @@ class SteadyOrder:
         self._num_attempts = min(self._num_attempts, self._next - 1)
 
 
-# How many children may wait for an evaluation before no further model call is begun.
-#
-#     backlog = BacklogLimit(num_workers=8)
-#     backlog.model.add(5.0)
-#     backlog.evaluation.add(0.1)
-#     backlog.max_waiting == 400
-#
-# A call that begins now is answered after the time of a call. Children that are evaluated by then
-# do not delay its own, so as many may wait: answers that come all at once then do not stop the
-# model. Where evaluations take long few may wait, as parents would be chosen long before their
-# children count.
-
-
 PER_WORKER = 2
-"""Children that may always wait: no worker waits for the model."""
+"""Children per worker that may always wait, so that no worker is idle during a model call."""
 MEMORY = 0.9
-"""How much of a mean is left after a new time."""
+"""Weight of the old mean when a new time is added."""
 
 
 @dataclass(slots=True)
 class MeanSeconds:
-    """A mean in which old times fade; None before the first."""
+    """Exponential mean of durations, in seconds; None before the first."""
 
     value: float | None = None
 
@@ -123,7 +110,7 @@ class MeanSeconds:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add what the block takes, if it ends well."""
+        """Time the block and add its duration, unless it raises."""
         start = time.monotonic()
         yield
         self.add(time.monotonic() - start)
@@ -131,7 +118,17 @@ class MeanSeconds:
 
 @dataclass(slots=True, kw_only=True)
 class BacklogLimit:
-    """What model calls and evaluations have taken lately."""
+    """Limits how many children may wait for evaluation before model calls pause.
+
+        backlog = BacklogLimit(num_workers=8)
+        backlog.model.add(5.0)
+        backlog.evaluation.add(0.1)
+        backlog.max_waiting == 400
+
+    The limit is the number of children that the workers evaluate during one model call: they do not
+    delay that call's child. If evaluations are slow, few may wait, because parents would be chosen
+    long before their children count.
+    """
 
     num_workers: int
     model: MeanSeconds = field(default_factory=MeanSeconds)
@@ -139,23 +136,20 @@ class BacklogLimit:
 
     @property
     def max_waiting(self) -> int:
-        """Children that may wait."""
+        """Number of children that may wait."""
         each = PER_WORKER
         if self.model.value is not None and self.evaluation.value:
             each = max(each, int(self.model.value / self.evaluation.value))
         return each * self.num_workers
 
 
-# What a run may spend: tokens, money, hours. It ends before it would spend more.
-
-
 ROUNDING = 1e-9
-"""Sums of prices are off by less."""
+"""Tolerance for rounding errors in sums of prices."""
 _MILLION = 1e6
 
 
 def price(spending: Spending, budget: EvolveBudgetConfig) -> float | None:
-    """US dollars by the prices of the config; None without prices or without counts of tokens."""
+    """Return the cost in US dollars, or None without prices or token counts."""
     if spending.num_unreported:
         return None
     return _price(spending.prompt_tokens, spending.completion_tokens, budget)
@@ -164,10 +158,10 @@ def price(spending: Spending, budget: EvolveBudgetConfig) -> float | None:
 def find_exhausted(
     budget: EvolveBudgetConfig, spending: Spending, *, num_told: int, num_open: int
 ) -> str:
-    """Why no further attempt may begin beside those in flight; empty while one may.
+    """Return why no attempt may begin beside those in flight; empty if one may.
 
-    Attempts in flight count as much as the dearest one before them. What the first one costs is
-    not known: it begins alone.
+    Each attempt in flight counts as much as the most expensive one so far. The first attempt begins
+    alone, because its cost is unknown.
     """
     if budget.max_rollouts is not None:
         needed = (num_open + 1) * spending.dearest_rollouts
@@ -196,7 +190,7 @@ def find_exhausted(
 def share_spent(
     budget: EvolveBudgetConfig, spending: Spending, *, elapsed_s: float
 ) -> float | None:
-    """The part of the tightest limit that is spent; None without limits."""
+    """Return the spent share of the tightest limit, or None without limits."""
     answers = spending.completion_tokens + spending.training_answer_tokens + spending.choice_tokens
     further = (
         (spending.num_rollouts, budget.max_rollouts),
@@ -208,24 +202,24 @@ def share_spent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProgress:
-    """How far a search is, and what it may spend."""
+    """The progress and spending of a search."""
 
     num_attempts: int
-    """All there will be unless it ends early."""
+    """Planned attempts. The search may end earlier."""
     num_decided: int
     num_open: int
-    """In flight."""
+    """Attempts in flight."""
     num_recorded: int
-    """Decisions of earlier sessions that are still to be told: they are, whatever is left."""
+    """Recorded decisions not yet replayed. They are told even if the budget is spent."""
     elapsed_s: float
     goal_reason: str
-    """Why the programs end the search: a target, or patience; empty while they do not."""
+    """Why a target score or the patience ends the search; empty otherwise."""
     budget: EvolveBudgetConfig
     spending: Spending
 
 
 def stop_reason(progress: SearchProgress) -> str:
-    """Why no further attempt begins; empty while one may, and when there are none to begin."""
+    """Return why no further attempt begins. Empty if one may, or if none is left."""
     if progress.num_decided + progress.num_open >= progress.num_attempts:
         return ""
     if progress.goal_reason or progress.num_recorded:

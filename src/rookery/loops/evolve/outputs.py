@@ -4,8 +4,8 @@
         due = outputs.find_due(member, is_best=True, is_new=True)      # when it is told
         await outputs.write(due)                                       # when that is durable
 
-Written in a thread, in the order in which programs were told; the evolution waits only when more
-than QUEUE of them are due. After a crash what may be missing is written again.
+A thread writes them in the order of tells. The evolution waits only if more than QUEUE are due.
+After a crash, files that may be missing are written again.
 """
 
 import asyncio
@@ -45,12 +45,10 @@ __all__ = [
     "open_outputs",
 ]
 
-# What is written, as values; how, an OutputFormat says.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureRange:
-    """What was seen of a feature dimension; the grid's bins are cut from it."""
+    """Range of a feature dimension. The grid's bins divide it."""
 
     min: float
     max: float
@@ -60,18 +58,18 @@ class FeatureRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCheckpoint:
-    """Programs, and which of them stand where. Lists over islands have one entry per island."""
+    """A population at one iteration. Lists over islands have one entry per island."""
 
     programs: Sequence[ProgramRecord]
     islands: Sequence[Sequence[str]]
-    """Ids per island."""
+    """Program ids per island."""
     grids: Sequence[Mapping[str, str]]
-    """Per island: cell ("3-7": one bin per feature dimension) to id."""
+    """Program ids by cell, per island. The cell "3-7" has one bin number per feature dimension."""
     archive: Sequence[str] = ()
     best_id: str | None = None
     island_best_ids: Sequence[str | None] = ()
     iteration: int = 0
-    """The last iteration that is in it."""
+    """Last iteration included."""
     current_island: int = 0
     island_generations: Sequence[int] = ()
     last_migration_generation: int = 0
@@ -79,26 +77,26 @@ class ProgramCheckpoint:
 
     @property
     def best(self) -> ProgramRecord | None:
-        """The best program, where one is named."""
+        """The best program, if one is named."""
         return next((p for p in self.programs if p.id == self.best_id), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a checkpoint is written."""
+    """Options for writing a checkpoint."""
 
     suffix: str = ".py"
-    """Of the best program's file."""
+    """Suffix of the best program's file."""
     other_files: Mapping[str, str] = field(default_factory=dict)
-    """Of a folder: what stands unchanged beside the program's files."""
+    """Files of a folder that stay unchanged beside the program's files."""
     saved_at: float
-    """Now, in seconds since 1970."""
+    """Current time, in seconds since 1970."""
     with_prompts: bool = True
     max_inline_bytes: int = 32 * 1024
-    """Larger artifacts get files of their own (`database.artifact_size_threshold`)."""
+    """Larger artifacts get separate files (`database.artifact_size_threshold`)."""
     earlier: Path | None = None
-    """A checkpoint of the same run. Programs that it has get a second name, not a second copy: most
-    of a population was in the one before."""
+    """An earlier checkpoint of the same run. Programs found there are hard-linked, not copied: most
+    of a population does not change between checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,7 @@ class ChildStep:
 
 
 class Trace(Protocol):
-    """A file of steps, each child once: what may be missing after a crash is appended again."""
+    """A file of steps, each child once. After a crash, steps that may be missing are appended."""
 
     def append(self, step: ChildStep) -> None: ...
 
@@ -120,9 +118,9 @@ class Trace(Protocol):
 
 
 class OutputFormat(Protocol):
-    """How programs and populations stand in files.
+    """File format of programs and populations.
 
-    A function fills a folder that is new and empty; whoever calls it makes that whole or absent.
+    A function fills a new, empty folder. The caller publishes it atomically.
     """
 
     def fill_best(self, folder: Path, program: ProgramRecord, *, options: WriteOptions) -> None: ...
@@ -136,27 +134,24 @@ class OutputFormat(Protocol):
         options: WriteOptions,
         files: Mapping[str, Path] | None = None,
     ) -> None:
-        """`place` is the path at which the folder will stand, `files` has programs as documents."""
+        """`place` is the folder's final path. `files` maps programs to their documents."""
         ...
 
     def list_checkpoints(self, folder: Path) -> list[Path]:
-        """The checkpoints of a run, by iteration."""
+        """Return the checkpoints of a run, by iteration."""
         ...
 
     def open_trace(self, output: Path, *, config: TraceConfig) -> Trace: ...
 
 
-# What of it is due, and when it is written.
-
-
 QUEUE = 64
 NEW_SHARE = 0.05
-"""A checkpoint names every program, so it waits until this share of them is new. Only populations
-of more than 20 checkpoint intervals are that large."""
+"""Minimum share of new programs in a checkpoint, because it names every program. It delays a
+checkpoint only if the population exceeds 20 checkpoint intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced:
+class _TraceEntry:
     id: str
     parent: str
     answer: str
@@ -164,30 +159,30 @@ class _Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoint:
-    """A checkpoint of the population as it was."""
+    """A snapshot of the population for a checkpoint."""
 
     iteration: int
     database: DatabaseState
     best: str
     large: set[str]
-    """Programs with an artifact that gets a file of its own."""
+    """Programs with an artifact that gets a separate file."""
 
 
-_Item = _Traced | _Checkpoint
+_Item = _TraceEntry | _Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What one decision asks of the files, with the population as it was then."""
+    """Files due after one decision, with the population at that time."""
 
     is_new: bool
     is_best: bool = False
-    traced: _Traced | None = None
+    traced: _TraceEntry | None = None
     checkpoint: _Checkpoint | None = None
 
 
 class Outputs:
-    """Made by `open_outputs`."""
+    """Writes the files of one search, in tasks of `open_outputs`."""
 
     def __init__(
         self,
@@ -211,17 +206,19 @@ class Outputs:
         self._num_at_checkpoint = state.num_decided
         self._trace: Trace | None = None
         self._earlier: Path | None = None
-        """The checkpoint before, once it was looked for."""
-        # Set by `note` and `close`, cleared by `write_bests`, which writes what is the best then.
+        """Previous checkpoint, once it was looked up."""
+        # Set by `write`, `note_resumed` and `close`. Cleared by `write_bests`.
         self._is_best_due = asyncio.Event()
         self._is_closed = False
-        # Filled by `note`, drained by `write_all`; a full queue makes the evolution wait.
+        # Filled by `write`, `note_resumed` and `close`, drained by `write_all`. Blocks when full.
         self._queue: asyncio.Queue[_Item | None] = asyncio.Queue(maxsize=QUEUE)
-        self._again: deque[_Traced] = deque(maxlen=QUEUE + config.evolution_trace.buffer_size + 1)
-        """The last programs that an earlier session told: their lines may be missing."""
+        self._unconfirmed: deque[_TraceEntry] = deque(
+            maxlen=QUEUE + config.evolution_trace.buffer_size + 1
+        )
+        """Latest programs told by an earlier process, whose trace lines may be missing."""
 
     def find_due(self, member: Member | None, *, is_best: bool, is_new: bool) -> Due:
-        """A decision was told; `member` is its program. Not `is_new`: an earlier session did."""
+        """Return the files due after a decision. `is_new` is false if it was made earlier."""
         has_trace = member is not None and self._config.evolution_trace.enabled
         return Due(
             is_new=is_new,
@@ -241,31 +238,31 @@ class Outputs:
         return True
 
     async def write(self, due: Due) -> None:
-        """Have it written, as far as it is not yet."""
+        """Schedule the due files that are not written yet."""
         if due.is_new and due.is_best:
             self._is_best_due.set()
         if due.traced is not None and due.is_new:
             await self._queue.put(due.traced)
         elif due.traced is not None:
-            self._again.append(due.traced)
+            self._unconfirmed.append(due.traced)
         if due.checkpoint is not None:
             await self._write_later(due.checkpoint)
 
     async def ensure_best(self) -> None:
-        """There is a best program from the first one on, before any model is asked."""
+        """Write `best/` from the first program, before any model is asked."""
         if not (self._run.path / "best").exists():
             await self.write_best()
 
     async def note_resumed(self) -> None:
-        """All that earlier sessions told was told again."""
+        """Write what may be missing, once all recorded decisions were replayed."""
         self._is_best_due.set()
-        while self._again:
-            await self._queue.put(self._again.popleft())
+        while self._unconfirmed:
+            await self._queue.put(self._unconfirmed.popleft())
 
-    def _traced(self, member: Member) -> _Traced:
+    def _traced(self, member: Member) -> _TraceEntry:
         ancestor = self._state.ancestors[member.id]
         assert ancestor.parent is not None
-        return _Traced(id=member.id, parent=ancestor.parent, answer=ancestor.answer)
+        return _TraceEntry(id=member.id, parent=ancestor.parent, answer=ancestor.answer)
 
     async def _write_later(self, checkpoint: _Checkpoint) -> None:
         name = f"checkpoint_{checkpoint.iteration}"
@@ -283,22 +280,21 @@ class Outputs:
         )
 
     async def close(self) -> None:
-        """A checkpoint of the end, then wait until all is written."""
+        """Queue a final checkpoint and end the writers."""
         self._is_closed = True
         self._is_best_due.set()
         await self._write_later(self._checkpoint_now())
         await self._queue.put(None)
 
     async def write_bests(self) -> None:
-        """Until `close`, and what is due then. Apart from the rest: a checkpoint may take
-        seconds."""
+        """Keep `best/` up to date until `close`, apart from slow checkpoints."""
         while self._is_best_due.is_set() or not self._is_closed:
             await self._is_best_due.wait()
             self._is_best_due.clear()
             await self.write_best()
 
     async def write_best(self) -> None:
-        """`best/` with the winner as it is known now."""
+        """Write `best/` with the current winner."""
         program = await run_in_thread(self._store.get, self._state.winner)
         options = self._options()
         await run_in_thread(
@@ -308,7 +304,7 @@ class Outputs:
         )
 
     async def write_all(self) -> None:
-        """Until `close`."""
+        """Write queued items until `close`."""
         if self._config.evolution_trace.enabled:
             self._trace = await run_in_thread(
                 self._format.open_trace, self._run.path, config=self._config.evolution_trace
@@ -322,7 +318,7 @@ class Outputs:
 
     def _write(self, item: _Item) -> None:
         match item:
-            case _Traced() if self._trace is not None:
+            case _TraceEntry() if self._trace is not None:
                 self._trace.append(self._step(item))
             case _Checkpoint():
                 self._write_checkpoint(item)
@@ -336,9 +332,9 @@ class Outputs:
             max_inline_bytes=self._config.database.artifact_size_threshold,
         )
 
-    def _step(self, item: _Traced) -> ChildStep:
+    def _step(self, item: _TraceEntry) -> ChildStep:
         step = ChildStep(parent=self._store.get(item.parent), child=self._store.get(item.id))
-        if item.answer:  # tuned numbers are nobody's answer
+        if item.answer:  # tuned programs have no answer
             kept = self._store.get_document(item.answer)
             prompt = Prompt(system=kept["system"], user=kept["user"], template=kept["template"])
             step = replace(step, prompt=prompt, answer=kept["answer"])
@@ -388,7 +384,7 @@ class Outputs:
 
 @asynccontextmanager
 async def open_outputs(outputs: Outputs) -> AsyncIterator[Outputs]:
-    """Write in the background; when the block ends all is written."""
+    """Write in the background. At the end of the block, everything is written."""
     async with task_group() as group:
         group.create_task(outputs.write_all(), name="outputs")
         group.create_task(outputs.write_bests(), name="best")
@@ -396,22 +392,13 @@ async def open_outputs(outputs: Outputs) -> AsyncIterator[Outputs]:
         await outputs.close()
 
 
-# `logs/` of a run: what Rookery logs while it evolves, in a file of its own.
-#
-# with log_to_file(config, run.path):
-#     ...
-#
-# A thread writes: the event loop does not wait for the file. What programs and servers wrote cannot
-# colour or move the terminal of whoever reads it.
-
-
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Colours and moves of the cursor; of other sequences the control characters go."""
+"""Colours and cursor moves. Other control characters are dropped one by one."""
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 class _PlainFormatter(logging.Formatter):
-    """Without terminal escapes and other control characters."""
+    """Drops terminal escapes and control characters that programs or servers wrote."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = _ESCAPES.sub("", super().format(record))
@@ -420,13 +407,14 @@ class _PlainFormatter(logging.Formatter):
 
 @contextmanager
 def log_to_file(config: EvolveConfig, folder: Path) -> Iterator[Path]:
-    """Append to `logs/evolve.log`, or to the folder of `log_dir`, from `log_level` on."""
+    """Append log lines from `log_level` on to `evolve.log` in `logs/` or `log_dir`. A thread
+    writes, so the event loop does not wait for the file."""
     place = Path(config.log_dir) if config.log_dir else folder / "logs"
     with boundary(RunError, f"Opening the log in {place}", foreign=(OSError,)):
         place.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(place / "evolve.log", encoding="utf-8")
     file.setFormatter(_PlainFormatter(FORMAT))
-    # Filled by whoever logs, drained by the listener's thread.
+    # Filled by all loggers, drained by the listener's thread.
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     listener, handler = QueueListener(lines, file), QueueHandler(lines)
     logger = logging.getLogger("rookery")

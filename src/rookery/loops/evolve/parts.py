@@ -1,4 +1,4 @@
-"""What the searches of a run are made of: the models, the evaluator, the programs to start from."""
+"""The parts of a run's searches: models, evaluator, proposer and first programs."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -48,48 +48,47 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One iteration that was decided: it gave a program, or a failure with its reason."""
+    """One decided iteration: a program, or a failure with its reason."""
 
     series: str = ""
-    """The baseline that it belongs to; empty for the evolution."""
+    """Name of the baseline; empty for the evolution."""
     number: int
     num_decided: int
-    """With this one."""
+    """Decided iterations, including this one."""
     num_iterations: int
-    """All that the run will do unless it ends early."""
+    """Planned iterations. The run may end earlier."""
     model: str
     program: str = ""
-    """The id of the program; empty for a failure."""
+    """Id of the program; empty after a failure."""
     score: float | None = None
     best_score: float
     is_best: bool = False
     failure: str = ""
-    """The kind of failure; empty for a program."""
+    """Kind of failure; empty for a program."""
     message: str = ""
-    """The sentence of a failure."""
+    """Explanation of the failure."""
     tokens: int | None = None
-    """Of prompt and answer; None when the model does not report them."""
+    """Tokens of prompt and answer; None if the model does not report them."""
     evaluation_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """What an evolution asks: the engine of this loop."""
+    """The models of an evolution: the engine of this loop."""
 
     models: Mapping[str, TextModel]
-    """By the names that `llm.models` gives them, the judges too; a name that is not in the config
-    is an arm of weight 1."""
+    """Models by their names in `llm.models`, judges too. Other names become arms of weight 1."""
     embedder: Embedder | None = None
-    """The config's `database.embedding_model`."""
+    """Embeds programs for `database.embedding_model`."""
     learner: Learner | None = None
-    """Trains for `rookery.learn`."""
+    """Trains adapters for `rookery.learn`."""
     answerer: Answerer | None = None
     """Answers the tasks of `rookery.tasks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """What the caller of the loop provides."""
+    """Everything that the loop's caller provides."""
 
     engine: Models
     executor: Executor | None
@@ -97,14 +96,14 @@ class Providers:
     observer: Observer[Iteration]
     language: str
     job_offset: int = 0
-    """Added to the attempts of jobs: searches at the same time share the executor."""
+    """Added to job numbers, because concurrent searches share the executor."""
     answers: TaskAnswers | None = None
-    """Where programs are prompts: what they are scored by, in place of the executor."""
+    """Scores prompts in place of the executor; None for programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchParts:
-    """What one search uses. Programs are found by id in `store`, which is its own."""
+    """The parts of one search. Its own `store` finds programs by id."""
 
     config: EvolveConfig
     run: Run
@@ -117,7 +116,7 @@ class SearchParts:
 
 
 def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Arm, ...]:
-    """The models that propose programs, with their weights."""
+    """Return the models that propose programs, with their weights."""
     weights = {model.name: model.weight for model in config.llm.ensemble}
     judges = {model.name for model in config.llm.judges}
     names = [name for name in models if name in weights or name not in judges]
@@ -129,9 +128,9 @@ def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Ar
 
 
 async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> SearchParts:
-    """Reads the templates; nobody is asked yet."""
+    """Open the parts and read the templates. Makes no request."""
     if config.rookery.tune is not None:
-        await asyncio.to_thread(load_library)  # says what to install
+        await asyncio.to_thread(load_library)  # fails early with the package to install
     language = providers.language
     store = ProgramStore(providers.run.blobs)
     endpoints = _endpoints(config, providers)
@@ -180,7 +179,7 @@ def _endpoints(config: EvolveConfig, providers: Providers) -> dict[str, Endpoint
 def _endpoint(
     name: str, model: TextModel, config: EvolveConfig, providers: Providers, *, like: str = ""
 ) -> Endpoint:
-    """`like` is a model whose settings it has."""
+    """Build the endpoint of a model. `like` names a model whose settings it takes."""
     named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
     settings = named.get(like or name) or config.llm.complete(ModelConfig())
     return Endpoint(
@@ -194,7 +193,7 @@ def _endpoint(
 async def open_learning(
     parts: SearchParts, providers: Providers, state: SearchState, *, seed: int
 ) -> Learning | None:
-    """The trainings of the evolution, if its config has `rookery.learn`."""
+    """Open the trainings of the evolution, if its config has `rookery.learn`."""
     config = parts.config
     if config.rookery.learn is None:
         return None
@@ -268,26 +267,24 @@ def _open_judges(
     return Judges(judges, prompts=prompts, weight=weight, seed=seed)
 
 
-# The programs that an evolution starts from: scored once, then told.
-#
-# They are an event each, so that a resumed run scores none again. A first program that fails is a
-# mistake of the user: nothing could be compared with it, so no model is asked.
+# First programs. Each is an event, so that a resumed run does not score it again. If one fails, no
+# model is asked: it is the user's mistake, and no child could be compared with it.
 
 
 FIRST_PROGRAM = "first_program"
-"""The kind of their events; the key is the number."""
+"""Event kind of a first program. The key is its number."""
 
 
 def first_id(number: int) -> str:
-    """The id of a first program; they count from 1."""
+    """Return the id of a first program. Numbers count from 1."""
     return f"first{number}"
 
 
 def leave_out_failed(
     programs: Sequence[FirstProgram | ProgramRecord], *, features: Collection[str]
 ) -> list[FirstProgram | ProgramRecord]:
-    """Without the programs of a checkpoint that have no score, or only OpenEvolve's marks of a
-    failed evaluation: it keeps those as programs of score 0."""
+    """Drop a checkpoint's programs without a score, or with only OpenEvolve's marks of a failed
+    evaluation. OpenEvolve keeps those as programs of score 0."""
     return [
         program
         for program in programs
@@ -304,7 +301,7 @@ def _has_failed(program: ProgramRecord, features: Collection[str]) -> bool:
 async def prepare_first_programs(
     programs: Sequence[FirstProgram | ProgramRecord], *, parts: SearchParts, state: SearchState
 ) -> list[Evaluated]:
-    """What was measured of each, by this session or an earlier one."""
+    """Return the measurements of each program, reusing those of earlier processes."""
     credits = asyncio.Semaphore(parts.config.workers)
     return await together(
         _prepare(number, program, parts, state, credits)
@@ -319,8 +316,8 @@ def tell_first_programs(
     parts: SearchParts,
     state: SearchState,
 ) -> None:
-    """In their order: each on its own island, or on the one that it was on before. Where they run
-    is where all programs do."""
+    """Tell the programs in order, each on its own or its earlier island. If one could run only in
+    the evaluator's process, later programs run there too."""
     if any(evaluated.is_forgeable for evaluated in measured):
         parts.evaluator.isolate = False
     num_islands = parts.config.database.num_islands
@@ -344,7 +341,7 @@ async def _prepare(
     comparison = await parts.novelty.embed(program.code) if parts.novelty else UNCOMPARED
     async with credits:
         if isinstance(program, ProgramRecord):
-            evaluated = await run_in_thread(_take, number, program, comparison, parts)
+            evaluated = await run_in_thread(_accept, number, program, comparison, parts)
         else:
             evaluated = await _score(number, program, comparison, parts)
     evaluated = comparison.note_in(evaluated)
@@ -372,20 +369,20 @@ async def _score(
         changes_description=parts.config.prompt.initial_changes_description,
     )
     child = await run_in_thread(make_child, record)
-    # Attempts count from 1: the jobs of first programs are numbered below.
+    # Attempts count from 1, so jobs of first programs have numbers below.
     lease = Lease(1 - number, _note_nothing)
     child = comparison.note_on(child)
     return await parts.evaluator.evaluate(child, lease=lease, best_score=None)
 
 
 async def _note_nothing(_: Lease) -> None:
-    """A first program that was not scored yet is scored again when the run resumes."""
+    """Do nothing: an unfinished first program is scored again on resume."""
 
 
-def _take(
+def _accept(
     number: int, program: ProgramRecord, comparison: Comparison, parts: SearchParts
 ) -> Evaluated:
-    """A program with the metrics that it was found with."""
+    """Accept a program with its recorded metrics."""
     record = replace(program, id=first_id(number), parent_id=None, iteration=0, prompts={})
     child = comparison.note_on(make_child(replace(record, embedding=None)))
     return Evaluated(

@@ -1,15 +1,14 @@
-"""The problem of an evolution: the program to start from, and its evaluator as a task of workers.
+"""The problem of an evolution: its first program, and its evaluator as a task of workers.
 
-first = read_first_program(Path("initial_program.py"), config=config)
-first.code, first.language, first.suffix, first.warnings
+    first = read_first_program(Path("initial_program.py"), config=config)
+    first.code, first.language, first.suffix, first.warnings
 
     spec = evaluation_spec(config, evaluator=Path("evaluator.py"), first=first)
     async with open_local(spec, num_workers=8) as executor: ...
 
-The program is checked before any model is asked. A payload of the task is a line of settings and
-a program's text (`EvaluationRequest`), an output what `decode_outcome` reads; workers keep a warm
-sandbox. A machine without a sandbox refuses the task with the line that mends it, and its workers
-get no work.
+The program is checked before any model is asked. A job's payload is an encoded `EvaluationRequest`,
+its output is read by `decode_outcome`. Workers keep a warm sandbox. A machine without a sandbox
+refuses the task, names the remedy, and gets no work.
 """
 
 import json
@@ -59,12 +58,6 @@ __all__ = [
 ]
 
 
-# The language of a program, by its file name, else by its text; and code in one spelling.
-#
-# detect_language("x = 1", suffix=".py")      "python"
-# detect_language("#include <vector>\n")      "cpp"
-
-
 UNKNOWN = "unknown"
 
 SUFFIXES = {
@@ -102,7 +95,7 @@ SUFFIXES = {
     ".yaml": "yaml",
     ".yml": "yaml",
 }
-"""File suffix (lower case) to the word that stands behind the three backticks."""
+"""Lower-case file suffix to language tag of a fenced block."""
 
 SIGNATURES = (
     ("python", r"^(import|from|def|class)\s"),
@@ -112,11 +105,15 @@ SIGNATURES = (
     ("rust", r"^(module|fn|let mut|impl)"),
     ("sql", r"^(SELECT|CREATE TABLE|INSERT INTO)"),
 )
-"""How lines of a language begin; the first that fits wins. The order is OpenEvolve's."""
+"""Line beginnings of each language. The first match wins, in OpenEvolve's order."""
 
 
 def detect_language(code: str, *, suffix: str = "") -> str:
-    """By suffix where it is known, else by how lines begin, else "unknown"."""
+    r"""Detect a language by a known suffix, else by line beginnings, else return "unknown".
+
+    detect_language("x = 1", suffix=".py")      "python"
+    detect_language("#include <vector>\n")      "cpp"
+    """
     if suffix.lower() in SUFFIXES:
         return SUFFIXES[suffix.lower()]
     fits = (name for name, regex in SIGNATURES if re.search(regex, code, re.MULTILINE))
@@ -124,7 +121,7 @@ def detect_language(code: str, *, suffix: str = "") -> str:
 
 
 def file_suffix(name: str, *, configured: str = ".py") -> str:
-    """The suffix that programs are written with: the config's, unless it is the default `.py`.
+    """Return the suffix of program files: the config's, or the program's own if that is `.py`.
 
     A first program without a suffix counts as `.py`.
     """
@@ -135,34 +132,34 @@ def file_suffix(name: str, *, configured: str = ".py") -> str:
 
 
 def normalise(code: str) -> str:
-    """The code without what no reader sees: line ends, trailing blanks, blank lines at the ends.
+    """Unify line ends and drop trailing blanks and outer blank lines.
 
-    Equal text means the same program; different text does not mean different programs.
+    Equal results mean the same program. Different results do not mean different programs.
     """
     lines = [line.rstrip() for line in code.splitlines()]
     return "\n".join(lines).strip("\n")
 
 
 def suffix_of(language: str) -> str:
-    """The usual file suffix of a language; `.py` where none is known."""
+    """Return the usual file suffix of a language, or `.py`."""
     return next((suffix for suffix, name in SUFFIXES.items() if name == language), ".py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstProgram:
-    """A program as text, with what decides how its children are written."""
+    """A first program as text, with settings for its children."""
 
     code: str
     language: str
     suffix: str
-    """Of the files that programs are written to; of a folder, its commonest."""
+    """Suffix of program files; for a folder, its most common one."""
     warnings: tuple[str, ...] = ()
     other_files: Mapping[str, str] = field(default_factory=dict)
-    """Of a folder in which only some files have markers: the others, which no model changes."""
+    """Files of a folder that have no markers while others do. No model changes them."""
 
 
 def read_first_program(path: Path, *, config: EvolveConfig) -> FirstProgram:
-    """Read a file or a folder. An empty program and markers without partner are a ConfigError."""
+    """Read a file or a folder. Raises ConfigError if it is empty or has unpaired markers."""
     code = read_program(path)
     texts = split_files(code) or {path.name: code}
     if not any(text.strip() for text in texts.values()):
@@ -204,13 +201,13 @@ FORGEABLE = (
 
 
 class EvaluationSettings(Config):
-    """What every worker needs to know."""
+    """The settings of every worker."""
 
     sandbox: SandboxConfig
     evaluator: EvaluatorConfig
-    """Its file is relative to the folder that travels with the task."""
+    """The evaluator. Its file is relative to the folder that is sent with the task."""
     other_files: dict[str, str] = Field(default_factory=dict)
-    """Of a program that is a folder: files that are the same for all programs."""
+    """Files that are the same for all programs of a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +216,9 @@ class EvaluationRequest:
 
     code: str
     seed: int = 0
-    """What random generators start from."""
+    """Seed of the random generators."""
     isolate: bool = True
-    """Whether the program runs in another process than its evaluator."""
+    """True to run the program in a separate process from its evaluator."""
 
     def encode(self) -> bytes:
         head = json.dumps({"seed": self.seed, "isolate": self.isolate}).encode()
@@ -236,9 +233,9 @@ class EvaluationRequest:
 def evaluation_spec(
     config: EvolveConfig, *, evaluator: Path, first: FirstProgram, output: Path | None = None
 ) -> WorkerSpec:
-    """What workers hold: the evaluator's folder as it is now, and the limits of the config.
+    """Describe the workers: the evaluator's folder as it is now, and the config's limits.
 
-    Hidden files, which may hold secrets, and the output of runs, `output` too, are left out.
+    Leaves out `output`, other runs' output, and hidden files, which may hold secrets.
     """
     if not evaluator.is_file():
         raise ConfigError(f"There is no evaluator {evaluator}: give a Python file.")
@@ -294,7 +291,7 @@ def say_not_isolated(outcome: EvaluationOutcome) -> str:
 
 
 class EvaluationTask:
-    """One sandbox, for as long as its worker lives."""
+    """A sandbox that lives as long as its worker."""
 
     def __init__(
         self, sandbox: Sandbox, stack: AsyncExitStack, *, other_files: Mapping[str, str]
@@ -316,7 +313,7 @@ class EvaluationTask:
 
 
 async def open_evaluation(settings: bytes, folder: Path | None) -> EvaluationTask:
-    """Open the sandbox. A SandboxError says what this machine lacks."""
+    """Open the sandbox. Raises SandboxError with what this machine lacks."""
     if folder is None:
         raise ConfigError("An evaluation needs the evaluator's folder.")
     document = decode(settings, what="The settings of the evaluation")

@@ -1,4 +1,4 @@
-"""A program under search with all that is known of it: its files, its document, its blob."""
+"""A program with its metrics and lineage: its files, its document, its blob."""
 
 import base64
 import json
@@ -39,16 +39,15 @@ __all__ = [
     "unpack_vector",
 ]
 
-# Programs of several files: a folder as one text, and back.
+# A program of several files is one text, with a header line per file:
 #
 #     --- file: solver/search.py ---
 #     ...
 #     --- file: solver/moves.py ---
 #     ...
 #
-# The text is what prompts show, what checkpoints keep as `code` and what its length is counted of.
-# In an answer a line that names a file (`solver/moves.py`) stands before a SEARCH/REPLACE block or
-# a fenced block and says which file it belongs to.
+# Prompts show this text, checkpoints store it as `code`, and length limits count it. In an answer,
+# a line that names a file (`solver/moves.py`) before a block assigns the block to that file.
 
 
 _HEADER = re.compile(r"^--- file: (\S.*) ---$", re.MULTILINE)
@@ -56,14 +55,14 @@ _MARKER_WORD = "EVOLVE-BLOCK-START"
 
 
 def join_files(files: Mapping[str, str]) -> str:
-    """One text of all files, sorted by name. `split_files` gives the same files back."""
+    """Join files into one text, sorted by name. `split_files` is the inverse."""
     if problem := find_file_problem(files):
         raise ValueError(problem)
     return "\n".join(f"--- file: {name} ---\n{files[name]}" for name in sorted(files))
 
 
 def split_files(code: str) -> dict[str, str]:
-    """File name to text; an empty dict for a program of one file."""
+    """Return file names and texts; empty for a program of one file."""
     if not _HEADER.match(code):
         return {}
     _, *pieces = _HEADER.split(code)
@@ -76,7 +75,7 @@ def split_files(code: str) -> dict[str, str]:
 
 
 def find_file_problem(files: Mapping[str, str]) -> str | None:
-    """Why these files cannot be joined, or may not be written; None if they can."""
+    """Return why these files cannot be joined or must not be written, or None."""
     for name, text in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\n" in name:
@@ -89,7 +88,7 @@ def find_file_problem(files: Mapping[str, str]) -> str | None:
 
 
 def named_file(text: str, names: Iterable[str]) -> str | None:
-    """The file that the last line with words in it names, with or without Markdown around it."""
+    """Return the file named by the last line with words, ignoring Markdown around the name."""
     lines = [line for line in text.splitlines() if re.search(r"\w", line.strip("`"))]
     lines = [line for line in lines if not re.fullmatch(r"```[\w+#.-]*\s*", line.strip())]
     if not lines:
@@ -100,7 +99,7 @@ def named_file(text: str, names: Iterable[str]) -> str | None:
 
 
 def read_program(path: Path) -> str:
-    """The text of a program file, or of a folder: its files with markers, else all its files."""
+    """Read a program file or folder. From a folder, takes the files with markers, else all."""
     if expanded(path).is_file():
         return _read_text(path)
     if not path.is_dir():
@@ -113,8 +112,7 @@ def read_program(path: Path) -> str:
 
 
 def read_other_files(path: Path) -> dict[str, str]:
-    """The files of a folder that are no part of the program's text, as others have markers: they
-    stay as they are beside it."""
+    """Return a folder's files outside the program: those without markers, if others have some."""
     texts = dict(_folder_texts(path)) if path.is_dir() else {}
     others = {name: text for name, text in texts.items() if _MARKER_WORD not in text}
     return others if len(others) < len(texts) else {}
@@ -142,12 +140,12 @@ def _read_text(path: Path) -> str:
 
 
 Metrics = Mapping[str, Any]
-"""What an evaluator returned: numbers, and whatever else it chose to report."""
+"""Metrics of an evaluator: numbers and any other values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRecord:
-    """One program, evaluated.
+    """One program with its evaluation.
 
     ProgramRecord(id="7f3c", code="x = 2", parent_id="12ab", generation=1, iteration=9,
                   metrics={"combined_score": 0.7}, island=2)
@@ -155,42 +153,40 @@ class ProgramRecord:
 
     id: str
     code: str
-    """The text; of a folder the joined text of its files (`source_files`)."""
+    """Text of the program; for a folder, the joined text of its `files`."""
     language: str = "python"
     parent_id: str | None = None
     generation: int = 0
     iteration: int = 0
-    """The iteration that found it; 0 for a first program."""
+    """The iteration that gave it; 0 for a first program."""
     timestamp: float = 0.0
-    """When it was found, in seconds since 1970."""
+    """Creation time, in seconds since 1970."""
     metrics: Metrics = field(default_factory=dict)
     island: int | None = None
     changes: str = ""
-    """What its parent's prompt led to: a summary of the diff."""
+    """Summary of the edits to its parent."""
     changes_description: str = ""
-    """What the model says of all changes so far (`prompt.programs_as_changes_description`)."""
+    """The model's description of all changes so far (`prompt.programs_as_changes_description`)."""
     parent_metrics: Metrics = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the document's `metadata`, such as `migrant` and `token_usage`."""
     artifacts: Mapping[str, str | bytes] = field(default_factory=dict)
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    """Template name to {system, user, responses}."""
+    """Prompts by template name, each as {system, user, responses}."""
     embedding: tuple[float, ...] | None = None
 
     @property
     def files(self) -> dict[str, str]:
-        """File name to text for a folder; empty for a program of one file."""
+        """File names and texts of a folder; empty for a program of one file."""
         return split_files(self.code)
 
 
-# One number out of the metrics of an evaluator, chosen as OpenEvolve chooses it.
-
-
 def find_fitness(metrics: Metrics, *, feature_dimensions: Collection[str] = ()) -> float | None:
-    """`combined_score`, else the mean of the numbers that are no feature dimension.
+    """Return `combined_score`, else the mean of the numbers that are not feature dimensions, as
+    OpenEvolve does.
 
-    If every number is a feature dimension, the mean of all. In a mean, flags (True, False) and NaN
-    do not count. None where there is no number, or where combined_score is NaN.
+    If all numbers are feature dimensions, returns the mean of all. Means skip booleans and NaN.
+    Returns None without numbers, or if combined_score is NaN.
     """
     if "combined_score" in metrics:
         with suppress(TypeError, ValueError):
@@ -203,24 +199,22 @@ def find_fitness(metrics: Metrics, *, feature_dimensions: Collection[str] = ()) 
 
 
 def is_number(value: object) -> bool:
-    """Whether a metric is a number that can be compared: no flag, no text, not NaN."""
+    """Return True for a comparable number: not a boolean, text or NaN."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and not math.isnan(value)  # type: ignore[arg-type]
-
-
-# A vector as text, exact to 32 bits, so that an event of a run can hold it.
-#
-#     text = pack_vector((0.25, -1.5))
-#     unpack_vector(text)                 # (0.25, -1.5)
-#
-# Four bytes a number, then base64: 1,536 numbers are 8 KiB, a quarter of what JSON takes.
 
 
 _DTYPE = np.dtype("<f4")
 
 
 def pack_vector(vector: Sequence[float]) -> str:
-    """The text. ValueError when it has no direction: no numbers, all 0, or not finite."""
+    """Encode a vector as text, exact to 32 bits, for use in an event.
+
+        unpack_vector(pack_vector((0.25, -1.5)))    # (0.25, -1.5)
+
+    Base64 of 4 bytes per number: 1,536 numbers take 8 KiB, a quarter of JSON. Raises ValueError if
+    the vector has no direction: it is empty, all 0 or not finite.
+    """
     with np.errstate(over="ignore"):
         numbers = np.array(vector, dtype=_DTYPE)
     if numbers.ndim != 1 or not np.isfinite(numbers).all() or not numbers.any():
@@ -232,11 +226,7 @@ def pack_vector(vector: Sequence[float]) -> str:
 
 
 def unpack_vector(text: str) -> tuple[float, ...]:
-    """The numbers of a packed vector."""
     return tuple(np.frombuffer(base64.b64decode(text), dtype=_DTYPE).tolist())
-
-
-# A program as the document that blobs and the `programs/` of checkpoints hold, and back.
 
 
 _OWN = ("changes", "parent_metrics", "island")
@@ -244,12 +234,12 @@ _OWN = ("changes", "parent_metrics", "island")
 
 
 class ProgramDocument(BaseModel):
-    """What is read of the document. Entries of other versions are left out."""
+    """The document of a program, as blobs and checkpoints store it. Unknown entries are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-    """Also a file name, so no path."""
+    """Also a file name, so it contains no path."""
     code: str
     changes_description: str | None = None
     language: str | None = None
@@ -265,7 +255,7 @@ class ProgramDocument(BaseModel):
     embedding: tuple[float, ...] | None = None
 
     def record(self, *, island: int | None, artifacts: Mapping[str, str | bytes]) -> ProgramRecord:
-        """The program, on the island that the metadata names or else its own document."""
+        """Convert to a record. `island` takes precedence over the island of the metadata."""
         island_value = self.metadata.get("island")
         own_island = (
             island_value
@@ -296,7 +286,7 @@ class ProgramDocument(BaseModel):
 def program_document(
     program: ProgramRecord, *, small: Mapping[str, str | bytes], artifact_dir: Path | None
 ) -> dict[str, Any]:
-    """The document. Small artifacts stand in it, large ones in their own folder."""
+    """Build the document. It contains the small artifacts; large ones have their own folder."""
     fields = {
         "changes": program.changes or None,
         "parent_metrics": dict(program.parent_metrics) or None,
@@ -323,7 +313,7 @@ def program_document(
 
 
 def read_artifacts(text: str | None, folder: Path | None) -> dict[str, str | bytes]:
-    """The artifacts of a document and of its folder. Files that are no text are bytes."""
+    """Read the artifacts of a document and its folder. Binary files are bytes."""
     loaded = json.loads(text) if text else {}
     entries = loaded if isinstance(loaded, dict) else {}
     artifacts = {name: _decode(value) for name, value in entries.items()}
@@ -351,21 +341,19 @@ def _as_text(data: bytes) -> str | bytes:
         return data
 
 
-# Programs of a run as blobs, by id: the search keeps numbers in memory, texts stay on disk.
-#
-#     digest = store.put(program)
-#     store.add("p7", digest)
-#     store.get("p7").code
-#
-# `put` and `get` wait for the disk: call them in a thread.
-
-
 NUM_CACHED = 256
-"""Programs in memory: the parents, inspirations and best of the islands come up again."""
+"""Programs cached in memory: parents, inspirations and the best are needed again."""
 
 
 class ProgramStore:
-    """Usable from several threads."""
+    """The programs of a run as blobs, by id. Numbers stay in memory, texts on disk. Thread-safe.
+
+        digest = store.put(program)
+        store.add("p7", digest)
+        store.get("p7").code
+
+    `put` and `get` wait for the disk: call them in a thread.
+    """
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
@@ -378,7 +366,7 @@ class ProgramStore:
         return self.put_document(document)
 
     def path(self, id: str) -> Path:
-        """The file with the program's document, as checkpoints have it."""
+        """Return the path of the program's document."""
         return self._blobs.path(self._digests[id])
 
     def put_document(self, document: Mapping[str, object]) -> str:
@@ -389,14 +377,14 @@ class ProgramStore:
         return document
 
     def add(self, id: str, digest: str) -> None:
-        """Let a program be found by its id."""
+        """Register a program's digest under its id."""
         self._digests[id] = digest
 
     def get(self, id: str) -> ProgramRecord:
         return self._read(self._digests[id])
 
     def get_whole(self, id: str) -> ProgramRecord:
-        """With its prompts, which are for checkpoints and longer than all the rest."""
+        """Return the record with its prompts, which are long and needed only for checkpoints."""
         return self._read_file(self._digests[id])
 
     def _read_blob(self, digest: str) -> ProgramRecord:
@@ -410,7 +398,7 @@ class ProgramStore:
 def keep_artifacts(
     artifacts: Mapping[str, str | bytes], *, max_bytes: int
 ) -> dict[str, str | bytes]:
-    """The artifacts that fit, in their order; those left out are named in one of their own."""
+    """Return the artifacts that fit, in their order. A further artifact lists those left out."""
     kept: dict[str, str | bytes] = {}
     left_out, num_bytes = [], 0
     for name, value in artifacts.items():
@@ -426,7 +414,7 @@ def keep_artifacts(
 
 
 def has_large(artifacts: Mapping[str, str | bytes], *, max_bytes: int) -> bool:
-    """Whether one of them is larger than that."""
+    """Return True if an artifact is larger than `max_bytes`."""
     return any(_num_bytes(value) > max_bytes for value in artifacts.values())
 
 

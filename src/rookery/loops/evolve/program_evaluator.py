@@ -1,13 +1,13 @@
-"""From a program to what was measured of it: jobs on the executor, judges, confirmation.
+"""Evaluation of programs: jobs on the executor, judges, confirmation, tuning.
 
     evaluated = await evaluator.evaluate(child, lease=lease, best_score=0.4)
 
-| what a job ends with        | then                                                          |
+| result of a job             | reaction                                                      |
 |-----------------------------|---------------------------------------------------------------|
 | an outcome                  | it counts; an evaluator that raised may be tried again        |
 | a lost worker               | submitted again with the next epoch; twice: failure `poison`  |
 | an error of the task        | submitted again; twice: failure `evaluation`                  |
-| it was cancelled            | the executor is closing: ExecutorError, the run can resume    |
+| cancelled                   | the executor is closing: ExecutorError, the run can resume    |
 """
 
 import json
@@ -43,44 +43,43 @@ __all__ = [
     "read_feedback",
 ]
 
-# What models say of a program's quality (`evaluator.use_llm_feedback`), as further metrics.
-#
-# feedback = read_feedback(['{"readability": 0.8, "reasoning": "short"}'], weights=[1.0])
-# merge_feedback({"combined_score": 0.5}, feedback, weight=0.1)
-# {"combined_score": 0.59, "llm_readability": 0.08, "llm_average": 0.08}
-
 
 _FENCED = re.compile(r"```json\n(.*?)\n```", re.DOTALL)
 _SHARE = 0.3
-"""Of the judges in combined_score. OpenEvolve's number, whatever `llm_feedback_weight` says."""
+"""Share of the judges in combined_score, as in OpenEvolve. Independent of `llm_feedback_weight`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """Scores by name, averaged over judges by their weights, and what else they said."""
+    """The judges' scores by name, as weighted means, and their other remarks."""
 
     scores: dict[str, float]
     artifacts: dict[str, str]
 
 
 def read_feedback(answers: Sequence[str], *, weights: Sequence[float]) -> Feedback | None:
-    """The judges' scores; None if an answer is no JSON object or has no score."""
+    """Parse the judges' answers. None if one is not a JSON object or has no score."""
     scores: dict[str, float] = {}
     artifacts: dict[str, str] = {}
     for answer, weight in zip(answers, weights, strict=True):
-        said = _read_object(answer)
-        numbers = {name: float(value) for name, value in said.items() if is_number(value)}
+        document = _read_object(answer)
+        numbers = {name: float(value) for name, value in document.items() if is_number(value)}
         if not numbers:
             return None
         for name, value in numbers.items():
             scores[name] = scores.get(name, 0.0) + value * weight / sum(weights)
-        others = {name: value for name, value in said.items() if name not in numbers}
-        artifacts |= {name: _text(value) for name, value in others.items()}
+        remarks = {name: value for name, value in document.items() if name not in numbers}
+        artifacts |= {name: _text(value) for name, value in remarks.items()}
     return Feedback(scores=scores, artifacts=artifacts)
 
 
 def merge_feedback(metrics: Metrics, feedback: Feedback, *, weight: float) -> dict[str, Any]:
-    """The evaluator's metrics with `llm_<name>`, `llm_average`, and combined_score mixed anew."""
+    """Add `llm_<name>` and `llm_average` to the metrics, and mix the judges into combined_score.
+
+    feedback = read_feedback(['{"readability": 0.8, "reasoning": "short"}'], weights=[1.0])
+    merge_feedback({"combined_score": 0.5}, feedback, weight=0.1)
+    {"combined_score": 0.59, "llm_readability": 0.08, "llm_average": 0.08}
+    """
     merged = dict(metrics)
     merged |= {f"llm_{name}": value * weight for name, value in feedback.scores.items()}
     average = sum(feedback.scores.values()) / len(feedback.scores)
@@ -94,22 +93,19 @@ def _read_object(answer: str) -> dict[str, Any]:
     fenced = _FENCED.search(answer)
     text = fenced[1] if fenced else answer[answer.find("{") : answer.rfind("}") + 1]
     try:
-        said = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# Models that judge programs (`evaluator.use_llm_feedback`): their scores become metrics.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """One model and how much it counts."""
+    """A model that judges programs, and its weight."""
 
     endpoint: Endpoint
     weight: float
@@ -117,7 +113,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What all judges said, and what that cost; usage is None when one does not report it."""
+    """All judges' feedback and its cost. `usage` is None if a judge does not report it."""
 
     feedback: Feedback
     usage: TokenUsage | None
@@ -135,7 +131,7 @@ class Judges:
         self._seed = seed
 
     async def judge(self, code: str, *, attempt: int) -> Judgement | AttemptFailure:
-        """A program that could not be judged is a failure: its score would not compare."""
+        """Judge a program. It fails if a judge fails, as its score would not be comparable."""
         prompt = self._prompts.build_feedback(code)
         seed = seed_of(self._seed, "judge", attempt)
         try:
@@ -166,32 +162,32 @@ class Judges:
         artifacts: Mapping[str, Artifact],
         judgement: Judgement,
     ) -> tuple[dict[str, Metric], dict[str, Artifact]]:
-        """The evaluator's metrics and artifacts with those of the judges."""
+        """Add the judges' metrics and artifacts to the evaluator's."""
         feedback = judgement.feedback
         merged = merge_feedback(metrics, feedback, weight=self._weight)
         return merged, {**artifacts, **feedback.artifacts}
 
 
 MAX_LOST = 2
-"""Workers that one program may end before it is taken for the cause."""
+"""Lost workers after which a program is taken for the cause."""
 MAX_ERRORS = 2
 GRACE_S = 180.0
-"""For a sandbox that has to be opened anew, over the evaluator's own time limits."""
+"""Time to open a new sandbox, on top of the evaluator's time limits."""
 NUM_STAGES = 3
 SMALL_BYTES = 4096
-"""Of an outcome that is read sooner than a thread begins."""
+"""Outcomes up to this size are decoded faster than a thread starts."""
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
 ERROR = "error"
-"""The artifact of a failed program that says why it failed."""
+"""Artifact of a failed program that holds its error."""
 ERROR_LINES, ERROR_CHARS = 12, 1500
-"""Of an error, as a prompt shows it."""
+"""Limits of an error in a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A program without a score; `error` is None where the program cannot be mended."""
+    """A program without a score. `error` is None if it cannot be repaired."""
 
     failure: AttemptFailure
     error: str | None = None
@@ -199,7 +195,7 @@ class _Failed:
 
 @dataclass(slots=True)
 class Lease:
-    """The right to evaluate one attempt; every job takes the next epoch."""
+    """The right to evaluate one attempt. Every job takes the next epoch."""
 
     attempt: int
     note: Callable[["Lease"], Awaitable[None]]
@@ -209,11 +205,11 @@ class Lease:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is for a program that the evolution starts from: it is the user's own."""
+        """True for a first program, which is the user's own."""
         return self.attempt < 1
 
     async def renew(self, *, is_noted: bool = True) -> int:
-        """The epoch of the next job; `is_noted`: it is durable before the job begins."""
+        """Return the next job's epoch. With `is_noted`, the lease is durable before it begins."""
         self.epoch += 1
         if is_noted:
             await self.note(self)
@@ -221,7 +217,7 @@ class Lease:
 
 
 class ProgramEvaluator:
-    """Evaluates programs, as many at a time as it is called."""
+    """Evaluates programs. Concurrency is up to the caller."""
 
     def __init__(
         self,
@@ -237,7 +233,7 @@ class ProgramEvaluator:
         self._job_offset = job_offset
         self._seed = seed
         self.isolate = config.rookery.sandbox.isolate != "never"
-        """Whether programs run in another process than the evaluator."""
+        """True if programs run in a separate process from the evaluator."""
         self._executor = executor
         self._store = store
         self._judges = judges
@@ -254,8 +250,8 @@ class ProgramEvaluator:
         best_score: float | None,
         first: EvaluationOutcome | None = None,
     ) -> Evaluated:
-        """Score a program and store it; one above `best_score` is scored again, as often as
-        `confirm` says, and has the means of all times. `first`: it was scored once already."""
+        """Score a program and store it. If it beats `best_score`, it is scored `confirm` more times
+        and gets mean metrics. `first` is the outcome of an evaluation already made."""
         outcomes = await self._score_enough(child, lease, best_score, first)
         if isinstance(outcomes, _Failed):
             program = await run_in_thread(self._keep_failed, child, outcomes)
@@ -269,8 +265,8 @@ class ProgramEvaluator:
         return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
 
     async def tune(self, child: Child, *, lease: Lease, best_score: float) -> Evaluated:
-        """Score a program with other numbers, and keep the best of them if it is above its own
-        score. All draw the same random numbers."""
+        """Score variants with other numbers, under the same random numbers, and keep the best if it
+        beats the program's own score."""
         settings = self._config.rookery.tune
         constants = await run_in_thread(self._lift, child)
         if settings is None or not constants:
@@ -314,7 +310,7 @@ class ProgramEvaluator:
         return lift_constants(program.code) if is_python else ()
 
     def _keep_failed(self, child: Child, failed: "_Failed") -> str:
-        """Store a program that another attempt may mend; waits for the disk."""
+        """Store a failed program for repair by another attempt. Waits for the disk."""
         if self._config.database.strategy != "adaptive" or failed.error is None:
             return ""
         artifacts = {ERROR: f"{failed.failure.kind}: {failed.failure.message}\n{failed.error}"}
@@ -327,7 +323,7 @@ class ProgramEvaluator:
         judgement: Judgement | None,
         num_lost: int,
     ) -> Evaluated:
-        """Store the program with all that is known of it; waits for the disk."""
+        """Store the program with its metrics and artifacts. Waits for the disk."""
         evaluator = self._config.evaluator
         metrics = _mean_metrics(outcomes)
         artifacts = dict(outcomes[0].artifacts) if evaluator.enable_artifacts else {}
@@ -380,9 +376,8 @@ class ProgramEvaluator:
     async def _run(
         self, code: str, lease: Lease, *, repetition: int = 0, is_noted: bool = True
     ) -> "EvaluationOutcome | _Failed":
-        """One outcome that counts. Its random numbers are those of the attempt and repetition,
-        whoever evaluates it. Of many in a row only the first need be noted, and what follows a
-        lost worker is."""
+        """Return one valid outcome. Its seed follows from attempt, repetition and try, not the
+        worker. With `is_noted` false, the lease becomes durable only after a lost worker."""
         num_tries = num_errors = 0
         while True:
             epoch = await lease.renew(is_noted=is_noted)
@@ -431,14 +426,14 @@ class ProgramEvaluator:
 
 
 async def _decode(output: bytes) -> EvaluationOutcome:
-    """Artifacts may be long: then in a thread."""
+    """Decode in a thread if the outcome is large."""
     if len(output) <= SMALL_BYTES:
         return decode_outcome(output)
     return await run_in_thread(decode_outcome, output)
 
 
 def _mean_metrics(outcomes: Sequence[EvaluationOutcome]) -> dict[str, Metric]:
-    """Numbers that all outcomes have as means; all else as it was the first time."""
+    """Average numbers that all outcomes have. Other metrics are those of the first."""
     first, *others = outcomes
     metrics = dict(first.metrics)
     numbers = [numeric_metrics(outcome.metrics) for outcome in outcomes]
@@ -449,7 +444,7 @@ def _mean_metrics(outcomes: Sequence[EvaluationOutcome]) -> dict[str, Metric]:
 
 
 def _error_of(outcome: EvaluationOutcome) -> str:
-    """The last lines of the traceback, or of what was printed where there is none."""
+    """Return the end of the traceback, or of the output if there is none."""
     assert outcome.failure is not None
     text = outcome.failure.traceback or outcome.output_tail
     return "\n".join(text.splitlines()[-ERROR_LINES:])[-ERROR_CHARS:]

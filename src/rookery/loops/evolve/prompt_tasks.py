@@ -1,13 +1,13 @@
-"""Prompts as programs: put to a model, scored on tasks, reflected on, chosen and reported.
+r"""Prompts as programs: scored on tasks, changed by reflection, chosen and reported.
 
     first = "Answer with a number."                    # or "Q: {{ question }}\nA:"
-    search    a child answers a minibatch; one that beats its parent there answers all tasks
-    select    the best on the search tasks meet, and one is chosen
-    report    the chosen prompt beside the first one, once, with a paired interval
+    search    a child answers a minibatch; if it beats its parent there, it answers all tasks
+    select    the best prompts on the search tasks are compared, and one is chosen
+    report    the chosen prompt is compared with the first one, once, with a paired interval
 
-Answers are the run's rollouts: none is asked for twice, and a failed one stays failed. A prompt
-with a `{{ field }}` of the tasks is the whole question; any other is the system message before it.
-Other braces mean nothing.
+Answers are rollouts of the run: none is asked for twice, and a failed one stays failed. A prompt
+that has a `{{ field }}` of the tasks is the whole question. Any other prompt is a system message
+before the question. Other braces have no meaning.
 """
 
 import asyncio
@@ -58,35 +58,32 @@ __all__ = [
 ]
 
 PROMPT = "prompt"
-"""The field that every task has: its own prompt."""
+"""Field of every task: its own prompt."""
 _PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z_]\w*)\s*\}\}")
 FAILED_SHARE = 0.75
-"""Of a minibatch: tasks that the parent failed. The others show what has to stay."""
+"""Share of a minibatch that the parent failed. The other tasks show what works."""
 SHOWN_CHARS = 1500
-"""Of a task, an answer and a reference, as a proposal shows them."""
+"""Characters of each task, answer and reference that a proposal shows."""
 ANSWERS, REWARDS = "answers", "rewards"
-"""What a prompt's program keeps of its evaluation."""
-
-
-# How a prompt and a task become what a model is asked.
+"""Parts of an evaluation that a prompt's program keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
-    """What all prompts of a run have in common."""
+    """The form that all prompts of a run share."""
 
     fields: tuple[str, ...] = ()
-    """Fields of the tasks that prompts name; without any a prompt is a system message."""
+    """Fields of the tasks that prompts name. Without any, a prompt is a system message."""
 
     def complete(self, prompt: str) -> str:
-        """A prompt that has lost only `{{ prompt }}` is an instruction: the task comes after it."""
+        """Append `{{ prompt }}` if that is the only field that the prompt lost."""
         named = set(_PLACEHOLDER.findall(prompt))
         if not prompt.strip() or set(self.fields) - named != {PROMPT}:
             return prompt
         return f"{prompt.rstrip()}\n\n{{{{ {PROMPT} }}}}"
 
     def find_problem(self, prompt: str) -> str | None:
-        """Why tasks cannot be asked with it; None if they can."""
+        """Return why the prompt cannot be used for the tasks, or None."""
         if not prompt.strip():
             return "The prompt is empty."
         if split_files(prompt):
@@ -98,8 +95,8 @@ class PromptForm:
         )
 
     def ask(self, prompt: str, task: Task, row: Mapping[str, object], *, is_chat: bool) -> Task:
-        """The task as it is asked with this prompt; its id and reference stay. Not `is_chat`: the
-        model takes no messages."""
+        """Return the task as asked with this prompt, with the same id and reference. Without
+        `is_chat` the model takes no messages."""
         task_prompt = task.prompt
         messages = (
             (Message(role="user", content=task_prompt),)
@@ -121,12 +118,12 @@ class PromptForm:
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
-    """In one pass: what a value holds is never read as a field."""
+    """Fill in one pass, so that a value is never read as a field."""
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def find_form(prompt: str, taskset: Taskset) -> tuple[PromptForm, list[str]]:
-    """The form of a first prompt and all its children, and warnings."""
+    """Return the form of the first prompt and its children, with warnings."""
     named = dict.fromkeys(_PLACEHOLDER.findall(prompt))
     rows = [taskset.fields.get(task.id, {}) for task in taskset.tasks]
     known = {PROMPT, *chain.from_iterable(rows)}
@@ -148,16 +145,16 @@ def find_form(prompt: str, taskset: Taskset) -> tuple[PromptForm, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTasks:
-    """What prompts are scored on."""
+    """The tasks that prompts are scored on."""
 
     taskset: Taskset
-    """With the fields of its rows."""
+    """The taskset, with the fields of its rows."""
     form: PromptForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answerer:
-    """Who answers the tasks."""
+    """The model that answers the tasks."""
 
     sampler: Sampler
     model: ModelRef
@@ -165,7 +162,7 @@ class Answerer:
 
 
 class TaskAnswers:
-    """Answers of the model to the tasks of one run, under any prompt."""
+    """A model's answers to the tasks of one run, under any prompt."""
 
     def __init__(
         self, tasks: PromptTasks, config: TasksConfig, *, answerer: Answerer, run: Run
@@ -188,12 +185,12 @@ class TaskAnswers:
 
     @property
     def num_choice_rollouts(self) -> int:
-        """Answers to the select tasks, of all who meet there."""
+        """Answers to the select tasks by all finalists."""
         num_prompts = self.config.num_finalists + 1
         return num_prompts * len(self.taskset.split("select")) * self.taskset.sampling.n
 
     async def answer(self, prompt: str, tasks: Sequence[Task]) -> list[Group]:
-        """A group for each task. A TaskError where a task cannot be put to the model."""
+        """Return a group per task. Raises TaskError if a task cannot be put to the model."""
         asked = await run_in_thread(self._ask, prompt, tasks)
         return await self._evaluator.rollout([self.model], asked) if asked else []
 
@@ -217,14 +214,14 @@ class TaskAnswers:
             ) from error
 
     def count_tokens(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """Of prompts and of answers."""
+        """Count the tokens of prompts and of answers."""
         encode = self._template.encode
         prompts = sum(len(encode(group.task)) * len(group.rollouts) for group in groups)
         drawn = [r.completion for group in groups for r in group.rollouts if r.completion]
         return prompts, sum(len(completion.tokens) for completion in drawn)
 
     def describe(self, task: Task, group: Group) -> dict[str, str]:
-        """A task, its answer and what it earned, as a proposal shows them."""
+        """Return a task, its worst answer, the answer as read, and the reference."""
         rollout = min(group.rollouts, key=lambda rollout: rollout.reward or 0.0)
         read = self._evaluator.read_answer(rollout)
         answer = rollout.completion.text if rollout.completion else ""
@@ -242,7 +239,7 @@ def _text(reference: object) -> str:
 
 
 def _draw_search(tasks: tuple[Task, ...], num: int | None) -> tuple[Task, ...]:
-    """A draw that does not depend on the order of rows."""
+    """Draw tasks independently of the order of rows."""
     if not tasks:
         raise TaskError("splits.search is 0, and prompts are searched on these tasks: raise it.")
     ordered = sorted(tasks, key=lambda task: hash_fraction(task.id, salt="search"))
@@ -250,14 +247,11 @@ def _draw_search(tasks: tuple[Task, ...], num: int | None) -> tuple[Task, ...]:
     return tuple(task for task in tasks if task.id in kept)
 
 
-# What a prompt is worth: first on a minibatch, then on all search tasks.
-
-
 def draw_minibatch(
     rewards: Sequence[float], *, size: int, seed: int, attempt: int
 ) -> tuple[int, ...]:
-    """Places of the tasks that an attempt shows and tries first: most of them were failed by the
-    parent that earned these rewards."""
+    """Draw the positions of the tasks that an attempt shows and tries first. Most are tasks that
+    the parent, with these rewards, failed."""
     rng = stream(seed, "minibatch", attempt)
     top = max(1.0, *rewards)
     order = [int(place) for place in rng.permutation(len(rewards))]
@@ -269,10 +263,10 @@ def draw_minibatch(
 
 
 class PromptEvaluator:
-    """In the place of a ProgramEvaluator."""
+    """Scores prompts in place of a ProgramEvaluator."""
 
     isolate = True
-    """A prompt runs nowhere: it cannot forge its score."""
+    """A prompt runs nowhere, so it cannot forge its score."""
 
     def __init__(
         self, config: EvolveConfig, answers: TaskAnswers, *, store: ProgramStore, seed: int
@@ -283,12 +277,12 @@ class PromptEvaluator:
         self._large_bytes = config.database.artifact_size_threshold
 
     async def tune(self, child: Child, *, lease: Lease, best_score: float) -> Evaluated:
-        """Prompts have no numbers to tune; the config refuses it."""
+        """Never called: the config refuses tuning of prompts."""
         raise NotImplementedError(f"{child.program.id} {lease.attempt} {best_score}")
 
     async def evaluate(self, child: Child, *, lease: Lease, best_score: float | None) -> Evaluated:
-        """Score a prompt. One that does no better than its parent on the minibatch is a failure,
-        and so is one with an answer that has no reward: what is missing is not averaged away."""
+        """Score a prompt. It fails if it does not beat its parent on the minibatch, or if any
+        answer has no reward: missing rewards are not averaged away."""
         del best_score
         await lease.renew()
         began, answers = time.monotonic(), self._answers
@@ -319,7 +313,7 @@ class PromptEvaluator:
         return [self._answers.search[place] for place in places], [rewards[at] for at in places]
 
     def _keep(self, child: Child, groups: Sequence[Group]) -> Evaluated:
-        """Store the prompt with its answers, which proposals show; waits for the disk."""
+        """Store the prompt with its answers, which proposals show. Waits for the disk."""
         rewards = tuple(map(_reward, groups))
         tasks = self._answers.search
         described = [self._answers.describe(*pair) for pair in zip(tasks, groups, strict=True)]
@@ -361,7 +355,7 @@ def _failed(kind: str, message: str) -> Evaluated:
 
 
 def _find_failure(groups: Sequence[Group]) -> tuple[str, str] | None:
-    """Kind and sentence where an answer has no reward."""
+    """Return a failure's kind and sentence if an answer has no reward."""
     failed = [r for group in groups for r in group.rollouts if r.reward is None]
     if not failed:
         return None
@@ -380,7 +374,7 @@ def _compare(groups: Sequence[Group], before: Sequence[float]) -> tuple[str, str
 
 
 def _reward(group: Group) -> float:
-    """The mean over the answers of a task, each of which has a reward."""
+    """Average over the answers of a task. All of them have a reward."""
     rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
     return sum(rewards) / len(rewards)
 
@@ -396,11 +390,8 @@ def _places(
     return draw_minibatch(_rewards_of(parent), size=config.minibatch, seed=seed, attempt=attempt)
 
 
-# What a proposer is shown: the prompt, and tasks with their answers.
-
-
 class Reflection:
-    """In the place of `Prompts`: asks for a child by where its parent failed."""
+    """Builds prompts that show where the parent failed, in place of `Prompts`."""
 
     num_top_programs = 0
 
@@ -421,7 +412,7 @@ class Reflection:
         attempt: int,
         asked: Asked = NOTHING_ELSE,
     ) -> Prompt:
-        """The prompt that asks for a child of `parent`, with the tasks of its minibatch."""
+        """Build the prompt for a child of `parent`, with the tasks of its minibatch."""
         del shown, asked
         answers = json.loads(str(parent.artifacts[ANSWERS]))
         rewards = _rewards_of(parent)
@@ -453,17 +444,14 @@ def _show(number: int, answer: Mapping[str, str], reward: float) -> str:
     return "\n".join([*lines, "### Expected", answer["expected"]])
 
 
-# The end of a run: choose on the select tasks, measure on the report tasks, once.
-
-
 CHOSEN = "prompt/chosen"
-"""The event that holds the choice; the report tasks are asked after it."""
+"""Event kind of the choice. The report tasks are answered after it."""
 
 
 async def choose_prompt(
     answers: TaskAnswers, state: SearchState, *, store: ProgramStore, run: Run, seed: int
 ) -> TasksReport:
-    """The choice is `state.chosen`; the report has it beside the first prompt."""
+    """Choose on the select tasks, then compare with the first prompt on the report tasks, once."""
     first = state.first_best
     ranked = sorted(state.database.members.values(), key=lambda member: member.rank)
     names = [member.id for member in ranked[: answers.config.num_finalists]]
@@ -500,7 +488,7 @@ async def choose_prompt(
 
 
 def _distinct(groups: Sequence[Sequence[Group]]) -> list[Group]:
-    """Equal prompts are asked once."""
+    """Keep one group per question, as equal questions are answered once."""
     return list({(g.task.id, g.task.prompt): g for answered in groups for g in answered}.values())
 
 
@@ -519,8 +507,7 @@ def _finalist(
 
 
 def _best(finalists: Sequence[FinalistRow]) -> str:
-    """By the select tasks, then by the search tasks, then the first one found. One that failed on
-    a select task comes last."""
+    """Return the best by select tasks, then search tasks, then the earliest. Failures come last."""
 
     def key(row: FinalistRow) -> tuple[bool, float, float, int]:
         return (bool(row.error), -(row.select or 0.0), -(row.search or 0.0), row.iteration)
@@ -529,7 +516,7 @@ def _best(finalists: Sequence[FinalistRow]) -> str:
 
 
 def _earned(groups: Sequence[Group]) -> dict[str, float]:
-    """By task, of tasks whose every answer has a reward."""
+    """Return rewards by task, for tasks whose answers all have one."""
 
     def is_whole(rollouts: Sequence[Rollout]) -> bool:
         return all(rollout.reward is not None for rollout in rollouts)

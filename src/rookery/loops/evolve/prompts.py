@@ -1,11 +1,11 @@
-"""The prompt of one attempt, built as OpenEvolve builds it, with the same templates and fields.
+"""The prompt of one attempt, with OpenEvolve's templates and fields.
 
     prompts = Prompts(config, language="python", seed=42)
     prompts.build(parent, shown=ShownPrograms(top=..., inspirations=...), attempt=17)
     Prompt(system="...", user="...", template="diff_user")
 
-What is drawn (wording, diverse programs) is drawn for (seed, attempt): an attempt that is asked
-again after a crash asks the same.
+Wording and diverse programs are drawn from (seed, attempt), so an attempt that is asked again after
+a crash has the same prompt.
 """
 
 import json
@@ -33,11 +33,8 @@ __all__ = [
     "show_artifacts",
 ]
 
-# Prompt templates: the shipped ones, and a user's folder of the same file names over them.
-#     load_templates(config.prompt).fragment("code_too_long", threshold=500)
-#
-# Templates are `*.txt` with `{field}`s, fragments are the texts of `fragments.json`. A field that
-# nobody fills is found when the templates are loaded, before any model is asked.
+# Templates are `*.txt` with `{field}`s, fragments the texts of `fragments.json`. Unknown fields are
+# found when the templates are loaded, before any model is asked.
 
 DEFAULTS = Path(__file__).parent / "prompt_templates"
 
@@ -71,7 +68,7 @@ FIELDS = {
     "user_message_with_changes_description": frozenset({"user_message", "changes_description"}),
     "reflection_user": frozenset({"current_prompt", "examples", "demands"}),
 }
-"""The fields of each template. Other templates are texts in which braces mean nothing."""
+"""Fields of each template. In other templates braces have no meaning."""
 
 FRAGMENT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "recurring_failure": {"failure": ""},
@@ -85,38 +82,39 @@ FRAGMENT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "inspiration_metrics_alternative": {"metric_name": ""},
     "inspiration_no_features_postfix": {"program_type": ""},
 }
-"""The fields of fragments, each with a value to try it with."""
+"""Fields of fragments, each with a value to test it with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Templates:
-    """Texts by name, checked."""
+    """Checked texts by name.
+
+    load_templates(config.prompt).fragment("code_too_long", threshold=500)
+    """
 
     texts: Mapping[str, str]
     fragments: Mapping[str, str]
 
     def fill(self, name: str, **values: object) -> str:
-        """The template with its fields filled."""
         return self.texts[name].format(**values)
 
     def fragment(self, name: str, **values: object) -> str:
-        """The fragment with its fields filled."""
         return self.fragments[name].format(**values)
 
     def text_or_template(self, text: str) -> str:
-        """A message of the config: the text itself, or the template that it names."""
+        """Return the template that the text names, or the text itself."""
         return self.texts.get(text, text)
 
 
 def load_templates(config: PromptConfig) -> Templates:
-    """The defaults with the user's folder over them."""
+    """Load the default templates, overridden by the user's folder."""
     texts, fragments = _read_folder(DEFAULTS)
     if config.template_dir is not None:
         own_texts, own_fragments = _read_folder(config.template_dir)
         drawn = config.template_variations if config.use_template_stochasticity else {}
         for name, text in own_texts.items():
             _check_template(config.template_dir / f"{name}.txt", text, extra=drawn)
-        for name in own_fragments.keys() & fragments.keys():  # others are used nowhere
+        for name in own_fragments.keys() & fragments.keys():  # others are unused
             _check_fragment(config.template_dir / "fragments.json", name, own_fragments[name])
         texts |= own_texts
         fragments |= own_fragments
@@ -164,16 +162,13 @@ def _check_fragment(path: Path, name: str, text: str) -> None:
         raise ConfigError(f"{path}: {name} has the field {error}; allowed: {allowed}.") from None
 
 
-# Earlier programs in a prompt: attempts with their outcome, top, diverse and inspiring ones.
-
-
 NUM_ATTEMPTS = 3
-"""Attempts that a prompt tells of; OpenEvolve's number."""
+"""Attempts that a prompt shows, as in OpenEvolve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Renders programs with the templates; draws nothing itself."""
+    """Renders the programs of a prompt with the templates. Draws nothing itself."""
 
     config: PromptConfig
     templates: Templates
@@ -188,7 +183,7 @@ class History:
         diverse: Sequence[ProgramRecord],
         inspirations: Sequence[ProgramRecord],
     ) -> str:
-        """The section of the prompt. No program is shown twice as top, diverse and inspiring."""
+        """Render the section. No program appears twice among top, diverse and inspiring ones."""
         shown = {program.id for program in (*top, *diverse)}
         others = [program for program in inspirations if program.id not in shown]
         return self.templates.fill(
@@ -216,7 +211,7 @@ class History:
         return self.templates.fragment("attempt_unknown_changes")
 
     def _outcome(self, program: ProgramRecord) -> str:
-        """Beside its parent; metrics that only one of them has are not compared."""
+        """Compare with the parent, over metrics that both have."""
         steps = [
             value - program.parent_metrics[name]
             for name, value in program.metrics.items()
@@ -286,13 +281,13 @@ class History:
         return self.templates.fragment(f"inspiration_type_score_{next(reached, 'exploratory')}")
 
     def _features(self, program: ProgramRecord) -> str:
-        features = [*self._told_features(program), *self._code_features(program.code)]
+        features = [*self._recorded_features(program), *self._code_features(program.code)]
         if not features:
             words = {"program_type": self._type(program)}
             features = [self.templates.fragment("inspiration_no_features_postfix", **words)]
         return ", ".join(features[: self.config.num_top_programs])
 
-    def _told_features(self, program: ProgramRecord) -> Iterator[str]:
+    def _recorded_features(self, program: ProgramRecord) -> Iterator[str]:
         limit = self.config.include_changes_under_chars
         if program.changes and limit and len(program.changes) < limit:
             changes = program.changes
@@ -332,7 +327,6 @@ class History:
 
 
 def format_fitness(fitness: float | None) -> str:
-    """Four digits, or a word where there is no number."""
     return "unknown" if fitness is None else f"{fitness:.4f}"
 
 
@@ -348,9 +342,6 @@ def _is_numeric(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-# What an evaluation printed, as a prompt shows it: without secrets, and not too much of it.
-
-
 _ANSI = re.compile(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])")
 _SECRETS = (
     (re.compile(r"sk-[\w-]{20,}"), "<REDACTED_API_KEY>"),
@@ -363,7 +354,7 @@ _SECRETS = (
 
 
 def hide_secrets(text: str) -> str:
-    """Text without terminal colours, keys, passwords, and runs of 32 letters and digits."""
+    """Remove terminal colours, keys, passwords, and runs of 32 or more letters and digits."""
     text = _ANSI.sub("", text)
     for regex, replacement in _SECRETS:
         text = regex.sub(replacement, text)
@@ -373,7 +364,7 @@ def hide_secrets(text: str) -> str:
 def show_artifacts(
     artifacts: Mapping[str, str | bytes], *, title: str, max_chars: int, is_filtered: bool
 ) -> str:
-    """A section of the prompt; empty if there are none."""
+    """Render the artifacts' section; empty without artifacts."""
     sections = []
     for name, value in artifacts.items():
         text = value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -386,37 +377,37 @@ def show_artifacts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a model is asked."""
+    """A request to a model."""
 
     system: str
     user: str
     template: str
-    """The user template's name, under which checkpoints keep the prompt."""
+    """Name of the user template, under which checkpoints store the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownPrograms:
-    """The programs that a prompt tells of beside the parent."""
+    """The programs that a prompt shows beside the parent."""
 
     previous: Sequence[ProgramRecord] = ()
-    """Attempts, oldest first; the last three are told."""
+    """Attempts, oldest first. The last three are shown."""
     top: Sequence[ProgramRecord] = ()
-    """Best first: `num_top_programs` are shown, and of the rest some diverse ones."""
+    """Programs, best first: `num_top_programs` are shown, and some of the rest as diverse ones."""
     inspirations: Sequence[ProgramRecord] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a plan asks for beyond a child of its parent."""
+    """Requests of a plan besides a child of its parent."""
 
     operator: str = ""
     failures: Sequence[str] = ()
-    """Failures that recur."""
+    """Recurring failures."""
 
 
 NOTHING_ELSE = Asked()
 ASKING = {"crossover": "asks_crossover", "repair": "asks_repair"}
-"""The fragments of operators that ask the model for something of their own."""
+"""Fragments of operators with a request of their own."""
 
 
 class Prompts:
@@ -439,7 +430,7 @@ class Prompts:
 
     @property
     def num_top_programs(self) -> int:
-        """How many of the best programs are shown as such."""
+        """Number of best programs shown as such."""
         return self._config.num_top_programs
 
     def build(
@@ -450,7 +441,7 @@ class Prompts:
         attempt: int,
         asked: Asked = NOTHING_ELSE,
     ) -> Prompt:
-        """The prompt that asks for a child of `parent`."""
+        """Build the prompt for a child of `parent`."""
         user = self._user(parent, shown, attempt, asked)
         if parent.files:
             user += "\n\n" + self.templates.fragment("several_files")
@@ -464,7 +455,7 @@ class Prompts:
         return Prompt(system=self._system(), user=user, template=self._template)
 
     def build_feedback(self, code: str) -> Prompt:
-        """The prompt that asks a model to judge a program (`evaluator.use_llm_feedback`)."""
+        """Build the prompt for a judge (`evaluator.use_llm_feedback`)."""
         blank = dict.fromkeys(
             ("metrics", "improvement_areas", "evolution_history", "artifacts"), ""
         )
@@ -514,13 +505,13 @@ class Prompts:
             language=self._language,
             artifacts=artifacts,
         )
-        # A template of the user's may leave out what an operator cannot do without.
-        missing = [] if "{improvement_areas}" in template else list(self._asks(asked))
+        # Append requests that a user's template has no field for.
+        missing = [] if "{improvement_areas}" in template else list(self._requests(asked))
         if asked.operator == "repair" and "{artifacts}" not in template:
             missing.append(artifacts)
         return "\n\n".join([user, *missing])
 
-    def _asks(self, asked: Asked) -> Iterator[str]:
+    def _requests(self, asked: Asked) -> Iterator[str]:
         if fragment := ASKING.get(asked.operator):
             yield self.templates.fragment(fragment)
         for failure in asked.failures:
@@ -555,7 +546,7 @@ class Prompts:
     def _improvement_areas(
         self, parent: ProgramRecord, previous: Sequence[ProgramRecord], asked: Asked
     ) -> str:
-        areas = [*self._asks(asked), *self._fitness_step(parent, previous)]
+        areas = [*self._requests(asked), *self._fitness_step(parent, previous)]
         if self._dimensions:
             features = self._coordinates(parent)
             name = "exploring_region" if features else "no_feature_coordinates"
@@ -569,7 +560,7 @@ class Prompts:
         return "\n".join(f"- {area}" for area in areas)
 
     def _fitness_step(self, parent: ProgramRecord, previous: Sequence[ProgramRecord]) -> list[str]:
-        """How the parent stands beside the last of the previous attempts."""
+        """Compare the parent with the last of the previous attempts."""
         current = self._fitness(parent)
         before = self._fitness(previous[-1]) if previous else None
         if current is None or before is None:
@@ -585,7 +576,7 @@ class Prompts:
     def _coordinates(self, program: ProgramRecord) -> str:
         metrics = program.metrics
         pairs = ((name, metrics[name]) for name in self._dimensions if name in metrics)
-        # A coordinate that is NaN is not equal to itself and is left out.
+        # `value == value` leaves out NaN.
         return ", ".join(f"{name}={_coordinate(value)}" for name, value in pairs if value == value)
 
 

@@ -1,18 +1,16 @@
-"""From a plan to a child program: the prompt, the model's answer, what is read from it.
+"""From a plan to a child program: the prompt, the model's answer, the child, its novelty.
 
-    generated, child = await proposer.generate(7, plan)       # asks the model
-    child = await proposer.read(7, plan, generated)           # an answer that was paid before
-
-Prompts are built and answers read in threads: both may be long.
-
-Whether a child is new by what it means: its embedding beside those of earlier programs.
-
+    generated, child = await proposer.generate(plan)       # asks the model
+    child = await proposer.read(plan, generated)           # an answer that was paid before
     comparison = await novelty.compare(child, attempt=7, find=find_similar)
     if comparison.failure is not None: ...      # it repeats a program: no evaluation
 
-A program that is at least `similarity_threshold` like an earlier one is shown to a model, which
-says whether the two differ in what they do. What goes wrong on the way (the embedding server, the
-judge) is counted, and the child counts as new: an evolution does not end for it.
+Prompts and answers may be long, so threads build and read them.
+
+`Novelty` compares a child's embedding with those of earlier programs. If one is at least
+`similarity_threshold`, a model judges whether the two differ in what they do. If the embedding
+server or the judge fails, the failure is counted and the child counts as new, so that it does not
+end an evolution.
 """
 
 import asyncio
@@ -60,31 +58,29 @@ __all__ = [
 ]
 
 
-# One model of the ensemble as the loop asks it: waits while it is down, retries what failed.
-#
-#     endpoint = Endpoint(model, ModelConfig(name="small"), down_s=3600, on_waiting=print)
-#     reply = await endpoint.reply(request)
-#
-# | what the model raises              | then                                                     |
-# |------------------------------------|----------------------------------------------------------|
-# | it refuses everybody               | the error ends the run: waiting does not help            |
-# | (FleetSettingsError)               |                                                          |
-# | it serves nobody (`...DownError`)  | one caller tries again, all others wait for it; no limit |
-# |                                    | but `down_s`, after which the error ends the run         |
-# | any other error of the request     | asked again, `retries` times; then ModelFailed           |
-
-
 WHILE_DOWN = Backoff(first_s=1.0, longest_s=60.0)
-"""Between two tries of a model that is down; doubles from the first to the longest."""
+"""Pause between two tries of a model that is down; doubles up to the longest."""
 DEFAULT_MAX_TOKENS = 4096
 
 
 class ModelFailed(Exception):
-    """A request that the model did not answer, however often it was asked."""
+    """A model did not answer a request within its retries."""
 
 
 class Endpoint:
-    """Used by many callers at a time."""
+    """One model of the ensemble: waits while it is down and retries failed requests. Concurrent.
+
+        endpoint = Endpoint(model, ModelConfig(name="small"), down_s=3600, on_waiting=print)
+        reply = await endpoint.reply(request)
+
+    | error of the model                 | reaction                                                |
+    |------------------------------------|---------------------------------------------------------|
+    | it refuses all requests            | the error ends the run: waiting does not help           |
+    | (FleetSettingsError)               |                                                         |
+    | it is down (`...DownError`)        | one caller retries, all others wait; after `down_s`     |
+    |                                    | the error ends the run                                  |
+    | any other error of the request     | `retries` retries, then ModelFailed                     |
+    """
 
     def __init__(
         self,
@@ -98,8 +94,7 @@ class Endpoint:
         self._config = config
         self._down_s = down_s
         self._on_waiting = on_waiting
-        # Cleared by the caller that finds the model down, set again when that caller got a reply
-        # or ended; all others wait for it.
+        # Cleared by the caller that finds the model down, until it gets a reply or ends.
         self._is_up = asyncio.Event()
         self._is_up.set()
 
@@ -108,7 +103,7 @@ class Endpoint:
         return not self._is_up.is_set()
 
     def request(self, *, system: str, user: str, seed: int) -> TextRequest:
-        """A request with what the config says of this model."""
+        """Build a request with the model's settings."""
         messages = (Message(role="system", content=system), Message(role="user", content=user))
         return TextRequest(
             messages=messages,
@@ -119,7 +114,7 @@ class Endpoint:
         )
 
     async def reply(self, request: TextRequest) -> TextReply:
-        """One reply. Raises ModelFailed, or what the model raised when it was down too long."""
+        """Return one reply. Raises ModelFailed, or the model's error if it was down too long."""
         num_tries = 0
         while True:
             await self._is_up.wait()
@@ -141,7 +136,7 @@ class Endpoint:
     async def _wait_until_up(
         self, request: TextRequest, error: EngineError | FleetError
     ) -> TextReply | None:
-        """Ask again until the model serves. None: it does, but not this request."""
+        """Retry until the model is up. None: it is up, but failed this request."""
         self._is_up.clear()
         name = self._config.name or "The model"
         started, num_tries = time.monotonic(), 0
@@ -174,7 +169,7 @@ def _give_up(error: EngineError | FleetError, down_s: float) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A program that is to be evaluated: its record has no metrics yet."""
+    """A program to evaluate. Its record has no metrics yet."""
 
     program: ProgramRecord
     summary: CodeSummary
@@ -182,7 +177,7 @@ class Child:
 
 
 def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
-    """As the documents of programs have them."""
+    """Convert to the form of a program's document."""
     prompt = {
         "system": exchange["system"],
         "user": exchange["user"],
@@ -192,7 +187,7 @@ def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
 
 
 def make_child(program: ProgramRecord) -> Child:
-    """Takes milliseconds for a long program: call it in a thread."""
+    """Build a child. Takes milliseconds for a long program: call it in a thread."""
     return Child(
         program=program,
         summary=summarize(program.code),
@@ -201,12 +196,12 @@ def make_child(program: ProgramRecord) -> Child:
 
 
 def seed_of(seed: int, *keys: int | str) -> int:
-    """The seed of a request: APIs take no more than 31 bits."""
+    """Return the seed of a request. APIs take at most 31 bits."""
     return stream_seed(seed, *keys) & 0x7FFF_FFFF
 
 
 class PromptBuilder(Protocol):
-    """Asks for a child: `Prompts`, or for prompts a `Reflection`."""
+    """Builds requests for a child: `Prompts`, or a `Reflection` for prompts."""
 
     @property
     def num_top_programs(self) -> int: ...
@@ -232,7 +227,7 @@ class Proposer:
         seed: int,
         with_prompts: bool,
     ) -> None:
-        """`with_prompts`: programs keep the prompt and the answer that they came from."""
+        """`with_prompts` keeps prompt and answer in a program's record."""
         self._store = store
         self._prompts = prompts
         self._rules = rules
@@ -242,20 +237,20 @@ class Proposer:
 
     @property
     def is_down(self) -> bool:
-        """Whether a model is waited for that serves nobody."""
+        """True while requests wait for a model that is down."""
         return any(arm.is_down for arm in self._arms.values())
 
     def add_arm(self, name: str, arm: Endpoint) -> None:
-        """Plans may name it from now on."""
+        """Make an arm available to plans."""
         self._arms[name] = arm
 
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
-        """Ask for a child. A model that does not answer, or answers without a child, is a failure
-        in Generated; a model that is down for too long raises."""
+        """Ask for a child. If the model does not answer or its answer gives no child, Generated has
+        a failure. If the model is down too long, its error is raised."""
         if plan.operator == TUNE:
             return Generated(model=TUNE), await run_in_thread(self._template, plan)
         prompt = await run_in_thread(self._build, plan)
-        # A run that goes on may no longer have the model that an attempt was planned with.
+        # A resumed run may lack the planned model.
         arm = self._arms.get(plan.arm) or next(iter(self._arms.values()))
         seed = seed_of(self._seed, "answer", plan.attempt)
         request = arm.request(system=prompt.system, user=prompt.user, seed=seed)
@@ -267,13 +262,13 @@ class Proposer:
         return await run_in_thread(self._keep, plan, prompt, reply)
 
     async def read(self, plan: Plan, generated: Generated) -> Child | None:
-        """The child of an answer of an earlier session."""
+        """Read the child from a recorded answer."""
         if plan.operator == TUNE:
             return await run_in_thread(self._template, plan)
         return await run_in_thread(self._read_kept, plan, generated.answer)
 
     def _template(self, plan: Plan) -> Child:
-        """The child of a tuning, still with the numbers of its parent."""
+        """Return the child of a tuning, still with its parent's numbers."""
         return self._child(plan, ChildProgram(code=self._base(plan).code, changes="Tuned numbers"))
 
     def _build(self, plan: Plan) -> Prompt:
@@ -288,7 +283,7 @@ class Proposer:
         return self._prompts.build(self._base(plan), shown=shown, attempt=plan.attempt, asked=asked)
 
     def _base(self, plan: Plan) -> ProgramRecord:
-        """The program that the model is to change."""
+        """Return the program that the model is asked to change."""
         return self._store.get(plan.mends or plan.parent)
 
     def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
@@ -366,27 +361,27 @@ Does the second program differ in what it does? Begin with NOVEL or NOT_NOVEL.""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came of comparing a program."""
+    """The result of comparing a program with earlier ones."""
 
     embedding: str = ""
-    """As `pack_vector` writes it; empty when there is none."""
+    """Embedding as `pack_vector` writes it; empty without one."""
     error: str = ""
-    """Why it could not be compared as asked; empty when it could."""
+    """Reason why the comparison failed; empty if it did not."""
     failure: AttemptFailure | None = None
-    """That it repeats an earlier program."""
+    """Set if the program repeats an earlier one."""
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
-    """Of the judge; None when it does not report them."""
+    """Tokens of the judge; None if it does not report them."""
 
     def note_on(self, child: Child) -> Child:
-        """The child with its embedding, which its document keeps."""
+        """Add the embedding to the child's record."""
         if not self.embedding:
             return child
         program = replace(child.program, embedding=unpack_vector(self.embedding))
         return replace(child, program=program)
 
     def note_in(self, evaluated: Evaluated) -> Evaluated:
-        """What was measured of the program, with this."""
+        """Add embedding, error and tokens to the evaluation."""
         return replace(
             evaluated,
             embedding=self.embedding,
@@ -397,11 +392,11 @@ class Comparison:
 
 
 UNCOMPARED = Comparison()
-"""Of a run without an embedding model."""
+"""The comparison of a run without an embedding model."""
 
 
 class NoveltyJudge:
-    """The models that say whether two programs differ: one of them is asked by its weight."""
+    """Models that judge whether two programs differ. Each request goes to one, drawn by weight."""
 
     def __init__(
         self, arms: tuple[Arm, ...], *, endpoints: Mapping[str, Endpoint], seed: int
@@ -411,7 +406,7 @@ class NoveltyJudge:
         self._seed = seed
 
     async def ask(self, child: Child, *, earlier: str, attempt: int) -> TextReply:
-        """Raises ModelFailed."""
+        """Ask for a verdict. Raises ModelFailed."""
         total = sum(arm.weight for arm in self._arms)
         shares = [arm.weight / total for arm in self._arms]
         drawn = stream(self._seed, "novelty", attempt).choice(len(self._arms), p=shares)
@@ -428,13 +423,13 @@ class Novelty:
     def __init__(
         self, embedder: Embedder, *, store: ProgramStore, judge: NoveltyJudge | None
     ) -> None:
-        """Without a judge a program that is similar to another repeats it."""
+        """Without a judge, any program similar to another is rejected."""
         self._embedder = embedder
         self._store = store
         self._judge = judge
 
     async def embed(self, code: str) -> Comparison:
-        """The embedding of a program, or why there is none."""
+        """Embed a program. A failure is returned as `error`."""
         try:
             vector = await self._embedder.embed(code)
             return Comparison(embedding=await run_in_thread(pack_vector, vector))
@@ -446,7 +441,7 @@ class Novelty:
     async def compare(
         self, child: Child, *, attempt: int, find: Callable[[str], Repetition | None]
     ) -> Comparison:
-        """`find` is asked for the program that is most like this one, if it is like enough."""
+        """Compare a child. `find` returns the most similar program above the threshold."""
         embedded = await self.embed(child.program.code)
         similar = find(embedded.embedding) if embedded.embedding else None
         if similar is None:
@@ -462,7 +457,7 @@ class Novelty:
 
 
 def read_verdict(text: str) -> bool | None:
-    """Whether an answer says NOVEL; None when it says neither. The first of the two counts."""
+    """Return True for NOVEL, False for NOT_NOVEL, None for neither. The first word counts."""
     words = text.upper().replace("NOT NOVEL", "NOT_NOVEL")
     first = words.find("NOVEL")
     return None if first < 0 else not words[:first].endswith("NOT_")

@@ -1,6 +1,6 @@
-"""What a run tells when it has ended: its report, its population, its training data.
+"""The results of a finished run: its report, its population, its training data.
 
-All of it reads programs: call it in a thread.
+All functions read programs from disk: call them in a thread.
 """
 
 import json
@@ -41,10 +41,10 @@ __all__ = ["FinishedSearch", "export_population", "export_training_data", "make_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSearch:
-    """An evolution or a baseline at its end."""
+    """A finished evolution or baseline."""
 
     name: str = ""
-    """Of the baseline."""
+    """Name of the baseline; empty for the evolution."""
     state: SearchState
     stop_reason: str
     elapsed_s: float
@@ -58,7 +58,7 @@ def make_report(
     seed: int,
     tasks: TasksReport | None = None,
 ) -> EvolveReport:
-    """All that the page and the terminal show."""
+    """Build the report that page and terminal show."""
     config, state = parts.config, search.state
     population = state.database.state.population
     by_id = {member.id: member for member in population.members}
@@ -113,7 +113,7 @@ def make_report(
 
 
 def _winning_line(parts: SearchParts, state: SearchState) -> Iterator[ProgramRecord]:
-    """From the first program to the best."""
+    """Yield the programs from the first to the winner."""
     ids, id = [state.winner], state.ancestors[state.winner].parent
     while id is not None:
         ids.append(id)
@@ -193,7 +193,7 @@ def _learned(state: SearchState) -> tuple[LearnedRow, ...]:
 
 
 def _earned_between(begin: Iterable[Arm], end: Iterable[Arm]) -> Iterator[Arm]:
-    """What each arm was given meanwhile; one that was given nothing is left out."""
+    """Yield what each arm earned in between, skipping arms that were not used."""
     known = {arm.name: arm for arm in begin}
     for arm in end:
         before = known.get(arm.name, Arm(name=arm.name))
@@ -297,17 +297,13 @@ def _warn_of_tasks(tasks: TasksReport) -> Iterator[str]:
     yield from warn_of_small_samples(tasks.rows)
 
 
-# The population of a run as text without clocks: equal for runs that found the same.
-#
-#     text = export_population(run)
-#
-# One line of JSON per attempt in the order of decisions, with the program or the failure, after the
-# first programs. Two deterministic runs of one config give the same bytes, whatever the number of
-# workers and however often they were killed.
-
-
 def export_population(run: RunView) -> str:
-    """A line of JSON for each first program, then for each attempt."""
+    """Return the population as JSON lines without timestamps: first programs, then attempts in
+    order of decision, each with its program or failure.
+
+    Two deterministic runs of one config give the same bytes, however many workers they had and
+    however often they were killed.
+    """
     lines = [*_first_programs(run), *_attempts(run)]
     return "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
 
@@ -353,16 +349,12 @@ def _program(run: RunView, evaluated: Evaluated) -> dict[str, Any]:
     return {name: document[name] for name in names}
 
 
-# The answers of a run that improved a program, as rows that `rookery sft` takes: `winners.jsonl`.
-#
-#     text = export_training_data(run, features=config.database.feature_dimensions)
-#
-# A row is a chat: the prompt with the parent and its metrics, then the answer whose child scored
-# higher than the parent. An adapter trained on it proposes as the model did when it was right.
-
-
 def export_training_data(run: RunView, *, features: Collection[str]) -> str:
-    """A line of JSON per answer, in the order of decisions."""
+    """Return the answers that improved a program, one JSON line each, in order of decision, for
+    `rookery sft`.
+
+    A row is a chat: the prompt with parent and metrics, then the answer whose child scored higher.
+    """
     known, decided = read_stages(run)
     rows = (_training_row(run, number, known[number], features) for number in decided)
     return "".join(json.dumps(row) + "\n" for row in rows if row is not None)
@@ -371,7 +363,7 @@ def export_training_data(run: RunView, *, features: Collection[str]) -> str:
 def _training_row(
     run: RunView, number: int, stages: Stages, features: Collection[str]
 ) -> dict[str, Any] | None:
-    """None for an attempt that failed, is no better than its parent, or asked no model."""
+    """Return None if the attempt failed, did not beat its parent, or asked no model."""
     planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
     assert planned is not None and generated is not None and stages.decision is not None
     if stages.decision.failure is not None or evaluated is None or not generated.answer:

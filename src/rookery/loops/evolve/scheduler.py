@@ -1,24 +1,23 @@
-"""The scheduler of a search: starts attempts, takes them through their stages, tells how they end.
+"""Scheduler of a search: starts attempts, takes them through their stages, tells their results.
 
     ask -> planned -> [model calls] -> generated -> [evaluations] -> evaluated -> tell
 
-| stage    | waits for                                        | at most                           |
+| stage    | waits for                                        | limit                             |
 |----------|--------------------------------------------------|-----------------------------------|
-| ask      | room: fewer than `in_flight` model calls, no     | attempts in flight end            |
-|          | more children waiting than `BacklogLimit`        |                                   |
-|          | allows, and enough in the budget for all that    |                                   |
-|          | are in flight                                    |                                   |
+| ask      | room: fewer than `in_flight` model calls,        | the end of attempts in flight     |
+|          | waiting children within `BacklogLimit`, and      |                                   |
+|          | budget for all attempts in flight                |                                   |
 | generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
-| compare  | one of `in_flight` credits, then the embedding   | their own limits; what fails is   |
-|          | server and a judge; only where they are asked    | counted, the child goes on        |
-| evaluate | one of PER_WORKER credits a worker, the executor | `Job.limit_s`, twice lost: poison |
-| tell     | its turn (deterministic)                         | attempts before it end            |
-| announce | the disk: then observer and files hear of it     | more than QUEUE: tells wait       |
+| compare  | one of `in_flight` credits, then the embedding   | their own limits; a failure is    |
+|          | server and a judge, if configured                | counted and the child goes on     |
+| evaluate | one of PER_WORKER credits per worker, then the   | `Job.limit_s`; two lost workers   |
+|          | executor                                         | fail the child as `poison`        |
+| tell     | its turn (deterministic)                         | the end of earlier attempts       |
+| announce | the disk, then observer and files                | QUEUE entries, then tells wait    |
 
-Every stage is an event of the run before the next one begins. Tells are applied and submitted to
-the event log in one step, so that the order of events is the order in which the state changed:
-resuming is telling the same again. What was generated is never asked for again, what was evaluated
-never evaluated again.
+Every stage is an event of the run before the next one begins. A tell is applied and submitted to
+the event log in one step, so that events are in the order of state changes. Resuming replays these
+tells. Nothing generated is asked for again, nothing evaluated is evaluated again.
 """
 
 import asyncio
@@ -66,28 +65,28 @@ __all__ = ["AttemptScheduler"]
 logger = logging.getLogger(__name__)
 
 PER_WORKER = 3
-"""Evaluations begun per worker: one runs, the lease of the next and the result of the last are on
-their way to the disk, for which no worker waits. The executor queues what is not running."""
+"""Evaluations begun per worker: one runs, one waits for its lease and one for its result to reach
+the disk, so that no worker is idle. The executor queues the rest."""
 
 DOWN_POLL_S = 1.0
-"""When the hours are over: between two looks whether a model is down."""
+"""After the hours are over, seconds between checks for a model that is down."""
 QUEUE = 64
-"""Decisions on their way to the disk before the search waits for it."""
+"""Decisions on their way to the disk before the search waits."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Told:
-    """A decision that counts already and has still to be announced."""
+class _Announcement:
+    """A decision that counts and is yet to be announced."""
 
     stored: "Future[list[Event]] | None" = None
-    """Ends when it is durable; None for one of an earlier session."""
+    """Ends when the decision is durable; None for one of an earlier process."""
     iteration: Iteration | None = None
     due: Due | None = None
     is_last_recorded: bool = False
 
 
 class AttemptScheduler:
-    """One search of a run: the evolution, or a baseline under a series of its own."""
+    """Runs one search: the evolution, or a baseline in its own series."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class AttemptScheduler:
         self._outputs = outputs
         self._learning = learning
         self._log = AttemptLog(parts.run, series=series)
-        # Credits: taken and given back by `_generate` and `_evaluate`.
+        # Credits, taken and returned by `_generate` and `_evaluate`.
         self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
         self._evaluations = asyncio.Semaphore(PER_WORKER * parts.config.workers)
         self._backlog = BacklogLimit(num_workers=parts.config.workers)
@@ -116,16 +115,16 @@ class AttemptScheduler:
         self._generating: set[int] = set()
         self._recorded: dict[int, Stages] = {}
         self._num_recorded = 0
-        """Decisions of earlier sessions that were not told again yet; they come first."""
+        """Recorded decisions that are still to be replayed. They come first."""
         self._changed = asyncio.Event()
-        # Filled by `_conclude` in the order of decisions, drained by `_announce`.
-        self._told: asyncio.Queue[_Told | None] = asyncio.Queue(maxsize=QUEUE)
+        # Filled by `_conclude` in order of decision, drained by `_announce`.
+        self._announcements: asyncio.Queue[_Announcement | None] = asyncio.Queue(maxsize=QUEUE)
         self._started = time.monotonic()
         self._earlier_s = 0.0
         self.stop_reason = ""
 
     async def run(self) -> None:
-        """Take up where the run is, and go on until all attempts are decided or a rule stops it."""
+        """Resume the run and continue until all attempts are decided or a rule stops it."""
         self._recorded, decided = await asyncio.to_thread(
             read_stages, self._parts.run, series=self._series
         )
@@ -152,7 +151,7 @@ class AttemptScheduler:
                     await self._conclude(number, stages)
                 case None:
                     if not self._running:
-                        await self._told.put(None)
+                        await self._announcements.put(None)
                         return
                     await self._wait_for_change()
 
@@ -167,7 +166,7 @@ class AttemptScheduler:
 
     @property
     def elapsed_s(self) -> float:
-        """Over all sessions."""
+        """Run time over all processes."""
         return self._earlier_s + time.monotonic() - self._started
 
     def _order(self, decided: list[int]) -> Order:
@@ -193,8 +192,8 @@ class AttemptScheduler:
         return len(self._generating) < config.rookery.in_flight and not is_backlog_full
 
     def _may_begin(self, number: int) -> bool:
-        """Whether the budget has enough for one more. What was decided before costs nothing, and
-        what was planned before was counted then."""
+        """Return True if the budget allows it. Attempts of earlier processes are already
+        counted."""
         known = self._recorded.get(number)
         if known is not None and known.decision is not None:
             return True
@@ -229,8 +228,8 @@ class AttemptScheduler:
         return find_hours_over(self._parts.config.rookery.budget, elapsed_s=self.elapsed_s)
 
     async def _wait_for_change(self) -> None:
-        """Until an attempt moves on. When the hours are over a model that is down is not waited
-        for: its attempts stay planned, and are asked for if the run goes on."""
+        """Wait until an attempt moves on. When the hours are over and a model is down, cancel its
+        attempts: they stay planned, and run if the run goes on."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._left_s()):
                 await self._changed.wait()
@@ -241,7 +240,7 @@ class AttemptScheduler:
                 self._running[number].cancel()
 
     def _left_s(self) -> float | None:
-        """Seconds of the budget, one at least; None: no limit."""
+        """Return the seconds left in the budget, at least one; None without a limit."""
         max_hours = self._parts.config.rookery.budget.max_hours
         return None if max_hours is None else max(max_hours * 3600 - self.elapsed_s, DOWN_POLL_S)
 
@@ -330,7 +329,7 @@ class AttemptScheduler:
         return replace(stages, evaluated=evaluated, epoch=lease.epoch, num_lost=lease.num_lost)
 
     async def _compare(self, planned: Planned, child: Child) -> Comparison:
-        """Beside the programs that the attempt may know of. Takes a credit as model calls do."""
+        """Compare a child with programs that its attempt may know. Takes a model call's credit."""
         novelty, attempt = self._parts.novelty, planned.plan.attempt
         if novelty is None or planned.plan.operator == TUNE:
             return UNCOMPARED
@@ -356,38 +355,38 @@ class AttemptScheduler:
         return comparison.note_in(evaluated)
 
     async def _conclude(self, number: int, stages: Stages) -> None:
-        """Decide and tell. There is no wait between telling the state and submitting the event."""
+        """Decide and tell. State and event change together: there must be no await in between."""
         self._open.discard(number)
         decision = stages.decision or self._state.decide(stages, elapsed_s=self.elapsed_s)
         if stages.evaluated is not None and stages.evaluated.program:
             self._parts.store.add(program_id(number), stages.evaluated.program)
         before, is_new = self._state.best, stages.decision is None
         member = self._state.tell(number, stages, decision)
-        told = _Told(is_last_recorded=not is_new and self._num_recorded == 1)
+        announcement = _Announcement(is_last_recorded=not is_new and self._num_recorded == 1)
         if is_new:
             state: AttemptState = "failed" if decision.failure else "committed"
             attempt = Attempt(number=number, state=state, data=to_data(decision))
-            told.stored = self._log.submit([attempt])
-            told.iteration = self._describe(number, stages, decision, member)
+            announcement.stored = self._log.submit([attempt])
+            announcement.iteration = self._describe(number, stages, decision, member)
         else:
             self._num_recorded -= 1
         if self._outputs is not None:
             is_best = self._state.best.id != before.id
-            told.due = self._outputs.find_due(member, is_best=is_best, is_new=is_new)
-        await self._told.put(told)
+            announcement.due = self._outputs.find_due(member, is_best=is_best, is_new=is_new)
+        await self._announcements.put(announcement)
 
     async def _announce(self) -> None:
-        """Tell the observer and files of every decision once it is durable, in their order. The
-        next attempts do not wait for it: what is planned after a decision is durable after it."""
-        while (told := await self._told.get()) is not None:
-            if told.stored is not None:
-                await asyncio.wrap_future(told.stored)
-            if told.iteration is not None:
-                self._parts.observer.on_step(told.iteration)
+        """Report each decision, once durable, to observer and files, in order. Later attempts do
+        not wait: their events follow in the log."""
+        while (announcement := await self._announcements.get()) is not None:
+            if announcement.stored is not None:
+                await asyncio.wrap_future(announcement.stored)
+            if announcement.iteration is not None:
+                self._parts.observer.on_step(announcement.iteration)
                 self._tell_budget()
-            if self._outputs is not None and told.due is not None:
-                await self._outputs.write(told.due)
-            if told.is_last_recorded:
+            if self._outputs is not None and announcement.due is not None:
+                await self._outputs.write(announcement.due)
+            if announcement.is_last_recorded:
                 await self._note_resumed()
 
     def _tell_budget(self) -> None:
@@ -423,8 +422,8 @@ class AttemptScheduler:
             tokens=None if None in counts else sum(count or 0 for count in counts),
             evaluation_s=evaluated.seconds if evaluated else None,
         )
-        said = f"{iteration.failure}: {iteration.message}" if member is None else member.id
-        logger.info("Iteration %d: %s, score %s", number, said, iteration.score)
+        outcome = f"{iteration.failure}: {iteration.message}" if member is None else member.id
+        logger.info("Iteration %d: %s, score %s", number, outcome, iteration.score)
         return iteration
 
     async def _record(

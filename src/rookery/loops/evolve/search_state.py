@@ -1,12 +1,12 @@
-"""What an evolution knows: the database, what repeats, when to stop, and the sums of its report.
+"""The state of a search: its database, novelty index, stop conditions, and sums for the report.
 
     state = open_state(config, database=None, seed=42, arms=arms)
     state.tell_first("first1", evaluated, island=0)
     decision = state.decide(stages, elapsed_s=12.5)       # changes nothing
     state.tell(7, stages, decision)
 
-A function of what was told, in that order: telling the same again gives the same state. Costs do
-not grow with the number of attempts.
+A pure function of the tells, in their order. The cost of a tell does not grow with the number of
+attempts before it.
 """
 
 import math
@@ -60,18 +60,18 @@ __all__ = [
 
 SMALLEST_ARCHIVE = 10
 ADAPTER_NAME = "learned-"
-"""How the names of models begin that a run trains."""
+"""Prefix of the names of models that a run trains."""
 NEVER = 10**9
 """Children between migrations: more than any run has."""
 
 
 def program_id(attempt: int) -> str:
-    """The id of the program that an attempt gives."""
+    """Return the id of the program that an attempt gives."""
     return f"p{attempt}"
 
 
 def search_config(config: EvolveConfig) -> ProgramDatabaseConfig:
-    """The section `database` as the search reads it."""
+    """Translate the config's `database` section for the search."""
     database, prompt = config.database, config.prompt
     is_judged = config.rookery.bandit or config.rookery.learn is not None
     document: dict[str, Any] = {
@@ -94,13 +94,12 @@ def search_config(config: EvolveConfig) -> ProgramDatabaseConfig:
         "bandit": {"policy": "ucb" if is_judged else "weights"},
     }
     if database.strategy == "adaptive":
-        document |= _sized(config)
+        document |= _adaptive_limits(config)
     return parse_config(ProgramDatabaseConfig, document, origin="the section database")
 
 
-def _sized(config: EvolveConfig) -> dict[str, Any]:
-    """Archive and grid of an adaptive search: no larger than its iterations fill. Programs move
-    between islands by operators alone."""
+def _adaptive_limits(config: EvolveConfig) -> dict[str, Any]:
+    """Limit archive and grid to what an adaptive search can fill. Turn migration off."""
     database = config.database
     size = min(database.archive_size, max(SMALLEST_ARCHIVE, config.max_iterations // 10))
     sized: dict[str, Any] = {"archive_size": size, "migration_interval": NEVER}
@@ -112,7 +111,7 @@ def _sized(config: EvolveConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ancestor:
-    """What is kept of every program, for the line of the best one."""
+    """The lineage of a program, kept for all programs."""
 
     parent: str | None
     attempt: int
@@ -133,7 +132,7 @@ class Improvement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCount:
-    """Failures of one kind, and the first of them."""
+    """The number of failures of one kind, and the first of them."""
 
     count: int
     attempt: int
@@ -142,49 +141,49 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer of a model, and what came of it."""
+    """A model's answer and the gain of its child."""
 
     answer: str
-    """The digest of prompt and answer."""
+    """Digest of prompt and answer."""
     base: str
-    """The program that the model was to change."""
+    """The program that the model was asked to change."""
     gain: float
-    """Of the child's score over the parent's; 0 for a child that is not better, or is none."""
+    """Score of the child minus the parent's, at least 0; 0 without a child."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """A training of `rookery.learn` that ended, as its event keeps it."""
+    """A finished training of `rookery.learn`, as its event stores it."""
 
     number: int
     num_decided: int
-    """Iterations decided when its adapter joined."""
+    """Iterations decided when the adapter joined."""
     num_answers: int
-    """That there were to learn from, of which `num_rows` were learned."""
+    """Answers available for training. `num_rows` of them were used."""
     num_groups: int
-    """Programs that those were the children of."""
+    """Parent programs of the used answers."""
     num_rows: int = 0
     num_tokens: int = 0
-    """Of all epochs."""
+    """Tokens of all epochs."""
     num_answer_tokens: int = 0
-    """Those of them that are learned."""
+    """Tokens of answers among them, which the loss covers."""
     seconds: float = 0.0
     loss: float | None = None
-    """Per token, of the last step."""
+    """Loss per token of the last step."""
     error: str = ""
-    """Why there is no adapter."""
+    """Reason why there is no adapter; empty if there is one."""
     retires: tuple[str, ...] = ()
-    """Adapters of earlier trainings that are asked no more."""
+    """Earlier adapters that are no longer asked."""
 
     @property
     def name(self) -> str:
-        """Of the arm, and of the folder in the run."""
+        """Name of the arm, and of its folder in the run."""
         return f"{ADAPTER_NAME}{self.number}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Spending:
-    """What was paid for the attempts told so far."""
+    """Resources spent on the attempts told so far."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -193,25 +192,25 @@ class Spending:
     evaluation_s: float = 0.0
     num_lost: int = 0
     num_tuning: int = 0
-    """Evaluations that tuned numbers."""
+    """Evaluations for tuning numbers."""
     training_tokens: int = 0
-    """Of `rookery.learn`."""
+    """Tokens of `rookery.learn`, over all epochs."""
     training_answer_tokens: int = 0
-    """Those of them that are learned."""
+    """Answer tokens among the training tokens, which the loss covers."""
     num_rollouts: int = 0
-    """Answers to tasks, of prompts."""
+    """Answers to tasks, if the programs are prompts."""
     dearest_rollouts: int = 0
     dearest_prompt_tokens: int = 0
     dearest_completion_tokens: int = 0
-    """The most of one attempt."""
+    """Largest rollouts, prompt tokens and completion tokens of a single attempt."""
     dearest_answer_tokens: float = 0.0
-    """The most of one answer to a task, on average over those of an attempt."""
+    """Largest mean tokens per task answer of an attempt."""
     num_choice_rollouts: int = 0
-    """Answers that the choice of a prompt takes when the search is over."""
+    """Answers that the final choice of a prompt will take."""
 
     @property
     def choice_tokens(self) -> int:
-        """Tokens of these answers, as far as can be told."""
+        """Estimated tokens of the answers that the final choice will take."""
         return math.ceil(self.num_choice_rollouts * self.dearest_answer_tokens)
 
     @property
@@ -219,7 +218,7 @@ class Spending:
         return self.prompt_tokens + self.completion_tokens + self.training_tokens
 
     def add_attempt(self, *stages: Generated | Evaluated) -> None:
-        """What one attempt cost, with all its stages."""
+        """Add the cost of one attempt with all its stages."""
         for stage in stages:
             self.add(stage)
         prompt = sum(stage.prompt_tokens or 0 for stage in stages)
@@ -245,7 +244,7 @@ class Spending:
 
 
 MOST_UNANSWERED = 50
-"""What no model answers costs no tokens: a budget of them would never end the search."""
+"""Unanswered iterations in a row that end the search: they spend nothing of a token budget."""
 
 
 @dataclass(slots=True)
@@ -255,32 +254,31 @@ class SearchState:
     database: ProgramDatabase
     stopping_config: StoppingConfig
     lag: int | None = None
-    """Deterministic: how many attempts back an attempt looks. None: it sees what was told."""
+    """Deterministic mode: attempt k sees results of attempts up to k - lag. None: it sees all."""
     novelty: NoveltyIndex = field(default_factory=lambda: NoveltyIndex(NoveltyConfig()))
     rejects_similar: bool = False
-    """Without a judge: what is like a program that was told meanwhile is not new either."""
+    """True without a judge: a child similar to one that was told meanwhile is rejected too."""
     uncompared: FailureCount | None = None
     """Programs that could not be compared by embedding."""
     stopping: Stopping = field(default_factory=Stopping)
     extended_from: int = 0
-    """Attempts decided when the run had finished and more were asked for: what ended it then does
-    not end it now."""
+    """Attempts decided when the finished run was extended. Its stop reason no longer counts."""
     ancestors: dict[str, Ancestor] = field(default_factory=dict)
     curve: list[Improvement] = field(default_factory=list)
     failures: dict[str, FailureCount] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     spending: Spending = field(default_factory=Spending)
     answers: list[Answered] = field(default_factory=list)
-    """In the order of decisions."""
+    """All answers, in order of decision."""
     num_unanswered: int = 0
-    """Attempts in a row for which no model answered."""
+    """Attempts in a row that no model answered."""
     learned: list[tuple[Learned, tuple[Arm, ...]]] = field(default_factory=list)
-    """The trainings, with what the arms had earned by then."""
+    """The trainings, with the arms' earnings at that time."""
     first_best: str = ""
     chosen: str = ""
-    """The program that the select tasks chose; empty: the best score is."""
+    """The program chosen on the select tasks; empty: the one with the best score."""
     tuned: set[str] = field(default_factory=set)
-    """Programs whose numbers were tuned, or are being tuned, and those that tuning gave."""
+    """Programs whose tuning has begun or ended, and the results of tuning."""
     num_decided: int = 0
     num_committed: int = 0
     num_demoted: int = 0
@@ -299,7 +297,7 @@ class SearchState:
 
     @property
     def stop_reason(self) -> str:
-        """Why the search should stop; empty while it should not."""
+        """Reason to stop the search; empty to go on."""
         if self.num_decided < self.extended_from:
             return ""
         if self.num_unanswered >= MOST_UNANSWERED:
@@ -307,7 +305,7 @@ class SearchState:
         return self.stopping.reason
 
     def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
-        """Take in a program that the evolution starts from."""
+        """Add a program that the evolution starts from."""
         assert evaluated.code is not None
         record = ScoredProgram(
             id=id,
@@ -322,11 +320,11 @@ class SearchState:
         self._count_uncompared(0, evaluated.embedding_error)
         is_large = evaluated.has_large_artifacts
         ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
-        self._take_in(record, evaluated, ancestor)
+        self._add_program(record, evaluated, ancestor)
         self.first_best = self.best.id
 
     def plan_tuning(self, plan: Plan) -> Plan:
-        """The plan, or that of tuning the best program if nobody has begun that."""
+        """Return a plan to tune the best program if its tuning has not begun; else `plan`."""
         best = self.best
         if best.id in self.tuned:
             return plan
@@ -345,13 +343,12 @@ class SearchState:
         )
 
     def note_planned(self, plan: Plan) -> None:
-        """An attempt with this plan has begun; repeated calls change nothing."""
+        """Take note that an attempt with this plan has begun. Idempotent."""
         if plan.operator == TUNE:
             self.tuned |= {plan.parent, program_id(plan.attempt)}
 
     def find_repeated(self, attempt: int, code_hash: str) -> AttemptFailure | None:
-        """Whether the child's evaluation can be left out, as it repeats a program that this
-        attempt may know of."""
+        """Return a failure if the child repeats a program that this attempt may know."""
         repeated = self.novelty.find(code=code_hash)
         if repeated is None:
             return None
@@ -361,12 +358,12 @@ class SearchState:
         return _repetition(repeated)
 
     def find_similar(self, planned: Planned, embedding: str) -> Repetition | None:
-        """The program most like this one, of those that the attempt may know of."""
+        """Return the most similar program, among those that the attempt may know of."""
         num_known = planned.num_embedded if self.lag else None
         return self.novelty.find(embedding=unpack_vector(embedding), num_known=num_known)
 
     def decide(self, stages: Stages, *, elapsed_s: float) -> AttemptDecision:
-        """What becomes of an attempt that ended, given all that was told before."""
+        """Decide a finished attempt, given everything told before. Changes nothing."""
         failure, evaluated = stages.failure, stages.evaluated
         if failure is None:
             assert evaluated is not None
@@ -381,7 +378,7 @@ class SearchState:
         return AttemptDecision(failure=failure, elapsed_s=elapsed_s)
 
     def tell(self, attempt: int, stages: Stages, decision: AttemptDecision) -> Member | None:
-        """Take in how an attempt ended; its program, if it gave one."""
+        """Apply a decided attempt. Returns its program, if it gave one."""
         member = self._tell(attempt, stages, decision)
         self._note_answer(stages, member)
         if self.num_decided == self.extended_from:
@@ -444,9 +441,11 @@ class SearchState:
             answer=generated.answer,
             has_large_artifacts=evaluated.has_large_artifacts,
         )
-        return self._take_in(record, evaluated, ancestor)
+        return self._add_program(record, evaluated, ancestor)
 
-    def _take_in(self, record: ScoredProgram, evaluated: Evaluated, ancestor: Ancestor) -> Member:
+    def _add_program(
+        self, record: ScoredProgram, evaluated: Evaluated, ancestor: Ancestor
+    ) -> Member:
         before = self.database.best
         member = self.database.tell(record)
         self.novelty.add(
@@ -466,7 +465,7 @@ class SearchState:
         return member
 
     def tell_learned(self, learned: Learned) -> None:
-        """Take in a training, and its adapter as a further arm with the mean of their weights."""
+        """Add a training, and its adapter as an arm with the mean weight of the others."""
         self.spending.training_tokens += learned.num_tokens
         self.spending.training_answer_tokens += learned.num_answer_tokens
         self.learned.append((learned, self.database.arms))
@@ -487,12 +486,12 @@ class SearchState:
             self.num_unanswered = 0 if generated.answer else self.num_unanswered + 1
 
     def _keep_arm(self, name: str) -> None:
-        """A run that goes on may no longer ask a model that it asked before."""
+        """Add an arm of weight 0 for a model that a resumed run no longer has."""
         if name and name not in {arm.name for arm in self.database.arms}:
             self.database.add_arm(Arm(name=name, weight=0.0))
 
     def _vector(self, record: ScoredProgram, evaluated: Evaluated) -> tuple[float, ...] | None:
-        """The embedding, unless the server began to answer with vectors of another length."""
+        """Return the embedding, or None if the server changed the length of its vectors."""
         vector = unpack_vector(evaluated.embedding) if evaluated.embedding else None
         if vector is None or self.novelty.can_compare(vector):
             return vector
@@ -515,7 +514,7 @@ class SearchState:
 def open_state(
     config: EvolveConfig, *, database: ProgramDatabase | None, seed: int, arms: tuple[Arm, ...]
 ) -> SearchState:
-    """The state of an evolution to which nothing was told."""
+    """Create the state of a search before any tell."""
     lag = config.lag if config.rookery.mode == "deterministic" else None
     return SearchState(
         database or _open_database(config, seed=seed, arms=arms),
@@ -556,13 +555,13 @@ def _repetition(repeated: Repetition) -> AttemptFailure:
 
 
 def similarity_failure(similar: Repetition) -> AttemptFailure:
-    """Of a program that is like an earlier one and does nothing else."""
+    """Return the failure of a program that is similar to an earlier one."""
     message = f"Its embedding is like that of {similar.of} (cosine {similar.similarity:.4f})."
     return AttemptFailure(kind="similar", message=message)
 
 
 def _is_demoted(evaluated: Evaluated, best_score: float) -> bool:
-    """Whether it was the best when it was scored first, and is not by its mean."""
+    """Return True if its first score was the best, but its mean is not."""
     if not evaluated.scores or evaluated.failure is not None:
         return False
     mean = sum(evaluated.scores) / len(evaluated.scores)

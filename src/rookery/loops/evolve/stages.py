@@ -1,12 +1,12 @@
-"""What each stage of an attempt leaves behind, as the run's attempts keep it.
+"""The records that each stage of an attempt leaves in the run.
 
     planned -> generated -> evaluated -> committed or failed
 
     log.record([Attempt(number=7, state="planned", data=to_data(planned))])
     from_data(Planned, attempt.data)
 
-Every stage is durable before the next one begins. A stage that failed is recorded as such, so that
-a resumed run neither pays for it again nor decides otherwise.
+Every stage is durable before the next one begins. A failed stage is recorded too, so that a resumed
+run neither pays for it again nor decides otherwise.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailure:
-    """Why an attempt gives no program: a kind that is counted, and a sentence."""
+    """Reason why an attempt gives no program: a kind to count, and a sentence."""
 
     kind: str
     message: str
@@ -42,26 +42,26 @@ class AttemptFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What an attempt works with."""
+    """The plan of an attempt, and the state of the search at that time."""
 
     plan: Plan
     best_score: float
-    """Of the programs known when it was planned: a child above it is scored again."""
+    """Best score known at planning. A child above it is scored again."""
     num_decided: int
-    """Attempts decided when it was planned."""
+    """Attempts decided at planning."""
     num_embedded: int = 0
-    """Programs with an embedding then."""
+    """Programs with an embedding at planning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What the model answered. With a failure there is no child; its tokens are paid all the same.
+    """The model's answer. A failure has no child, but its tokens are paid.
 
-    Tokens are None when the model does not report them.
+    Token counts are None if the model does not report them.
     """
 
     answer: str = ""
-    """The digest of prompt and answer; empty when there is no answer."""
+    """Digest of prompt and answer; empty without an answer."""
     model: str = ""
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
@@ -70,65 +70,64 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What was measured of the child."""
+    """The measurements of a child."""
 
     program: str = ""
-    """The digest of the program with all that is known of it. With a failure: of a program that
-    can be mended, with the end of its error; else empty."""
+    """Digest of the program's document; after a failure, only if the program can be repaired."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The numbers; means when it was scored more than once."""
+    """Numeric metrics; means if the child was scored several times."""
     code: CodeSummary | None = None
     code_hash: str = ""
     has_large_artifacts: bool = False
-    """Whether checkpoints keep one of its artifacts in a file of its own."""
+    """True if checkpoints write one of its artifacts to a separate file."""
     scores: tuple[float, ...] = ()
-    """Of every time it was scored; empty when that was once."""
+    """Scores of all evaluations; empty if there was one."""
     seconds: float = 0.0
-    """In the evaluator, summed."""
+    """Total evaluation time."""
     num_lost: int = 0
-    """Workers that ended while they evaluated it."""
+    """Workers lost while evaluating it."""
     is_forgeable: bool = False
-    """Whether it ran in the evaluator's process, and so could write its own score."""
+    """True if it ran in the evaluator's process and so could forge its score."""
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
-    """Of the models that judge programs, and of those that judge whether they are new."""
+    """Tokens of the models that judge quality and novelty."""
     num_tuning: int = 0
-    """Evaluations of programs that differ from it in their numbers alone."""
+    """Evaluations of variants that differ only in their numbers."""
     rewards: tuple[float, ...] = ()
-    """Of a prompt: on each search task, in their order."""
+    """For a prompt: rewards on the search tasks, in task order."""
     num_rollouts: int = 0
-    """Answers to tasks that scoring it took."""
+    """Answers to tasks that scoring took."""
     embedding: str = ""
-    """As `pack_vector` writes it; empty without one."""
+    """Embedding as `pack_vector` writes it; empty without one."""
     embedding_error: str = ""
-    """Why it could not be compared with earlier programs as asked."""
+    """Reason why the configured comparison with earlier programs failed."""
     failure: AttemptFailure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDecision:
-    """How an attempt ended. Without a failure its program joined the population."""
+    """The end of an attempt. Without a failure, its program joined the population."""
 
     failure: AttemptFailure | None = None
     elapsed_s: float = 0.0
-    """Seconds that the run had taken by then, over all sessions."""
+    """Run time at the decision, in seconds over all processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How far an attempt got."""
+    """All stages that an attempt has completed."""
 
     planned: Planned | None = None
     generated: Generated | None = None
     evaluated: Evaluated | None = None
     decision: AttemptDecision | None = None
     epoch: int = 0
-    """Of its last lease."""
+    """Epoch of the last lease."""
     num_lost: int = 0
 
     @property
     def failure(self) -> AttemptFailure | None:
-        """Of the stage that failed, if one did."""
+        """Failure of the stage that failed, if any."""
         stages = (self.generated, self.evaluated)
         return next((s.failure for s in stages if s is not None and s.failure is not None), None)
 
@@ -140,30 +139,30 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
 
 
 def to_data(record: Planned | Generated | Evaluated | AttemptDecision) -> dict[str, Any]:
-    """A JSON object."""
+    """Convert a record to a JSON object."""
     data: dict[str, Any] = _ADAPTERS[type(record)].dump_python(record, mode="json")
     return data
 
 
 def from_data(kind: type[Record], data: Mapping[str, Any]) -> Record:
-    """What `to_data` made."""
+    """Convert the output of `to_data` back to a record."""
     record: Record = _ADAPTERS[kind].validate_python(dict(data))
     return record
 
 
 def read_stages(run: RunView, *, series: str = "") -> tuple[dict[int, Stages], list[int]]:
-    """Every attempt of a run as far as it got, and the decided ones in the order of decisions."""
+    """Return all attempts of a run by number, and the decided ones in order of decision."""
     known: dict[int, dict[str, Any]] = {}
     order: list[int] = []
     for _, attempt in read_attempts(run, series=series):
         fields = known.setdefault(attempt.number, {})
-        _follow(fields, attempt)
+        _update_fields(fields, attempt)
         if attempt.state in {"committed", "failed"}:
             order.append(attempt.number)
     return {number: Stages(**fields) for number, fields in known.items()}, order
 
 
-def _follow(fields: dict[str, Any], attempt: Attempt) -> None:
+def _update_fields(fields: dict[str, Any], attempt: Attempt) -> None:
     match attempt.state:
         case "planned":
             fields["planned"] = from_data(Planned, attempt.data)

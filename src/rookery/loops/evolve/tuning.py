@@ -1,13 +1,13 @@
-"""The numbers of a program tuned without a model (`rookery.tune`).
+"""Tuning of a program's numbers without a model (`rookery.tune`).
 
-    constants = lift_constants(code)                  # those of its EVOLVE blocks
+    constants = lift_constants(code)                  # the numbers of its EVOLVE blocks
     write_constants(code, constants, [0.31, 12.0])    # the same program with other numbers
     search = NumberSearch(constants, seed=7, score=0.3)
     for values in search.ask(): ...
     search.tell([0.4, None, ...])                     # None: the program failed
 
-A tuning is an attempt of its own: its parent is a new best program, its child the same program with
-better numbers. Constants stay where they are written, so that names and layout are kept.
+A tuning is an attempt: its parent is a new best program, its child the same program with better
+numbers. Only the digits change, so names and layout are kept.
 """
 
 import ast
@@ -25,33 +25,33 @@ from rookery.seeding import stream
 __all__ = ["TUNE", "Constant", "NumberSearch", "lift_constants", "write_constants"]
 
 TUNE = "tune"
-"""The operator of a tuning's plan."""
+"""Operator name of a tuning's plan."""
 MAX_CONSTANTS = 200
-"""The first ones: CMA-ES costs the square of them for each program."""
+"""Maximum number of tuned constants, taken from the start. CMA-ES costs its square per program."""
 STEP = 0.2
-"""The first steps, as a part of a number's size."""
+"""Initial step, relative to a number's size."""
 SMALLEST_SIZE = 0.1
 STRUCTURAL = frozenset({0, 1, 2})
-"""Whole numbers that say how a program works rather than how much."""
+"""Whole numbers that define structure rather than quantity."""
 DIGITS = 9
 FEW_POINTS, FEW_P = 4, 0.35
-"""Programs of a generation that changes a few numbers, and the chance that no further one is."""
+"""Sparse phase: programs per generation, and the geometric distribution of changed numbers."""
 FEW_PER_NUMBER, FEW_MORE = 8, 20
-"""Evaluations of a turn that changes few."""
+"""Evaluations of a sparse phase: per number, and in addition."""
 CMAES_PER_NUMBER = 60
-"""Evaluations without a better program that end a turn of CMA-ES."""
+"""Evaluations per number without improvement that end a phase of CMA-ES."""
 FIRST_SIGMA, MOST_HALVINGS = 0.25, 5
-"""Of CMA-ES's first turn; each later one begins with half as much."""
+"""Step size of the first CMA-ES phase, halved for each later one up to this many times."""
 FEWEST = 5
-"""With fewer numbers CMA-ES begins, with whole steps."""
+"""With fewer numbers the search begins with CMA-ES, at a step size of 1."""
 WIDER, NARROWER = 1.7, 0.9
 NARROWEST, WIDEST = 1e-4, 2.0
-"""Bounds of a step. All of these were chosen on other functions than are reported."""
+"""Bounds of the step size. These constants were chosen on functions that no report uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A number in a program: where its text begins and ends."""
+    """A number in a program, as the byte range of its text."""
 
     start: int
     end: int
@@ -59,7 +59,7 @@ class Constant:
     is_whole: bool
 
     def at(self, steps: float) -> float:
-        """The number so many first steps away."""
+        """Return the number moved by this many initial steps."""
         size = max(abs(self.value), SMALLEST_SIZE)
         moved = self.value + steps * (max(1.0, STEP * size) if self.is_whole else STEP * size)
         return float(round(moved)) if self.is_whole else moved
@@ -72,9 +72,9 @@ class Constant:
 
 
 def lift_constants(code: str) -> tuple[Constant, ...]:
-    """The numbers of a Python program's EVOLVE blocks, or of all of it where there are none.
+    """Find the numbers in a Python program's EVOLVE blocks, or in all of it if it has none.
 
-    Indices, and whole numbers up to 2, stay as they are. None of a program that is no Python.
+    Skips indices and the whole numbers 0, 1 and 2. Returns none if the code is not Python.
     """
     try:
         tree = ast.parse(code)
@@ -89,8 +89,8 @@ def lift_constants(code: str) -> tuple[Constant, ...]:
 
 
 def write_constants(code: str, constants: Sequence[Constant], values: Sequence[float]) -> str:
-    """The program with other numbers."""
-    # Offsets are bytes, as in `ast`.
+    """Replace the constants of a program by other values."""
+    # Offsets are in bytes, as in `ast`.
     text, end, pieces = code.encode(), 0, []
     for constant, value in zip(constants, values, strict=True):
         pieces += [text[end : constant.start], constant.show(value).encode()]
@@ -99,19 +99,19 @@ def write_constants(code: str, constants: Sequence[Constant], values: Sequence[f
 
 
 class NumberSearch:
-    """Changes of a few numbers at a time, then CMA-ES from the best, and so on: the first gain most
-    from few evaluations, CMA-ES from many. Each number moves in steps of its own size."""
+    """Alternates between sparse changes, which gain most in few evaluations, and CMA-ES from the
+    best point, which gains in many. Steps are relative to each number's size."""
 
     def __init__(self, constants: Sequence[Constant], *, seed: int, score: float | None) -> None:
-        """`score` is the program's own."""
+        """`score` is the program's own score."""
         self._constants = constants
         self._seed = seed
-        # The optimiser needs two dimensions: a second one that moves nothing.
+        # CMA-ES needs two dimensions: the second is a dummy.
         self._best = (0.0,) * max(2, len(constants))
         self._score = -math.inf if score is None else score
         self._few_s = 1.0
         self._num_left = FEW_PER_NUMBER * len(constants) + FEW_MORE
-        """Evaluations before the other method's turn."""
+        """Evaluations left in this phase."""
         self._cmaes: Cmaes | None = None
         self._num_cmaes = 0
         self._num_told = 0
@@ -120,16 +120,16 @@ class NumberSearch:
             self._begin_cmaes(sigma=1.0)
 
     def ask(self) -> list[list[float]]:
-        """The numbers of each program of this generation; the same ones until they are told."""
+        """Return the numbers of each program of this generation, the same until they are told."""
         if not self._points:
-            self._points = self._cmaes.ask() if self._cmaes else self._change_few()
+            self._points = self._cmaes.ask() if self._cmaes else self._change_sparsely()
         return [
             [one.at(steps) for one, steps in zip(self._constants, point, strict=False)]
             for point in self._points
         ]
 
     def tell(self, scores: Sequence[float | None]) -> None:
-        """In the order asked for. Fewer of the last generation: it was cut short, and ends here."""
+        """Take the scores in the order asked. A list cut short by the time limit is ignored."""
         if len(scores) < len(self._points):
             return
         values = [-math.inf if score is None else score for score in scores]
@@ -147,9 +147,9 @@ class NumberSearch:
         self._points, self._num_told = (), self._num_told + 1
         self._num_left -= len(scores)
         if self._num_left <= 0 or (self._cmaes and self._cmaes.sigma < NARROWEST):
-            self._take_turns()
+            self._switch_phase()
 
-    def _take_turns(self) -> None:
+    def _switch_phase(self) -> None:
         size = FIRST_SIGMA * 0.5**self._num_cmaes
         if self._cmaes is None:
             self._begin_cmaes(sigma=size)
@@ -164,7 +164,7 @@ class NumberSearch:
         self._cmaes = Cmaes(config, seed=seed, start=self._best)
         self._num_left = CMAES_PER_NUMBER * len(self._best)
 
-    def _change_few(self) -> tuple[Point, ...]:
+    def _change_sparsely(self) -> tuple[Point, ...]:
         rng = stream(self._seed, "few", self._num_told)
         points = []
         for _ in range(FEW_POINTS):
@@ -180,7 +180,7 @@ class NumberSearch:
 def _numbers(tree: ast.AST) -> Iterator[ast.Constant]:
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.JoinedStr | ast.match_case):
-            continue  # of an f-string, places are not known; patterns are structure
+            continue  # ast gives no offsets in f-strings; patterns are structure
         if isinstance(child, ast.Subscript):
             yield from _numbers(child.value)
         elif isinstance(child, ast.Constant):
@@ -195,7 +195,7 @@ def _is_tunable(value: object) -> bool:
         return math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return False
-    return value not in STRUCTURAL and abs(value) < 2**53  # beyond, floats are no whole numbers
+    return value not in STRUCTURAL and abs(value) < 2**53  # larger floats are not exact integers
 
 
 def _constant(node: ast.Constant, starts: Sequence[int]) -> Constant:
@@ -210,7 +210,7 @@ def _constant(node: ast.Constant, starts: Sequence[int]) -> Constant:
 
 
 def _line_starts(code: str) -> list[int]:
-    """The byte at which each line begins; lines end as Python counts them."""
+    """Return the byte offset of each line, splitting lines as Python does."""
     starts = [0]
     for line in code.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -218,8 +218,8 @@ def _line_starts(code: str) -> list[int]:
 
 
 def _open_lines(code: str) -> set[int] | None:
-    """The numbers of the lines inside of EVOLVE blocks; None: all of them."""
+    """Return the line numbers inside EVOLVE blocks, or None for all lines."""
     blocks = () if find_marker_problem(code) else evolve_blocks(code)
-    # Marker lines count from 0, those of `ast` from 1.
+    # Marker lines count from 0, lines of `ast` from 1.
     lines = {line for block in blocks for line in range(block.start_line + 2, block.end_line + 1)}
     return lines if blocks else None

@@ -1,13 +1,13 @@
-"""genome: evolves a population of LoRA adapters, without gradients.
+"""genome: evolution of a population of LoRA adapters, without gradients.
 
-config.py            what a run is told; what is refused before the first question
-founders.py          where the first adapters come from: files, zero, random
+config.py            the config of a run, and its checks before the first request
+founders.py          the first adapters: from files, zero or random
 adapter_builder.py   plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
 search_evaluator.py  adapters -> engine -> fitness: all together, in one batch, with racing
 stages/              the ways to search: random, surrogate, ga, es, cmaes
-generation_log.py    what is recorded of each generation, and who is told
+generation_log.py    the record of each generation, for the run and the observer
 final_report.py      choosing on the select split, measuring on the report split, once
-documents.py         what a run is made of; what is left behind, and the warnings
+documents.py         the parts of a run; the files it leaves, and the warnings
 loop.py              the loop
 """
 

@@ -1,4 +1,4 @@
-"""Plans -> adapters. Every adapter is its recipe: what is not in memory is made again.
+"""Plans -> adapters. Recipes define adapters completely, so that any can be made again.
 
 builder = AdapterBuilder(founders, merges=..., mutations=..., rank=8)
 builder.plan([ChildPlan(...), EsStep(...)])
@@ -29,22 +29,21 @@ _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
 }
 _FORMAT = 3
-"""Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
-mutations had `adapt`, of which 0 was the default."""
+"""Format of lineage documents. Without one, mutations ignored sigma. Before 3, they had `adapt`."""
 _COMBINATION = LinearConfig(normalise=False)
-"""A random sum and a point of CMA-ES: a linear combination whose weights are taken as they
-are. They have names of their own, whatever the config calls its merges."""
+"""Linear combination with the weights as given: random sums and points of CMA-ES. Its names are
+reserved, so that a config's merges cannot replace them."""
 
 
 _RECIPES: Mapping[str, TypeAdapter[Any]] = {
     "ChildPlan": TypeAdapter(ChildPlan),
     "EsStep": TypeAdapter(EsStep),
-    "Drift": TypeAdapter(EsStep),  # its name in lineages of format 2
+    "Drift": TypeAdapter(EsStep),  # the name of EsStep in format 2
 }
 
 
 class AdapterBuilder:
-    """Makes candidates and keeps the adapters that are needed."""
+    """Makes candidates and caches their adapters."""
 
     def __init__(
         self,
@@ -65,9 +64,9 @@ class AdapterBuilder:
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, Adapter] = {}
         self._unrounded: dict[str, Mapping[str, LoraFactors]] = {}
-        """In float32, the ES steps that others are chained to."""
+        """Float32 factors of the ES steps that others are chained to."""
         self.chained: set[str] = set()
-        """ES steps that others are chained to. Without the last one all are made again."""
+        """ES steps that others are chained to. Without the last one, all must be made again."""
         self._versions = {name: adapter.version for name, adapter in founders.items()}
 
     @property
@@ -76,18 +75,18 @@ class AdapterBuilder:
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
-        """How each candidate that is no founder is made, oldest first."""
+        """Recipes of all candidates except founders, oldest first."""
         return self._recipes
 
     def plan(self, recipes: Iterable[Recipe]) -> None:
-        """Learn how to make candidates; nothing is made yet."""
+        """Add recipes. Makes nothing yet."""
         for recipe in recipes:
             self._recipes[recipe.id] = recipe
             if isinstance(recipe, EsStep) and recipe.is_chained:
                 self.chained.add(recipe.parent)
 
     def adapter(self, candidate: str) -> Adapter:
-        """The candidate's weights, named after it; made again if they were let go."""
+        """Return the candidate's weights under its name, made again if necessary."""
         if candidate in self._founders:
             return replace(self._founders[candidate], name=candidate)
         for name in self.missing(candidate):
@@ -96,54 +95,52 @@ class AdapterBuilder:
         return self._made[candidate]
 
     def maker(self, candidate: str) -> Callable[[], Adapter]:
-        """Makes the candidate when called, in any thread."""
+        """Return a function that makes the candidate, callable in any thread."""
         return partial(self.adapter, candidate)
 
     def population(self, centre: str, *, rank: int) -> StepPopulation:
-        """What members around this ES step are made from; noise of this rank in each factor."""
+        """Return the basis for population members around this ES step, with noise of this rank."""
         self.chained.add(centre)
         like = self.adapter(centre)
         exact = make_adapter(centre, base=like.base, factors=self._unrounded[centre])
         return StepPopulation.around(exact, like=like, rank=rank)
 
     def version(self, candidate: str) -> str | None:
-        """Its content hash; None for one that was never made."""
+        """Return the content hash of a candidate, or None if it was never made."""
         return self._versions.get(candidate)
 
     def learn(self, candidate: str, version: str | None) -> None:
-        """Know the content hash of one that was made before this process, and is not made again
-        because it could not be loaded."""
+        """Set the content hash of a candidate that an earlier process made but could not load."""
         if version is not None:
             self._versions[candidate] = version
 
     def num_distinct(self, candidates: Iterable[str]) -> int:
-        """How many there are, of equal weights one; those that could not be made count each."""
+        """Count the candidates with distinct weights. Unmade ones count as distinct."""
         return len({self._versions.get(name, f"unmade/{name}") for name in candidates})
 
     def missing(self, candidate: str) -> list[str]:
-        """What must be made to have the candidate: its ancestors that are not at hand, each after
-        its parents, then itself."""
+        """Return all adapters to make for the candidate, parents before children."""
         order: dict[str, None] = {}
         stack = [candidate]
         while stack:
             name = stack[-1]
-            if name in order or self._is_at_hand(name):
+            if name in order or self._is_available(name):
                 stack.pop()
                 continue
             parents = self._recipes[name].parents
-            waiting = [p for p in parents if p not in order and not self._is_at_hand(p)]
+            waiting = [p for p in parents if p not in order and not self._is_available(p)]
             stack.extend(reversed(waiting))
             if not waiting:
                 order[stack.pop()] = None
         return list(order)
 
-    def _is_at_hand(self, name: str) -> bool:
+    def _is_available(self, name: str) -> bool:
         is_made = name in self._made and (name not in self.chained or name in self._unrounded)
         return is_made or name in self._founders
 
     def effort(self, candidate: str) -> int:
-        """What making it takes, from 0, nothing, to 3, whole layers, which take by far the longest;
-        1 is one parent changed, 2 are several combined."""
+        """Return the effort of making a candidate: 0 for none, 1 to change one parent, 2 to combine
+        several, 3 for merges of whole layers, by far the slowest."""
         recipe = self._recipes.get(candidate)
         if candidate in self._made or recipe is None:
             return 0
@@ -153,8 +150,8 @@ class AdapterBuilder:
         return 3 if is_dense(method) else 2
 
     def coefficients(self, candidate: str) -> tuple[float, ...] | None:
-        """Of a candidate that is a sum of all founders, the weight of each, block by block where
-        blocks have their own; None of all others."""
+        """Return the founders' weights in a candidate that is a sum of all of them, block by block
+        for sums by block; else None."""
         recipe = self._recipes.get(candidate)
         if not isinstance(recipe, ChildPlan) or recipe.merge is None or recipe.mutation is not None:
             return None
@@ -167,17 +164,17 @@ class AdapterBuilder:
         return tuple(weights[founder] for founder in self._founders)
 
     def keep(self, candidates: Iterable[str]) -> None:
-        """Let every adapter go but these."""
+        """Forget all adapters but these."""
         self.forget((self._made.keys() | self._unrounded.keys()) - set(candidates))
 
     def forget(self, candidates: Iterable[str]) -> None:
-        """Let these adapters go; they are made again when they are needed."""
+        """Drop these adapters from memory. They are made again when needed."""
         for name in candidates:
             self._made.pop(name, None)
             self._unrounded.pop(name, None)
 
     def lineage(self) -> dict[str, Any]:
-        """Everything `rebuild` needs beside the founders' weights."""
+        """Return everything that `rebuild` needs besides the founders' weights."""
         return {
             "format": _FORMAT,
             "rank": self._rank,
@@ -203,8 +200,8 @@ class AdapterBuilder:
             )
         elif recipe.merge is not None:
             method = self._merge(recipe.merge)
-            what, lacking = f"Making {recipe.id}", tuple(_NO_MEMORY)
-            with boundary(AdapterError, what, foreign=lacking, remedy=_NO_MEMORY):
+            action, errors = f"Making {recipe.id}", tuple(_NO_MEMORY)
+            with boundary(AdapterError, action, foreign=errors, remedy=_NO_MEMORY):
                 adapter = merge(
                     parents,
                     weights=recipe.weights,
@@ -247,7 +244,7 @@ class AdapterBuilder:
 
 
 def check_device(device: str) -> None:
-    """AdapterError unless candidates can be made there."""
+    """Raise AdapterError unless candidates can be made on this device."""
     if device != "cpu" and not torch.cuda.is_available():
         raise AdapterError(
             f"merge_device is {device}, and torch sees no GPU here: write "
@@ -256,9 +253,9 @@ def check_device(device: str) -> None:
 
 
 def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: str) -> Adapter:
-    """Make any candidate of a finished run again from `lineage.json` and its founders.
+    """Make any candidate of a finished run again, from `lineage.json` and its founders.
 
-    Raises AdapterError when the founders are not the run's, or the result is not bit-equal.
+    Raises AdapterError if the founders are not the run's, or the result is not bit-equal.
     """
     known = {adapter.name: adapter for adapter in founders}
     for name, version in lineage["founders"].items():
@@ -308,7 +305,7 @@ def _methods_of(plan: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def _make_alone(builder: AdapterBuilder, candidate: str) -> Adapter:
-    """The candidate, each ancestor let go after the last one that needs it was made."""
+    """Make the candidate, forgetting each ancestor after its last use."""
     order = builder.missing(candidate)
     last_use = {p: name for name in order for p in builder.recipes[name].parents}
     for name in order:

@@ -1,4 +1,4 @@
-"""What a genome run is told: the config, and what of it is refused before the first question."""
+"""Config of a genome run, and the checks before the first request."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -57,58 +57,57 @@ MERGES: Mapping[str, MergeConfig] = {
     "layers": LayerwiseConfig(unit="layer"),
     "mixture": LayerwiseConfig(mode="mix", unit="layer"),
 }
-"""The crossovers that operators can name; a config may change them or add its own."""
+"""Crossovers that operators can name. A config may change them or add more."""
 
 MUTATIONS: Mapping[str, GaussianConfig] = {"gaussian": GaussianConfig()}
 
 
 class GenomeConfig(Config):
-    """One evolution of LoRA adapters."""
+    """Config of one evolution of LoRA adapters."""
 
     engine: EngineChoice = EngineConfig()
-    """What answers: the embedded engine, or a fleet of vLLM servers."""
+    """The engine that answers: embedded, or a fleet of vLLM servers."""
     tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    """A model folder or Hugging Face id. Empty: the engine's model. Required for servers by URL."""
     init: InitConfig
-    """The adapters to begin with."""
+    """The adapters to start from."""
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    """What is searched, selected and reported on."""
+    """Tasks to search, select and report on."""
     stages: tuple[StageConfig, ...] = (
         RandomStage(count=10),
         SurrogateStage(generations=8, population=5),
     )
-    """How to search, one after another: by default random sums of the founders, then sums that a
-    model of all answers so far expects to be good."""
+    """The search stages, in order. Default: random sums of the founders, then sums that a model of
+    all answers so far expects to be good."""
     race: RaceConfig = RaceConfig()
-    """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
+    """Drops candidates that can no longer survive. `enabled: false` measures all on all tasks."""
     merit: Merit = "mixed"
-    """What candidates are compared by in the search, in races and in the choice: `certainty`, the
-    probability of the right choice, which has less noise than whether it is the likeliest; its
-    logarithm, `log_certainty`, which counts a confident mistake for more; `reward`; or `mixed`,
-    the mean of the three, which is good where certainty says little too. Tasks without choices
-    count by their reward. Floors and reports use rewards."""
+    """Measure by which search, races and the final choice compare candidates: `reward`;
+    `certainty`, the probability of the right choice, with less noise; `log_certainty`, its
+    logarithm, which penalises confident mistakes; or `mixed`, the mean of the three, for tasks
+    where certainty says little. Tasks without choices count by reward, as do floors and reports."""
     floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
-    """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
+    """"Do not get worse on this taskset": a mean, or `founder` for the best founder's mean."""
     rank: int | None = Field(default=None, ge=1)
-    """The children's rank; null takes the founders' largest."""
+    """Rank of children; null: the founders' largest."""
     merges: dict[str, MergeConfig] = Field(default_factory=dict)
-    """Changes and additions to the crossovers by name."""
+    """Crossovers to change or add, by name."""
     mutations: dict[str, GaussianConfig] = Field(default_factory=dict)
-    """Changes and additions to the mutations by name."""
+    """Mutations to change or add, by name."""
     merge_device: Literal["cpu", "cuda"] = "cpu"
-    """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
-    layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
-    2 GB there beside them. The last bits of a child depend on it."""
+    """Device on which children are made. `cuda`, the first GPU here, is for servers on this
+    machine: `ties` and `dare` work on whole layers and keep CPU cores busy for seconds, which the
+    servers need. It takes about 2 GB beside them. The last bits of a child depend on the device."""
     finals: FinalConfig = FinalConfig()
     report: ReportConfig = ReportConfig()
-    """`{samples: 8}` draws answers to each report task besides, for pass@k: at the temperature of
-    the taskset's `sampling`, or at 1 where that is greedy."""
+    """`{samples: 8}` draws 8 further answers per report task for pass@k, at the temperature of the
+    taskset's `sampling`, or at 1 if that is greedy."""
     track: tuple[TrackerName, ...] = ()
-    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """Trackers that draw the run's curves: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     budget: BudgetConfig = BudgetConfig()
-    """Fewer generations where these would take more."""
+    """Limits that may end the search before its last generation."""
     seed: int = 0
-    """All random numbers follow from it."""
+    """Seed of all random numbers of the run."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -122,7 +121,7 @@ class GenomeConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with the paths in it taken from the folder of its file."""
+        """Return the config with its paths resolved against the folder of its file."""
         init = self.init
         if isinstance(init, FileInit):
             paths = tuple(expanded(path, folder).resolve() for path in init.paths)
@@ -147,10 +146,10 @@ def _require(names: set[str], known: set[str], what: str) -> None:
 
 
 OWN_NAMES = re.compile(r"(s\d+-)?(i\d+-)?([gemnr]\d{3,}-.*|r\d{4,})|uniform-average|plain-sum")
-"""Names that the search gives to candidates of its own."""
+"""Names that the search gives to its own candidates."""
 
 MIN_REPORT_TASKS = 2
-"""Of each taskset: one task shows no spread, and so has no interval."""
+"""Minimum per taskset: one task has no spread, so it gives no interval."""
 
 
 def check_inputs(
@@ -160,7 +159,7 @@ def check_inputs(
     tasksets: Sequence[Taskset],
     engine: Engine,
 ) -> None:
-    """Raise the first thing that would make the run fail, or its result mean nothing."""
+    """Raise the first error that would fail the run or make its result meaningless."""
     _check_founders(config, founders)
     _check_rank(config, founders, max_rank=engine.max_rank)
     _check_splits(tasksets)
@@ -171,7 +170,7 @@ def check_inputs(
 def check_tasks(
     evaluator: TasksetEvaluator, tasksets: Sequence[Taskset], *, context_tokens: int | None
 ) -> None:
-    """TaskError when a task of any split cannot be answered in the engine's context."""
+    """Raise TaskError if a task of any split does not fit the engine's context."""
     if context_tokens is not None:
         tasks = [task for taskset in tasksets for name in SPLITS for task in taskset.split(name)]
         evaluator.check_lengths(tasks, context_tokens=context_tokens)
@@ -190,9 +189,9 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
     if uses_cmaes:
         load_library()
     if len(founders) < 2 and (uses_pairs or uses_cmaes):
-        what = "init.use: " + init.use if isinstance(init, FileInit) and uses_pairs else "cmaes"
+        name = "init.use: " + init.use if isinstance(init, FileInit) and uses_pairs else "cmaes"
         raise ConfigError(
-            f"{what} combines founders, and there is only one: add an adapter to the founders, or "
+            f"{name} combines founders, and there is only one: add an adapter to the founders, or "
             + ("write init.use: adapters." if uses_pairs else "take another stage.")
         )
 

@@ -1,4 +1,4 @@
-"""What a genome run is made of, and what it leaves behind."""
+"""The parts of a genome run, and the files that it leaves."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,18 +41,18 @@ __all__ = ["GenomeInputs", "GenomeSummary", "RunParts", "assemble", "write_repor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenomeInputs:
-    """What an evolution is made of."""
+    """The inputs of one evolution."""
 
     config: GenomeConfig
     founders: Mapping[str, Adapter]
     tasksets: Sequence[Taskset]
     evaluator: TasksetEvaluator
-    """Asks the engine, and keeps the answers in the run."""
+    """Asks the engine and keeps the answers in the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The parts of one run; who makes, who measures, who writes down."""
+    """The parts of one run."""
 
     config: GenomeConfig
     tasksets: Sequence[Taskset]
@@ -72,7 +72,7 @@ class RunParts:
 def assemble(
     inputs: GenomeInputs, *, engine: Engine, run: Run, observer: Observer[GenerationRecord]
 ) -> RunParts:
-    """Everything a run needs, ready to measure the founders."""
+    """Build all parts of a run, ready to measure the founders."""
     config, founders, tasksets = inputs.config, inputs.founders, inputs.tasksets
     evaluator = inputs.evaluator
     builder = AdapterBuilder(
@@ -133,20 +133,20 @@ def assemble(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenomeSummary:
-    """How a run came out."""
+    """The outcome of a run, as input of its report."""
 
     searched: Sequence[str]
-    """Every candidate of the search, founders first."""
+    """All candidates of the search, founders first."""
     population: Sequence[str]
-    """The candidates that the last stage ended with."""
+    """Candidates of the last stage's final population."""
     choice: Choice
     rows: Sequence[ReportRow]
     num_search_tokens: int = 0
-    """Of answers, before the report tasks were read."""
+    """Answer tokens spent before the report tasks were read."""
 
 
 def write_report(parts: RunParts, summary: GenomeSummary) -> GenomeReport:
-    """Leave everything in the run directory; the report is also the result."""
+    """Write adapters, lineage and report into the run directory, and return the report."""
     builder, search, run = parts.builder, parts.search, parts.run
     winner = summary.choice.ranked[0]
     population = list(dict.fromkeys(summary.population or [winner]))
@@ -189,7 +189,7 @@ def _save_all(run: Run, folder: str, builder: AdapterBuilder, names: Iterable[st
 
 
 def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[CandidateRecord, ...]:
-    """Scores on the search split."""
+    """Describe candidates with their scores on the search split."""
     return tuple(
         CandidateRecord(
             id=name,
@@ -202,8 +202,7 @@ def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[Candid
 
 
 def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
-    """Those that no other candidate beats on every taskset by its rewards, of all that saw every
-    task."""
+    """Return the Pareto front by reward and taskset, of candidates that saw every task."""
     complete = [name for name in names if search.measured[name].is_complete]
     return [complete[i] for i in first_front([search.plain_fitness(name) for name in complete])]
 
@@ -211,7 +210,7 @@ def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
 def _draw_lineage(
     parts: RunParts, searched: Sequence[str], winner: str
 ) -> tuple[LineageRecord, ...]:
-    """The searched candidates as nodes: founders first, then as they were made."""
+    """List the searched candidates with their parents, in the order in which they were made."""
     builder, measured = parts.builder, parts.search.measured
     ancestors, queue = {winner}, [winner]
     while queue:
@@ -238,7 +237,7 @@ def _draw_lineage(
 
 
 def _parent_weights(recipe: Recipe) -> tuple[float, ...]:
-    """One for each parent: of a sum by block its mean over the blocks."""
+    """Return a weight per parent. For sums by block, the mean over the blocks."""
     if not isinstance(recipe, ChildPlan) or recipe.merge != BY_BLOCK:
         return recipe.weights
     count = len(recipe.parents)
@@ -246,7 +245,7 @@ def _parent_weights(recipe: Recipe) -> tuple[float, ...]:
 
 
 def _make_warnings(parts: RunParts, summary: GenomeSummary) -> list[str]:
-    """What a reader must know before the numbers, the most serious first."""
+    """Return the warnings, the most serious first."""
     return [
         *_warn_of_better_baselines(summary.rows),
         *_warn_of_winner(parts, summary),
@@ -338,12 +337,12 @@ def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
     if unchosen:
         warnings.append(
-            f"No select tasks in {_listed(unchosen)}: the choice among finalists uses the search "
+            f"No select tasks in {_join(unchosen)}: the choice among finalists uses the search "
             "tasks there again."
         )
     return warnings
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

@@ -1,9 +1,9 @@
-"""The end of a run: choose on the select split, measure on the report split, once.
+"""The end of a run: choose on the select split, then measure on the report split, once.
 
-The report holds the chosen candidate beside what one gets without any search: the base model, the
-best founder, their average, their sum, their vote, and random search that was allowed as many
-candidates. Nothing here feeds back into the search. Whoever fails on a task has no mean: what is
-missing is not averaged away.
+The report compares the chosen candidate with baselines: the base model, the best founder, the
+founders' average, sum and vote, and a random search with as many candidates. Nothing feeds back
+into the search. An entry that fails on a task has no mean, as missing rewards are not averaged
+away.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ __all__ = ["Choice", "FinalConfig", "FinalReport", "ReportEntry"]
 
 
 class FinalConfig(Config):
-    """How the winner is chosen and what it is compared with."""
+    """The choice of the winner, and its baselines."""
 
     num_finalists: int = Field(default=5, ge=1)
-    """The best so many on the search split meet on the select split."""
+    """Number of candidates, the best on the search split, that are compared on the select split."""
     num_voters: int = Field(default=5, ge=1)
-    """Size of the panels that vote: of the best founders, and of the finalists."""
+    """Size of the voting panels: the best founders, and the best finalists."""
     evidence: Literal["both", "select"] = "select"
-    """What decides among the finalists: the select tasks, or these and the search tasks."""
+    """Basis of the choice among finalists: the select tasks, or both select and search tasks."""
     random_search: bool = True
     """Also try random merges of the founders, as many as the search tried candidates."""
 
@@ -50,28 +50,28 @@ _DEFAULTS = FinalConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
-    """One line of the report: an adapter, the base model, or a panel that votes."""
+    """One row of the report: an adapter, the base model, or a voting panel."""
 
     name: str
     make: Callable[[], Adapter] | None = None
-    """Makes the adapter, in any thread; None for the base model and for a panel."""
+    """Makes the adapter, in any thread; None for the base model and panels."""
     voters: tuple[str, ...] = ()
     note: str = ""
     cost: Cost = field(default_factory=Cost)
-    """What finding it took."""
+    """Cost of finding it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Candidates as the select split ranks them, best first, and what it says of each."""
+    """Candidates ranked on the select split, best first."""
 
     ranked: tuple[str, ...]
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Those that failed there, with the first error: they come last."""
+    """First error of each candidate that failed there. These rank last."""
 
 
 class FinalReport:
-    """The select and the report split, and the ones who meet there."""
+    """Measures finalists on the select split and entries on the report split."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class FinalReport:
         self._settings = settings
         self._samples = samples
         self._sampled: dict[str, SampledRecord] = {}
-        """What answers that were drawn to the report tasks came to."""
+        """Results of the further answers for pass@k, by name."""
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
@@ -97,7 +97,7 @@ class FinalReport:
         self._weights = dict(weights)
 
     def finalists(self, count: int) -> list[str]:
-        """The best candidates of the search that saw every task, of equal weights the first."""
+        """Return the best candidates that saw every task, the first of those with equal weights."""
         measured = self._search.measured
         complete = [name for name, m in measured.items() if m.is_complete]
         if not complete:
@@ -113,7 +113,7 @@ class FinalReport:
         return list(distinct.values())[:count]
 
     def founders(self) -> list[str]:
-        """The founders that did not fail, best first by the search split."""
+        """Return the founders that did not fail, best first by the search split."""
         measured = self._search.measured
         alive = [f for f in self._builder.founders if f in measured and not measured[f].error]
         return sorted(alive, key=lambda f: rank_key(measured[f].fitness), reverse=True)
@@ -125,10 +125,10 @@ class FinalReport:
         *,
         floor_holders: Mapping[str, str],
     ) -> Choice:
-        """Rank the candidates by their merits on the select split; ties fall to the search split.
+        """Rank the candidates by merit on the select split. The search split breaks ties.
 
         A taskset without select tasks counts by its search tasks. `floor_holders` are founders
-        whose own mean on a source is the floor there, as in the search.
+        whose mean on a source is the floor there, as in the search.
         """
         measured = self._search.measured
         by_search = sorted(candidates, key=lambda c: rank_key(measured[c].fitness), reverse=True)
@@ -141,7 +141,7 @@ class FinalReport:
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():
             floors[source] = evidence[holder].means.get(source, floors[source])
-        # A taskset with report tasks alone has no say in the choice.
+        # A taskset with only report tasks has no say in the choice.
         sources = {task.source for task in tasks} | self._search.sources
         fitness = {name: self._fitness(evidence[name], floors, sources) for name in by_search}
         ranked = sorted(by_search, key=lambda name: rank_key(fitness[name]), reverse=True)
@@ -151,8 +151,7 @@ class FinalReport:
         )
 
     def _evidence(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> "_Evidence":
-        """By source, of sources without a missing task; of the search split where the select
-        split has none."""
+        """Average by complete source. One without select tasks counts by its search tasks."""
         measured, asked = self._search.measured[name], {task.source for task in tasks}
         is_pooled = self._settings.evidence == "both"
         searched = [task for task in self._search.tasks if is_pooled or task.source not in asked]
@@ -178,8 +177,8 @@ class FinalReport:
         return fitness_of(evidence.means, weights=weights, floors=floors, merits=evidence.merits)
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
-        """The best `keep` of `count`, on the search split: the founders, which were measured there
-        before, their average and random sums. Nothing where every sum failed."""
+        """Return the best `keep` of `count` candidates on the search split: the founders, their
+        average and random sums. Empty if every sum failed."""
         founders = self._builder.founders
         plans = random_plans(founders, count=count - len(founders), seed=seed)
         self._builder.plan(plans)
@@ -196,7 +195,7 @@ class FinalReport:
         return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:keep]
 
     def merged(self, max_rank: int) -> list[ReportEntry]:
-        """The average and the sum of all founders, exact as far as the rank allows."""
+        """Return the average and the sum of all founders, exact up to the maximum rank."""
         parents = [self._builder.adapter(f) for f in self._builder.founders]
         if len(parents) < 2:
             return []
@@ -220,11 +219,10 @@ class FinalReport:
     async def report(
         self, entries: Sequence[ReportEntry], tasks: Sequence[Task], *, seed: int
     ) -> list[ReportRow]:
-        """A row per entry, none without tasks. The first one is the winner, the second the one that
-        gains are counted from."""
+        """Return a row per entry; none without tasks. Gains are over the second entry."""
         if not tasks:
-            return []  # they are another run's
-        # A founder may be called like an entry: their names are told apart.
+            return []  # reserved for another run
+        # Prefixes tell founders and entries of the same name apart.
         makers = {
             f"voter {voter}": self._builder.maker(voter)
             for entry in entries
@@ -258,10 +256,8 @@ class FinalReport:
         phase: str,
         seed: int = 0,
     ) -> dict[str, list[Group]]:
-        """Every task under the base model and every adapter, all in one batch, by name.
-
-        An adapter that cannot be made or loaded fails on every task.
-        """
+        """Run every task under the base model and all adapters in one batch. An adapter that cannot
+        be made or loaded fails on every task."""
         async with self._loader.load(makers, phase=phase) as arrivals:
             loaded = {name: await arrival for name, arrival in arrivals.items()}
             refs = {name: ref for name, ref in loaded.items() if isinstance(ref, ModelRef)}
@@ -281,8 +277,8 @@ class FinalReport:
         return answered | {name: _all_failed(tasks, error) for name, error in failed.items()}
 
     def vote(self, voters: Sequence[Sequence[Group]]) -> dict[str, float]:
-        """What the majority's answer earned, as the best voter gave it. Voters whose answer
-        failed, or in which the scorer finds none, do not vote."""
+        """Return the reward of the majority's answer by task, as given by the best voter. Voters
+        with a failed or unreadable answer abstain."""
         rewards = {}
         for ballots in zip(*voters, strict=True):
             rollouts = [ballot.rollouts[0] for ballot in ballots if not ballot.rollouts[0].error]
@@ -298,13 +294,13 @@ _BASE = "base"
 
 
 def _key(entry: ReportEntry) -> str:
-    """Of an entry that is no panel: a founder may be called like one."""
+    """Return the key of an entry that is not a panel. The prefix avoids clashes with founders."""
     return _BASE if entry.make is None else f"entry {entry.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
-    """What decides about one finalist: its mean reward and its mean merit by source."""
+    """A finalist's mean reward and mean merit by source, which decide the choice."""
 
     means: Mapping[str, float]
     merits: Mapping[str, float]
@@ -323,7 +319,7 @@ def _all_failed(tasks: Sequence[Task], error: str) -> list[Group]:
 
 
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean reward of each task that did not fail."""
+    """Return the mean reward of each task without failures."""
     rewards = {}
     for group in groups:
         earned = [r.reward for r in group.rollouts if r.reward is not None]
@@ -333,7 +329,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _certainties(groups: Sequence[Group]) -> dict[str, float]:
-    """The probability of the right choice, of tasks that have choices."""
+    """Return the probability of the right choice, for tasks with choices."""
     certainties = {group.task.id: group.rollouts[0].metrics.get("certainty") for group in groups}
     return {task: certainty for task, certainty in certainties.items() if certainty is not None}
 

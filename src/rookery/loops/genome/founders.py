@@ -1,4 +1,4 @@
-"""Where a population starts: adapters from files, from zero, or from random numbers.
+"""The first adapters of a population: from files, zero, or random.
 
 init: {type: file, path: founders, use: both}     # a folder of PEFT folders, and pair merges
 init: {type: zero, count: 8, rank: 8, layers: 4}  # delta W = 0, distinct by seed
@@ -30,44 +30,44 @@ __all__ = [
 
 
 class FileInit(Config):
-    """Start from adapters that exist."""
+    """Start from existing adapters."""
 
     type: Literal["file"] = "file"
     path: Path | Annotated[tuple[Path, ...], Field(min_length=1)]
-    """A folder of PEFT folders in any names, a PEFT folder, the `adapters` of a sweep's run, or a
-    list of these; relative to the config file."""
+    """A PEFT folder, a folder of PEFT folders, the `adapters` of a sweep's run, or a list of these.
+    Relative to the config file."""
     use: Literal["adapters", "pairs", "both"] = "adapters"
-    """Begin with the adapters themselves, with random pair merges of them, or with both."""
+    """Start from the adapters, from random pair merges of them, or from both."""
     num_pairs: int = Field(default=8, ge=1)
-    """How many pair merges, where `use` asks for them."""
+    """Number of pair merges, if `use` includes them."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
-class _Fresh(Config):
-    """What adapters made from nothing have in common."""
+class _NewAdapters(Config):
+    """Common keys of newly made adapters."""
 
     count: int = Field(default=8, ge=1)
-    """How many."""
+    """Number of adapters."""
     rank: int = Field(default=8, ge=1)
-    """The rank of the new adapters."""
+    """Rank of the adapters."""
     alpha: float = Field(default=16.0, gt=0)
-    """Their update is multiplied by alpha / rank."""
+    """Updates are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """The last part of the linear layers' names."""
+    """Last parts of the names of adapted linear layers."""
     layers: int | None = Field(default=None, ge=1)
-    """Only the last so many decoder layers; null adapts all."""
+    """Adapt only the last so many decoder layers; null: all."""
 
 
-class ZeroInit(_Fresh):
+class ZeroInit(_NewAdapters):
     """Start from adapters that change nothing yet."""
 
     type: Literal["zero"] = "zero"
 
 
-class RandomInit(_Fresh):
+class RandomInit(_NewAdapters):
     """Start from small random adapters."""
 
     type: Literal["random"] = "random"
@@ -79,11 +79,10 @@ InitConfig = Annotated[FileInit | ZeroInit | RandomInit, Field(discriminator="ty
 
 
 def read_founders(config: FileInit) -> dict[str, Adapter]:
-    """Every PEFT folder at or below the paths, by folder name, in the order of the names. Hidden
-    ones are left by writers that were killed."""
+    """Read every PEFT folder at or below the paths, by name. Skips hidden, half-written ones."""
     folders = sorted(folder for path in config.paths for folder in _peft_folders(expanded(path)))
     names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):  # runs call theirs alike: by the run, then
+    if len(set(names)) < len(names):  # adapters of several runs: add the run's name
         names = [f"{folder.parent.name}.{folder.name}" for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise AdapterError(f"init.path has two adapters called {twice}: give each once.")
@@ -97,7 +96,7 @@ def _peft_folders(root: Path) -> list[Path]:
         raise AdapterError(f"There is no folder {root}: init.path holds one PEFT folder each.")
     if (root / "adapter_config.json").is_file():
         return [root]
-    below = ("[!.]*", "[!.]*/trained")  # adapters, or runs as those of a sweep
+    below = ("[!.]*", "[!.]*/trained")  # adapters, or runs of a sweep
     folders = [path.parent for each in below for path in root.glob(f"{each}/adapter_config.json")]
     if not folders:
         raise AdapterError(
@@ -110,7 +109,7 @@ def _peft_folders(root: Path) -> list[Path]:
 def make_founders(
     config: ZeroInit | RandomInit, *, layers: Mapping[str, tuple[int, int]], base: str, seed: int
 ) -> dict[str, Adapter]:
-    """`count` distinct adapters. `layers` are the model's linear layers: name -> (in, out)."""
+    """Make `count` distinct adapters. `layers` maps the model's linear layers to (in, out)."""
     chosen = choose_layers(layers, targets=config.targets, last=config.layers)
     layout = Layout(
         base=base,
@@ -132,7 +131,7 @@ def make_founders(
 def choose_layers(
     layers: Mapping[str, tuple[int, int]], *, targets: tuple[str, ...], last: int | None
 ) -> list[str]:
-    """The linear layers with a target's name, in the last so many decoder layers."""
+    """Return the linear layers named like a target, in the last so many decoder layers."""
     numbers = {name: _layer_number(name) for name in layers}
     top = max((n for n in numbers.values() if n is not None), default=0)
     chosen = []

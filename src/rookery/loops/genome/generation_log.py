@@ -1,4 +1,4 @@
-"""What a run remembers of its search, and tells the observer: one record per generation."""
+"""The record of a search, one per generation, for the run and the observer."""
 
 import math
 import time
@@ -19,7 +19,7 @@ __all__ = ["Cost", "GenerationLog", "GenerationSpending", "RunCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What something took: candidates tried, answers, their tokens, and seconds of work."""
+    """Candidates tried, answers, their tokens, and seconds of work."""
 
     num_candidates: int = 0
     num_rollouts: int = 0
@@ -37,35 +37,35 @@ class Cost:
 
 @dataclass(slots=True)
 class RunCost:
-    """What each part of a run took so far."""
+    """Cost of each part of a run so far."""
 
     founders: Cost = field(default_factory=Cost)
-    """To measure them, without the merges of pairs."""
+    """Measurement of the founders, without pair merges."""
     generations: Cost = field(default_factory=Cost)
-    """All of them; the first one measures founders and merges of pairs."""
+    """All generations. The first one measures founders and pair merges."""
     select: Cost = field(default_factory=Cost)
-    """To choose among the finalists of the search."""
+    """Choice among the search's finalists."""
 
 
 class GenerationSpending:
-    """Answer tokens of the generations so far, and whether the budget has room for another."""
+    """Answer tokens spent so far, and whether the budget has room for another generation."""
 
     def __init__(
         self, budget: Budget, *, evaluator: TasksetEvaluator, run: Run, num_choice_answers: int
     ) -> None:
-        """`num_choice_answers` are asked for when the search is over."""
+        """`num_choice_answers` will be asked for after the search."""
         self.budget = budget
         self._evaluator = evaluator
         self._num_choice_answers = num_choice_answers
         self._num_done = run.counts().get("generation", 0)
         self._noted = 0
         self._answer = 0.0
-        """Tokens of an answer, in the generation where it took most."""
+        """Tokens per answer, the maximum over generations."""
         self._candidate = 0.0
-        """Tokens of a candidate, in the generation of the search where it took most."""
+        """Tokens per candidate, the maximum over generations of the search."""
 
     def note(self, generation: GenerationRecord, *, has_members: bool) -> None:
-        """A generation that was measured; the first one is that of the founders."""
+        """Take a measured generation. The first one is the founders'."""
         spent = self._evaluator.num_answer_tokens - self._noted
         self._noted += spent
         self._answer = max(self._answer, spent / max(1, generation.num_rollouts))
@@ -75,8 +75,9 @@ class GenerationSpending:
     async def has_room(
         self, generation: int, *, num_candidates: int, num_tasks: int, num_member_answers: int
     ) -> bool:
-        """For one as dear as the dearest, and for the choice behind it. Before the first one every
-        candidate is taken to answer all tasks, and so is the centre of a population always."""
+        """Return True if the budget has room for a generation as expensive as the most expensive so
+        far, and for the final choice. A candidate is assumed to answer all tasks before the
+        search's first generation, and always if it is the centre of a population."""
         whole = num_tasks * self._answer
         each = whole if num_member_answers else self._candidate or whole
         needed = num_candidates * each
@@ -88,7 +89,7 @@ class GenerationSpending:
 
 
 class GenerationLog:
-    """Records generations and phases in the run, and tells the observer of each."""
+    """Records generations and phases in the run, and tells the observer."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class GenerationLog:
         self._spending = spending
         self.generations: list[GenerationRecord] = []
         self.generation_of: dict[str, int] = {}
-        """By candidate, among all generations of the run: a stage's own count begins again."""
+        """Generation of each candidate, counted over the whole run."""
         self._run = run
         self._builder = builder
         self._evaluator = evaluator
@@ -113,8 +114,7 @@ class GenerationLog:
     async def has_room(
         self, num_candidates: int, *, num_tasks: int, num_member_answers: int
     ) -> bool:
-        """Whether the budget has room for a generation of so many, each on so many tasks, and for
-        so many answers of members."""
+        """Return True if the budget has room for a generation and for answers of members."""
         has_room = await self._spending.has_room(
             len(self.generations),
             num_candidates=num_candidates,
@@ -126,7 +126,7 @@ class GenerationLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[], Cost]]:
-        """Announce a phase; what it yields tells the phase's cost so far."""
+        """Announce a phase. Yields a function that returns its cost so far."""
         self._observer.on_phase(name)
         before = self._evaluator.num_rollouts, self._evaluator.num_tokens
         start = time.monotonic()
@@ -137,8 +137,7 @@ class GenerationLog:
         )
 
     async def settle(self, phase: str, cost: Cost) -> Cost:
-        """The cost of a phase that has ended. When a resumed run repeats it from the log, its
-        seconds are those of the first time."""
+        """Return the cost of a finished phase. A repeated phase reports its first seconds."""
         first = self._run.get("phase", phase)
         if first is None:
             first = await self._run.append("phase", {"seconds": cost.seconds}, key=phase)
@@ -152,7 +151,7 @@ class GenerationLog:
         *,
         members: Sequence[Measured] = (),
     ) -> GenerationRecord:
-        """Note the candidates that were measured together, and the members of a population."""
+        """Record candidates that were measured together, and the members of a population."""
         every = [*members, *measured.values()]
         scores = [m.mean for m in every if m.mean is not None]
         feasible = [
@@ -188,7 +187,7 @@ class GenerationLog:
         return generation
 
     async def _write(self, generation: GenerationRecord, measured: Mapping[str, Measured]) -> None:
-        """Events are keyed: a resumed run that comes out otherwise is refused."""
+        """Write keyed events. A resumed run with a different result is refused."""
         news = [
             NewEvent(kind="candidate", key=name, payload=self._describe(name, result))
             for name, result in measured.items()

@@ -2,13 +2,12 @@
 
     founders = adapters from files, zero or random, and pair merges
     measure(founders)                                    # search split
-    for stage in stages: stage searches on               # ga, surrogate, ...; search split
+    for stage in stages: continue the search             # ga, surrogate, ...; search split
     winner = best of the finalists                       # select split
     report(winner, baselines)                            # report split, read once
 
-Everything is a function of (config, seed) and of the answers, and every answer, failed or not, is
-in the run's event log before it counts. So resuming is running again: what was answered is not
-asked twice.
+Everything is a function of (config, seed) and the answers. Every answer, even a failed one, is in
+the run's event log before it counts, so a resumed run asks nothing twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,7 @@ async def evolve(
     run: Run,
     observer: Observer[GenerationRecord] = UNOBSERVED,
 ) -> GenomeReport:
-    """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
+    """Run or resume one evolution. Leaves winner, lineage and report in `run`."""
     inputs = replace(inputs, tasksets=join_splits(inputs.tasksets))
     config, tasksets, limit = inputs.config, inputs.tasksets, engine.context_tokens
     check_inputs(config, founders=inputs.founders, tasksets=tasksets, engine=engine)
@@ -70,7 +69,7 @@ async def evolve(
 
 
 async def _measure_founders(parts: RunParts) -> dict[str, str]:
-    """Founders see every task: they are the baseline. The founders that hold a floor, by source."""
+    """Measure the founders on every task. Returns the founders whose means are floors."""
     config, log, founders = parts.config, parts.log, list(parts.builder.founders)
     pairs: list[str] = []
     if isinstance(config.init, FileInit) and config.init.use != "adapters":
@@ -92,7 +91,7 @@ async def _measure_founders(parts: RunParts) -> dict[str, str]:
 
 
 def _set_floors(parts: RunParts) -> dict[str, str]:
-    """All candidates are judged by the floors, founders included."""
+    """Judge all candidates by the floors, founders included."""
     search, floors, holders = parts.search, parts.config.floors, {}
     values = {source: floor for source, floor in floors.items() if floor != "founder"}
     alive = [f for f in parts.builder.founders if not search.measured[f].error]
@@ -118,7 +117,7 @@ def _context(parts: RunParts, index: int) -> StageContext:
 
 
 async def _select(parts: RunParts, holders: Mapping[str, str]) -> Choice:
-    """The finalists as the select split ranks them."""
+    """Rank the finalists on the select split."""
     final, log = parts.final, parts.log
     with log.phase("select") as cost:
         finalists = final.finalists(parts.config.finals.num_finalists)
@@ -130,12 +129,11 @@ async def _select(parts: RunParts, holders: Mapping[str, str]) -> Choice:
 async def _list_entries(
     parts: RunParts, choice: Choice, holders: Mapping[str, str]
 ) -> list[ReportEntry]:
-    """Who is compared on `report`: the winner first, then the best founder, then what else needs
-    no search."""
+    """List the entries of the report: the winner, the best founder, then the other baselines."""
     final, builder, cost = parts.final, parts.builder, parts.log.cost
     settings, founders = parts.config.finals, final.founders()
     num_searched = builder.num_distinct(parts.search.measured)
-    # Members of populations saw part of the tasks: they count as many candidates as their answers.
+    # Members of populations saw only some tasks. They count as candidates by number of answers.
     num_equal = num_searched + parts.search.num_member_answers // len(parts.search.tasks)
     searching = replace(
         cost.generations + cost.select, num_candidates=num_searched + parts.search.num_members
@@ -163,7 +161,7 @@ async def _list_entries(
 async def _search_randomly(
     parts: RunParts, holders: Mapping[str, str], *, count: int
 ) -> list[ReportEntry]:
-    """The winner of `count` random merges and founders, chosen as the search's own winner is."""
+    """Return the winner of `count` random merges and founders, chosen as the search's winner is."""
     keep, select = parts.config.finals.num_finalists, parts.split("select")
     with parts.log.phase("random search") as cost:
         drawn = await parts.final.random_search(count, seed=parts.config.seed, keep=keep)

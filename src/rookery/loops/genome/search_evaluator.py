@@ -1,17 +1,16 @@
-"""Candidates -> fitness on the search split. All of a generation are asked together.
+"""Candidates -> fitness on the search split. A generation is asked together.
 
-With racing they are asked in waves, the same tasks for all, and those that can no longer survive
-are dropped. Members of the population that have seen every task take part without being asked
-again. On a remote engine, candidates are asked while others are still being made.
+A race asks in waves, the same tasks for all, and drops candidates that can no longer survive.
+Members that have seen every task take part without being asked again. A remote engine is asked
+while other candidates are still being made.
 
-Candidates on their way into the engine: made in a thread, loaded, unloaded at the end.
+A CandidateLoader makes candidates in a thread, loads them, and unloads them at the end:
 
     loader = CandidateLoader(engine, run=run)
     async with loader.load({"g001-c03": make}, phase="search") as arrivals:
         ref = await arrivals["g001-c03"]         # a ModelRef, or a LoadFailure
 
-A candidate that cannot be made or loaded is recorded in the run, so that a resumed run finds it
-failed as this one did.
+A candidate that cannot be made or loaded is recorded, so that it fails in a resumed run too.
 """
 
 import asyncio
@@ -54,13 +53,12 @@ __all__ = [
 ]
 
 
-# A resumed run repeats its search; what does not come out as before is refused by name.
-#
-# check_repeated(run, "candidate", "g001-c03", {"version": adapter.version})
-
-
 def check_repeated(run: Run, kind: str, key: str, values: Mapping[str, object]) -> None:
-    """RunError unless these values are those that the run recorded, if it recorded any."""
+    """Raise RunError if the run recorded other values: a resumed run must repeat its search
+    exactly.
+
+        check_repeated(run, "candidate", "g001-c03", {"version": adapter.version})
+    """
     first = run.get(kind, key)
     if first is None:
         return
@@ -92,31 +90,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """Why a candidate is not in the engine, and its version if it could be made."""
+    """Error of a candidate that is not in the engine, and its version if it was made."""
 
     error: str
     version: str | None
 
 
 Arrivals = Mapping[str, asyncio.Task[ModelRef | LoadFailure]]
-"""Each candidate by name: done when the engine has it, or never will."""
+"""Tasks by candidate name. Each is done once the engine has the candidate or it failed."""
 
 
 class CandidateLoader:
-    """Brings candidates into one engine, and knows which could not be."""
+    """Loads candidates into one engine, and remembers failures."""
 
     def __init__(self, adapters: Adapters, *, run: Run) -> None:
         self._adapters = adapters
         self._run = run
-        self._making = asyncio.Lock()  # one at a time: making one takes every core there is
+        self._making = asyncio.Lock()  # one at a time, as making takes every core
 
     @asynccontextmanager
     async def load(
         self, makers: Mapping[str, Callable[[], Adapter]], *, phase: str
     ) -> AsyncIterator[Arrivals]:
-        """Make and load in the order given, while the block goes on.
+        """Make and load the candidates in order, while the block runs.
 
-        `phase` (search, select, report) tells apart what one candidate met at different times.
+        `phase` (search, select, report) separates a candidate's failures at different times.
         """
 
         async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
@@ -129,7 +127,7 @@ class CandidateLoader:
                 async with self._making:
                     adapter = await asyncio.to_thread(_make, name, make)
                 version = adapter.version
-                if phase == "search":  # before anything is asked of it
+                if phase == "search":  # before it gets any request
                     check_repeated(self._run, "candidate", name, {"version": version})
                 return await self._adapters.load(adapter)
             except (EngineDownError, FleetDownError):
@@ -150,7 +148,7 @@ class CandidateLoader:
             await self._unload([ref for ref in ended if isinstance(ref, ModelRef)])
 
     async def _unload(self, refs: list[ModelRef]) -> None:
-        """Every one of them. A failure to unload is logged and not raised."""
+        """Unload all. Failures are logged, not raised."""
         unloads = (self._adapters.unload(ref) for ref in refs)
         for result in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(result, RookeryError):
@@ -160,26 +158,25 @@ class CandidateLoader:
 
 
 def _make(name: str, make: Callable[[], Adapter]) -> Adapter:
-    """Whatever stops a candidate from being made is a failure of this candidate."""
+    """Make a candidate. Any error becomes a failure of this candidate."""
     with boundary(AdapterError, f"Making {name}"):
         return make()
 
 
 COHORT = 64
-"""Candidates in the engine at a time. More are measured one cohort after another, each against
-the best of those before it: memory does not grow with the number of candidates."""
+"""Candidates in the engine at a time. Further ones follow in cohorts, each raced against the best
+before it, so that memory does not grow with the number of candidates."""
 
 WAVE, REMOTE_WAVE = 64, 512
-"""Answers asked for together in a race: what fills the engine here, and servers. Constants, so
-that what is asked does not depend on the number of servers."""
+"""Answers per wave, here and on servers. Constants, as requests must not depend on server count."""
 
 MEMBER_ANSWERS = 8192
-"""Answers of a population in flight on servers: more than any of them computes together. Members
-come one after another with all their tasks, so that a batch has few adapters."""
+"""Answers of a population in flight on servers, more than any of them computes together. Each
+member gets all its tasks at once, so that a batch has few adapters."""
 
 NUM_REMOTE_WAVES = 4
-"""Waves in flight on servers: at 7B a GPU answers four in about as long as making a child of whole
-layers takes on a few cores."""
+"""Waves in flight on servers. At 7B, a GPU answers four in about the time that a few cores need to
+make a child of whole layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,16 +184,15 @@ class Measured:
     """One candidate's result on the search split."""
 
     fitness: Fitness
-    """What it is compared by: its score is made of merits, its violation of rewards."""
+    """Basis of comparison: the score from merits, the violation from rewards."""
     rewards: Mapping[str, float]
-    """By task id; fewer than all when it was dropped or failed."""
+    """Rewards by task id; incomplete if the candidate was dropped or failed."""
     merits: Mapping[str, float]
-    """The same tasks."""
+    """Merits of the same tasks."""
     certainties: Mapping[str, float]
-    """Of these tasks the ones with choices."""
+    """Certainties of those tasks that have choices."""
     mean: float | None
-    """The weighted mean reward, which reports show: of a dropped one estimated from the tasks that
-    it saw; None when it failed."""
+    """Weighted mean reward. An estimate if the candidate was dropped; None if it failed."""
     is_complete: bool
     error: str = ""
 
@@ -225,8 +221,8 @@ class SearchEvaluator:
         self._race = race
         self.merit: Merit = merit
         self.num_choices: dict[str, int] = {}
-        """By task id, of tasks whose right choice has a certainty: found when they are answered,
-        because a scorer may judge a task with choices by its reward alone."""
+        """Number of choices by task id, for tasks with a certainty. Known once they are answered,
+        because a scorer may judge a task with choices by reward alone."""
         self._floors: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
@@ -234,10 +230,10 @@ class SearchEvaluator:
         self._certainties: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
         self.num_members = 0
-        """Members of populations that were measured, beside the candidates."""
+        """Population members measured, not counted as candidates."""
         self.num_member_answers = 0
         self.member_errors: list[str] = []
-        """Of each member that failed the first."""
+        """First error of each failed member."""
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -245,12 +241,12 @@ class SearchEvaluator:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """What each taskset counts."""
+        """Weight of each taskset."""
         return self._weights
 
     @property
     def sources(self) -> frozenset[str]:
-        """The tasksets that are searched on."""
+        """Names of the searched tasksets."""
         return frozenset(self._weights)
 
     @property
@@ -267,15 +263,15 @@ class SearchEvaluator:
                 self.measured[name] = replace(measured, fitness=fitness)
 
     def put_last(self, candidates: Iterable[str]) -> None:
-        """Order `measured` by these: races at the same time end in any order, and what later stages
-        start from must not depend on it."""
+        """Move these to the end of `measured`, in this order: concurrent races end in any order,
+        and later stages must not depend on it."""
         for name in candidates:
             self.measured[name] = self.measured.pop(name)
 
     async def measure(
         self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> dict[str, Measured]:
-        """Make and measure the candidates of these names; `keep` of all may survive."""
+        """Make and measure the named candidates. At most `keep` of all may survive."""
         before = list(rivals)
         for first in range(0, len(candidates), COHORT):
             cohort = candidates[first : first + COHORT]
@@ -286,8 +282,8 @@ class SearchEvaluator:
         return {name: self.measured[name] for name in candidates}
 
     def _forget(self, candidates: Sequence[str], *, keep: int) -> None:
-        """Let go of these adapters, but for the best and the centres of ES: the next ones are made
-        of them, and to make one again takes all its ancestors that were let go."""
+        """Forget adapters except the best and ES centres: the next candidates derive from these,
+        and making one again requires its forgotten ancestors."""
         ranked = sorted(
             candidates, key=lambda name: rank_key(self.measured[name].fitness), reverse=True
         )
@@ -296,7 +292,9 @@ class SearchEvaluator:
     async def _measure_cohort(
         self, names: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> None:
-        in_turn = sorted(names, key=self._builder.effort)  # cheapest first: the engine has work
+        in_turn = sorted(
+            names, key=self._builder.effort
+        )  # cheapest first: the engine gets work early
         makers = {name: self._builder.maker(name) for name in in_turn}
         known = {r: self.measured[r] for r in rivals if self.measured[r].is_complete}
         async with self._loader.load(makers, phase="search") as arrivals:
@@ -310,8 +308,8 @@ class SearchEvaluator:
     async def measure_members(
         self, members: Mapping[str, Callable[[], Adapter]], tasks: Sequence[str]
     ) -> dict[str, Measured]:
-        """Measure members of a population, all on the same tasks, none against another. They are
-        no candidates: nothing is made of them but the next centre, and nothing is kept."""
+        """Measure population members on the same tasks, without a race. They are not candidates:
+        they serve only to compute the next centre."""
         names = list(members)
         size = 1 if self._is_remote else COHORT
         places = asyncio.Semaphore(max(1, MEMBER_ANSWERS // len(tasks)) if self._is_remote else 1)
@@ -343,11 +341,11 @@ class SearchEvaluator:
         )
 
     def means(self, name: str) -> dict[str, float]:
-        """A candidate's mean reward by source, of the tasks it saw."""
+        """Return a candidate's mean reward by source, over the tasks it saw."""
         return mean_by_source(self.measured[name].rewards, self._tasks.values())
 
     def plain_fitness(self, name: str) -> Fitness:
-        """A candidate's fitness as its rewards alone would have it: what reports show."""
+        """Return a candidate's fitness from rewards alone, as reports show it."""
         measured = self.measured[name]
         return self._fitness(measured.rewards, measured.rewards, measured.mean)
 
@@ -360,7 +358,7 @@ class SearchEvaluator:
         seed: int,
         keep: int,
     ) -> Race:
-        """The race of one cohort: ask a wave of tasks, or several at a time, look, drop, ask on."""
+        """Race one cohort: ask waves of tasks, drop losers, continue."""
         race = racing.start(
             [*known, *candidates],
             list(self._tasks),
@@ -374,54 +372,55 @@ class SearchEvaluator:
             known_merits={name: measured.merits for name, measured in known.items()},
         )
         waves = Waves(race, size=self._wave)
-        in_flight: list[asyncio.Task[_Told]] = []  # oldest first; drained below
+        in_flight: list[asyncio.Task[_Answers]] = []  # oldest first; drained below
         async with task_group() as asking:
             while True:
                 while len(in_flight) < self._num_waves and (asks := waves.next()):
                     in_flight.append(asking.create_task(self._ask(asks, arrivals)))
                 if not in_flight:
                     return race
-                told = await in_flight.pop(0)
-                rewards = {name: None if both is None else both[0] for name, both in told.items()}
-                merits = {name: both[1] for name, both in told.items() if both is not None}
+                answers = await in_flight.pop(0)
+                rewards = {
+                    name: None if both is None else both[0] for name, both in answers.items()
+                }
+                merits = {name: both[1] for name, both in answers.items() if both is not None}
                 await asyncio.to_thread(racing.tell, race, rewards, merits=merits)
 
     @property
     def _wave(self) -> int:
-        """Answers of one wave: without a race everything is one wave."""
+        """Answers per wave. Without a race, everything is one wave."""
         if not self._race.enabled:
             return COHORT * len(self._tasks)
         return REMOTE_WAVE if self._is_remote else WAVE
 
     @property
     def _num_waves(self) -> int:
-        """Servers have the next waves before the last one ends, also while a candidate of it is
-        still being made: an empty server costs more than the answers of candidates that are
-        dropped meanwhile."""
+        """Waves in flight. Servers get the next waves early, even while a candidate is still being
+        made: an idle server costs more than answers of candidates that are dropped."""
         return NUM_REMOTE_WAVES if self._is_remote else 1
 
-    async def _ask(self, asks: Mapping[str, Sequence[str]], arrivals: Arrivals) -> "_Told":
-        """The rewards and merits of each candidate on its tasks; None where it failed."""
-        told: _Told = {}
-        # Nearly always all candidates are asked for the same tasks: then this is one batch.
+    async def _ask(self, asks: Mapping[str, Sequence[str]], arrivals: Arrivals) -> "_Answers":
+        """Return each candidate's rewards and merits on its tasks, or None if it failed."""
+        answers: _Answers = {}
+        # Nearly always all candidates have the same tasks, which gives one batch.
         for tasks in dict.fromkeys(tuple(tasks) for tasks in asks.values()):
             names = [name for name in asks if tuple(asks[name]) == tasks]
             for part in await together(
                 self._ask_batch(batch, tasks, arrivals) for batch in self._batches(names, arrivals)
             ):
-                told |= part
-        return told
+                answers |= part
+        return answers
 
     def _batches(self, names: Sequence[str], arrivals: Arrivals) -> list[list[str]]:
-        """Who is asked together: all, or those that are there and each of the others by itself."""
+        """Batch the candidates that are loaded. On servers, each other one is its own batch."""
         late = [name for name in names if self._is_remote and not arrivals[name].done()]
-        there = [name for name in names if name not in late]
-        return [batch for batch in (there, *([name] for name in late)) if batch]
+        loaded = [name for name in names if name not in late]
+        return [batch for batch in (loaded, *([name] for name in late)) if batch]
 
     async def _ask_batch(
         self, names: Sequence[str], tasks: Sequence[str], arrivals: Arrivals
-    ) -> "_Told":
-        told: _Told = dict.fromkeys(names)
+    ) -> "_Answers":
+        answers: _Answers = dict.fromkeys(names)
         refs: dict[str, ModelRef] = {}
         for name in names:
             loaded = await arrivals[name]
@@ -444,13 +443,13 @@ class SearchEvaluator:
             )
             self._rewards.setdefault(name, {}).update(rewards)
             self._merits.setdefault(name, {}).update(merits)
-            told[name] = ([rewards.get(task) for task in tasks], [merits.get(t) for t in tasks])
-        return told
+            answers[name] = ([rewards.get(task) for task in tasks], [merits.get(t) for t in tasks])
+        return answers
 
     def _conclude(
         self, name: str, race: Race, *, estimate: float | None, mean: float | None
     ) -> Measured:
-        """What the race saw of a candidate. What was asked beyond that does not count."""
+        """Return what the race saw of a candidate. Answers beyond that do not count."""
         fate = race.dropped.get(name)
         rewards, merits = self._rewards.pop(name, {}), self._merits.pop(name, {})
         certainties, errors = self._certainties.pop(name, {}), self._errors.pop(name, {})
@@ -483,8 +482,8 @@ class SearchEvaluator:
     def _fitness(
         self, rewards: Mapping[str, float], merits: Mapping[str, float], estimate: float | None
     ) -> Fitness:
-        """From all tasks, or for a dropped candidate from those it saw and the race's estimate.
-        Tasks count by their weights; for floors all alike."""
+        """Compute fitness from all tasks, or for a dropped candidate from those it saw and the
+        race's estimate. Scores use task weights, floors do not."""
         means = mean_by_source(rewards, self._tasks.values())
         if set(means) >= set(self._weights):
             compared = mean_by_source(merits, self._tasks.values(), by_weight=True)
@@ -495,5 +494,5 @@ class SearchEvaluator:
         return Fitness(score=estimate, violation=find_violation(means, self._floors))
 
 
-_Told = dict[str, tuple[list[float | None], list[float | None]] | None]
-"""Rewards and merits in the order asked; None in place of one, or of all, says that it failed."""
+_Answers = dict[str, tuple[list[float | None], list[float | None]] | None]
+"""Rewards and merits by candidate, in the order asked. None marks a failed task or candidate."""

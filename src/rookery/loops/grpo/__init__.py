@@ -1,12 +1,12 @@
 """grpo: trains a policy by group-relative policy optimisation, the engine on the newest weights.
 
-config.py          what a run is told
-batch.py           the rollouts of one step, and how they are kept
-group_source.py    tasks -> groups whose rewards differ; drawn once, oldest first, durable
-policy_weights.py  what is trained: a LoRA adapter, or all weights of a model
-policy_trainer.py  groups -> advantages -> rows -> gradients -> step; checks beforehand and after
-checkpoints.py     folders of weights; one chosen on the select split, measured on the report split
-documents.py       what is recorded of each step; what is left behind, and the warnings
+config.py          the config of a run
+batch.py           the rollouts of one step, their advantages, and their encoding on disk
+group_source.py    tasks -> groups whose rewards differ, durable, each drawn once
+policy_weights.py  the weights in training: a LoRA adapter, or all weights of a model
+policy_trainer.py  groups -> advantages -> rows -> gradients -> step, with checks before and after
+checkpoints.py     folders of weights: one is chosen on the select split and reported
+documents.py       the record of each step, the report and its warnings
 loop.py            the loop
 """
 

@@ -1,9 +1,10 @@
-"""The rollouts of one step, and how they are kept: one compact blob that an event names.
+"""The rollouts of one step, their advantages, and their encoding as one compact blob.
 
     digest = run.blobs.put_bytes(encode_batch(batch))
     batch = decode_batch(run.blobs.read_bytes(digest))
+    ADVANTAGES["group_relative"]([1.0, 0.0, 0.0, 0.0], rng=rng)    # (1.73, -0.58, -0.58, -0.58)
 
-A blob holds all that training needs, bit for bit, so that a resumed run trains on what was drawn.
+A blob holds all that training needs, bit for bit, so that a resumed run trains on the same data.
 """
 
 import base64
@@ -37,10 +38,6 @@ __all__ = [
     "shuffled",
 ]
 
-# Advantages: the rewards of one group -> how much better than the group each answer was.
-#
-# ADVANTAGES["group_relative"]([1.0, 0.0, 0.0, 0.0], rng=rng)    # (1.73, -0.58, -0.58, -0.58)
-
 
 AdvantageName = Literal["group_relative", "leave_one_out", "no_std", "shuffled"]
 EQUAL = 1e-9
@@ -48,7 +45,7 @@ EQUAL = 1e-9
 
 
 def is_equal(rewards: Sequence[float]) -> bool:
-    """True if no answer is better than another: there is nothing to learn from the group."""
+    """Return True if all rewards are equal, so that the group teaches nothing."""
     return max(rewards) - min(rewards) < EQUAL * max(1.0, *map(abs, rewards))
 
 
@@ -74,7 +71,7 @@ def no_std(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float
 
 
 def shuffled(rewards: Sequence[float], *, rng: np.random.Generator) -> tuple[float, ...]:
-    """A control: those of `group_relative` handed out at random. A policy must not improve."""
+    """Advantages of `group_relative` in random order, a control: a policy must not improve."""
     advantages = group_relative(rewards, rng=rng)
     return tuple(advantages[int(place)] for place in rng.permutation(len(advantages)))
 
@@ -85,7 +82,7 @@ ADVANTAGES: Mapping[AdvantageName, Callable[..., tuple[float, ...]]] = {
     "no_std": no_std,
     "shuffled": shuffled,
 }
-"""Each takes the rewards of a group and a random generator that belongs to the group."""
+"""Each takes the rewards of one group and the group's own random generator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,34 +93,34 @@ class DrawnRollout:
     text: str
     reward: float
     advantages: tuple[float, ...] | None = None
-    """Of its drawn tokens, where the environment says them; None: they follow from the rewards of
-    the group. These and the next are for rollouts of one sequence."""
+    """Advantages of the drawn tokens, if the environment gives them. None: they follow from the
+    group's rewards. Like `reference_logprobs`, only for rollouts of one sequence."""
     reference_logprobs: tuple[float, ...] = ()
-    """Of its drawn tokens, where the environment says them."""
+    """Reference log-probabilities of the drawn tokens, if the environment gives them."""
     temperature: float | None = None
-    """It was drawn with; None: that of the run."""
+    """Sampling temperature; None: the run's."""
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that were drawn."""
+        """Number of drawn tokens."""
         return sum(len(sequence.drawn) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """The answers to one task that did not fail."""
+    """The successful answers to one task."""
 
     position: int
-    """Of the task in the order of the run; no two groups have the same."""
+    """Position of the task in the run's order, unique per group."""
     task: str
     rollouts: tuple[DrawnRollout, ...]
     weight: float = 1.0
-    """Of the task: the advantages of the group are multiplied by it."""
+    """Weight of the task. The group's advantages are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """What was drawn for a step, including what is not trained."""
+    """Counts and means of all that was drawn for a step, including untrained groups."""
 
     num_rollouts: int
     num_failed: int
@@ -132,29 +129,29 @@ class BatchCounts:
     """Groups whose rewards were all equal."""
     num_tokens: int
     mean_reward: float | None
-    """Of all rollouts that have one, equal groups included; None when none has."""
+    """Mean over all rollouts with a reward, equal groups included; None if there are none."""
     first_error: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else was measured of the rollouts, on average."""
+    """Mean of each further metric of the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step is trained on."""
+    """The training data of one step."""
 
     step: int
     model: ModelRef
     model_step: int
-    """The step whose weights drew it."""
+    """The step whose weights drew the batch."""
     groups: tuple[DrawnGroup, ...]
-    """In the order of the tasks; fewer than asked for when too many had equal rewards."""
+    """Groups in task order. Fewer than `groups_per_step` if too many had equal rewards."""
     next_position: int
-    """The first task of the next step."""
+    """Position of the next step's first task."""
     counts: BatchCounts
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Compressed JSON: floats are written so that they are read back exactly."""
+    """Encode as compressed JSON. Floats survive exactly."""
     document = {
         "step": batch.step,
         "model": asdict(batch.model),
@@ -167,7 +164,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def encode_texts(batch: Batch) -> bytes:
-    """The answers with their rewards as people read them: what stays when the rest is removed."""
+    """Encode the answers with their rewards for readers. This remains when the rest is removed."""
     groups = [
         {
             "task": group.task,
@@ -186,7 +183,7 @@ def encode_texts(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """What `encode_batch` wrote."""
+    """Decode the output of `encode_batch`."""
     try:
         document: dict[str, Any] = json.loads(zlib.decompress(data))
     except (zlib.error, ValueError) as error:

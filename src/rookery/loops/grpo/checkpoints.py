@@ -1,16 +1,15 @@
-"""Checkpoints: the policy as other programs load it, with the trainer's state beside it.
+"""Checkpoints of the policy, and the choice of the best one.
 
-    runs/x/start/                          the adapter the run began with; a model stays where it is
+    runs/x/start/                          the initial adapter; an initial model stays in place
     runs/x/checkpoints/adapter_step_20/    a PEFT folder, or
     runs/x/checkpoints/step_20/            a folder that transformers and vLLM load
-    runs/x/checkpoints/trainer_step_20/    trainer.safetensors, to go on from
+    runs/x/checkpoints/trainer_step_20/    trainer.safetensors, the state to resume from
 
-An event names each one after it is on disk; a run goes on from the newest that an event names.
+An event names each checkpoint once it is on disk. A run resumes from the newest one named.
 
-Choosing a checkpoint on the `select` split, and measuring the choice on `report`, once.
-
-Each checkpoint is compared with the best before it. Where one of the two failed on some tasks, they
-are compared on those that both answered: what is missing counts for neither.
+`Selection` compares each checkpoint with the best before it on the `select` split, and measures the
+chosen one once on `report`. If one of the two failed on some tasks, only tasks that both answered
+count.
 """
 
 import asyncio
@@ -36,19 +35,19 @@ __all__ = ["START", "STATE", "Checkpoints", "Selection", "read_start"]
 
 CHECKPOINT = "checkpoint"
 START = "start"
-"""The folder of the adapter that a run began with."""
+"""Folder of the initial adapter."""
 STATE = "trainer.safetensors"
 
 
 def read_start(run: Run) -> Adapter | None:
-    """The adapter the run began with; None when it has not begun."""
+    """Return the adapter that the run started from, or None if it has not started."""
     if run.get(CHECKPOINT, "0") is None:
         return None
     return read_adapter(run.path / START)
 
 
 class Checkpoints:
-    """The checkpoints of one run, by the number of steps before them. 0 is the start."""
+    """The checkpoints of one run, keyed by step number. Step 0 is the start."""
 
     def __init__(self, run: Run, *, weights: PolicyWeights, keep: int) -> None:
         self._run = run
@@ -56,15 +55,15 @@ class Checkpoints:
         self._keep = keep
         saved = [int(event.payload["step"]) for event in run.events(CHECKPOINT)]
         self.held = [step for step in saved if self._path(step).is_dir()]
-        """Those on disk, oldest first."""
+        """Steps of the checkpoints on disk, oldest first."""
 
     @property
     def newest(self) -> int | None:
-        """Steps before the newest one; None before the start is written."""
+        """Step of the newest checkpoint; None before the start is written."""
         return self.held[-1] if self.held else None
 
     async def save(self, step: int) -> None:
-        """Write one, durably, unless it is there."""
+        """Write a checkpoint durably. Idempotent."""
         if self._run.get(CHECKPOINT, str(step)) is not None:
             return
         if step > 0:
@@ -91,9 +90,9 @@ class Checkpoints:
             )
 
     async def restore(self) -> int:
-        """Bring the trainer to the newest checkpoint; how many steps it has then taken.
+        """Load the newest checkpoint into the trainer and return its step.
 
-        A model that is not the one the run began with is refused.
+        Raises RunError if the policy is not the one that the run started from.
         """
         step = self.newest or 0
         if step > 0:
@@ -103,14 +102,14 @@ class Checkpoints:
         return step
 
     def read(self, step: int) -> SavedWeights:
-        """A checkpoint that is kept."""
+        """Return a checkpoint that is on disk."""
         event = self._run.get(CHECKPOINT, str(step))
         assert event is not None, "only steps that were saved are asked for"
         return SavedWeights(folder=self._path(step), version=event.payload["version"])
 
     async def prune(self, *, best: int) -> None:
-        """Remove all but the newest, as many as are to be kept, and the best. The start stays.
-        Only the newest can be gone on from."""
+        """Remove all checkpoints but the `keep` newest, the best and the start. Trainer states are
+        kept only for the newest: a run resumes from these alone."""
         newest = self.held[-self._keep :]
         for step in [step for step in self.held if step not in newest]:
             await asyncio.to_thread(self._run.remove_folder, _state(step))
@@ -122,7 +121,7 @@ class Checkpoints:
         return self._run.path / self._folder(step)
 
     def _folder(self, step: int) -> str:
-        """In the run, or the path of a model elsewhere."""
+        """Return a name inside the run, or the path of an initial model elsewhere."""
         if step > 0:
             return f"checkpoints/{self._weights.folder_name}_{step}"
         return START if self._weights.start is None else str(self._weights.start)
@@ -145,11 +144,11 @@ NOT_MEASURED: Mapping[str, object] = {
     "first_error": "",
     "is_best": True,
 }
-"""Of a checkpoint without tasks to compare it on: the newest is taken for the best."""
+"""Measurement without select tasks: the newest checkpoint counts as the best."""
 
 
 class Selection:
-    """Measures policies on held-out tasks. Every answer is in the run before it counts."""
+    """Measures policies on held-out tasks. Every answer is stored in the run before it counts."""
 
     def __init__(
         self,
@@ -160,30 +159,29 @@ class Selection:
         run: Run,
         samples: Samples | None = None,
     ) -> None:
-        """`samples` are drawn to each report task besides."""
+        """`samples` are further answers per report task."""
         self._evaluator = evaluator
         self._tasksets = tasksets
         self._weights = weights
         self._run = run
         self._samples = samples
         self._sampled: dict[str, SampledRecord] = {}
-        """What they came to, by name."""
+        """Results of the further answers, by row name."""
         self.means: dict[int, float | None] = {}
-        """By checkpoint, on the select tasks; None for one that failed on any of them."""
+        """Mean select reward by checkpoint; None if any task failed."""
         self.answer_tokens: dict[int, int] = {}
-        """By checkpoint, of its answers to the select tasks."""
+        """Answer tokens spent on the select tasks, by checkpoint."""
         self._best: tuple[int, ModelRef] | None = None
         for event in run.events(SELECT):
             self._note(event)
 
     @property
     def best(self) -> int:
-        """The best checkpoint so far, the earliest of equal ones; 0 is the start. The newest where
-        there are no tasks to measure by."""
+        """Step of the best checkpoint, the first among equals. Without select tasks, the newest."""
         return 0 if self._best is None else self._best[0]
 
     async def measure(self, step: int, model: ModelRef) -> None:
-        """Read the select tasks with a checkpoint, unless that was done."""
+        """Measure a checkpoint on the select tasks. Idempotent."""
         if step in self.means:
             return
         tasks = self._split("select")
@@ -194,7 +192,7 @@ class Selection:
         self._note(event)
 
     async def measure_again(self, steps: Collection[int]) -> None:
-        """Those of the checkpoints whose measurement was set aside, by their recorded answers."""
+        """Repeat those measurements of `steps` that were set aside, from their recorded answers."""
         for event in list(self._run.events(f"{FORMER}{SELECT}")):
             if event.key and int(event.key) in steps:
                 await self.measure(int(event.key), ModelRef(**event.payload["model"]))
@@ -229,31 +227,33 @@ class Selection:
         best_mean = self.means[step]
         if mean is not None and best_mean is not None:
             return mean > best_mean
-        [best] = await self._evaluator.evaluate([model], tasks)  # found in the run
+        [best] = await self._evaluator.evaluate(
+            [model], tasks
+        )  # recorded answers: nothing is drawn
         both = [t for t in tasks if t.id in evaluation.rewards and t.id in best.rewards]
         ours = self._mean(mean_by_source(evaluation.rewards, both, by_weight=True), tasks)
         theirs = self._mean(mean_by_source(best.rewards, both, by_weight=True), tasks)
         if ours is None or theirs is None:
-            return mean is not None  # they have too little in common: one that is whole is better
+            return mean is not None  # too few common tasks: prefer a complete one
         return ours > theirs
 
     async def report(
         self, saved: Mapping[str, SavedWeights | None], *, seed: int
     ) -> list[ReportRow]:
-        """A row for each on the report tasks: the first is the result, gains are over the second.
-        None is the base model."""
+        """Return one row per entry, None being the base model, on the report tasks. The first row
+        is the result; its gain is over the second."""
         rewards = await self.rewards(saved, seed=seed)
         return await asyncio.to_thread(self.compare, rewards, seed=seed) if rewards else []
 
     def compare(self, rewards: Mapping[str, Mapping[str, float]], *, seed: int) -> list[ReportRow]:
-        """The rows of what `rewards` found."""
+        """Return the report rows for the output of `rewards`."""
         rows = compare(rewards, self._split("report"), weights=self._shares, seed=seed)
         return [row.model_copy(update={"sampled": self._sampled.get(row.name)}) for row in rows]
 
     async def rewards(
         self, saved: Mapping[str, SavedWeights | None], *, seed: int
     ) -> dict[str, Mapping[str, float]]:
-        """What each earned on the report tasks, by task; empty without such tasks."""
+        """Return each entry's rewards on the report tasks, by task. Empty without report tasks."""
         tasks = self._split("report")
         if not tasks:
             return {}
@@ -279,7 +279,7 @@ class Selection:
         return [task for taskset in self._tasksets for task in taskset.split(name)]
 
     def _mean(self, by_source: Mapping[str, float], tasks: Sequence[Task]) -> float | None:
-        """Over tasksets by their weights; None when one of them misses a task."""
+        """Average over tasksets by weight. None if a taskset has no complete mean."""
         if set(by_source) != {task.source for task in tasks}:
             return None
         weights = {t.name: t.weight for t in self._tasksets if t.name in by_source}

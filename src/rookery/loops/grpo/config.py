@@ -1,4 +1,4 @@
-"""What a grpo run is told: the config, with every default the vetted setting."""
+"""Config of a grpo run. Every default is the vetted setting."""
 
 import math
 from collections.abc import Mapping
@@ -35,21 +35,21 @@ _ADAPTER_BRIDGES = ("auto", "merge", "slot", "adapter")
 
 
 class DrawingConfig(Config):
-    """How the answers that are trained on are drawn."""
+    """Sampling parameters of the answers that the policy is trained on."""
 
     max_tokens: int = Field(default=256, ge=1)
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """The trainer divides by it too, so that it trains the distribution that was drawn from."""
+    """Sampling temperature. The trainer divides by it too, to train the sampled distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the most likely tokens that make up this much; 1 keeps every token. What each token
-    was drawn from is kept, and the trainer normalises over it, here and for the next two."""
+    """Draw from the most likely tokens that add up to this probability; 1 keeps every token. With
+    top_p, top_k or min_p, the trainer normalises over the same tokens."""
     top_k: int = Field(default=0, ge=0)
     """Draw from this many most likely tokens; 0 keeps every token."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Drop tokens less likely than this part of the most likely one."""
+    """Drop tokens whose probability is below this share of the most likely token's."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end an answer."""
+    """Strings that end an answer."""
 
     def params(self, *, group_size: int) -> SamplingParams:
         params = SamplingParams(n=group_size, **self.model_dump())
@@ -60,26 +60,25 @@ FIXED = (
     "engine", "tokenizer", "share", "bridge", "tasksets", "lora", "full", "init_from", "reference",
     "environment", "trainer", "keep", "keep_rollouts", "track", "report", "sweep",
 )  # fmt: skip
-"""Keys that all adapters of a sweep have in common."""
+"""Keys that all adapters of a sweep share."""
 
 
 MOST_ADAPTERS = 10_000
-"""Of one sweep: each has a run of its own and a slot in the trainer."""
+"""Limit of one sweep: each adapter has its own run and its own slot in the trainer."""
 
 
 class SweepConfig(Config):
-    """Which adapters are trained together."""
+    """The adapters that one process trains together."""
 
     vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
-    """Values by key, such as {learning_rate: [1e-5, 1e-4], loss.type: [grpo, dr_grpo]}: every
-    combination is trained."""
+    """Values by key: {learning_rate: [1e-5, 1e-4], loss.type: [grpo, dr_grpo]}, all combined."""
     seeds: int = Field(default=1, ge=1)
-    """Adapters of each combination, with the seeds `seed`, `seed` + 1, ..."""
+    """Adapters per combination. Their seeds are `seed`, `seed` + 1, ..."""
 
     @field_validator("vary", mode="before")
     @classmethod
-    def _spell(cls, vary: object) -> object:
-        """`learning-rate` is `learning_rate`, as in flags."""
+    def _normalise_keys(cls, vary: object) -> object:
+        """Accept `learning-rate` for `learning_rate`, as flags do."""
         if not isinstance(vary, Mapping):
             return vary
         keys = [str(key).replace("-", "_") for key in vary]
@@ -119,132 +118,131 @@ class SweepConfig(Config):
 
 
 def _section(value: object) -> object:
-    """`full: true` is the section without a key in it, and `full: false` is none."""
+    """Read `full: true` as an empty section and `full: false` as none."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-def _python_unless_told(value: object) -> object:
+def _default_to_python(value: object) -> object:
     return {"type": "python", **value} if isinstance(value, dict) else value
 
 
-def _grpo_unless_told(value: object) -> object:
+def _default_to_grpo(value: object) -> object:
     return {"type": "grpo", **value} if isinstance(value, dict) else value
 
 
 AnyEnvironment = Annotated[
     Annotated[GameConfig | AtroposConfig | VerifiersConfig, Field(discriminator="type")],
-    BeforeValidator(_python_unless_told),
+    BeforeValidator(_default_to_python),
 ]
 
 
 class GrpoConfig(ScheduleConfig):
-    """One training by group-relative policy optimisation."""
+    """Config of one training by group-relative policy optimisation."""
 
     engine: EngineChoice = EngineConfig()
-    """Where answers are drawn."""
+    """The engine that draws answers."""
     tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL, and
-    then the trainer loads this model."""
+    """A model folder or Hugging Face id. Empty: the engine's model. For servers by URL it is
+    required, and the trainer loads it."""
     share: bool = False
-    """One copy of the weights for the embedded engine and the trainer: half the memory, and slower
-    answers on a CPU, where an engine of its own packs them. false: a copy for each."""
+    """true: the embedded engine and the trainer share one copy of the weights: half the memory, but
+    slower answers on a CPU, where a separate engine packs its weights. false: a copy for each."""
     bridge: BridgeName = "auto"
-    """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
-    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `merge`
-    (added to the weights of a server on the trainer's GPU), `slot` (from memory) or `adapter` (a
-    PEFT folder). auto: the first that fits, and it says why."""
+    """How new weights reach the servers of a fleet. For all weights: `alias` (trainer and server
+    share one copy), `copy` (through memory), `reload` (through a folder) or `restart`. For an
+    adapter: `merge` (added to the weights of a server on the trainer's GPU), `slot` (from memory)
+    or `adapter` (a PEFT folder). auto: the first that fits; the run prints the reason."""
     tasksets: tuple[TasksetConfig, ...] = ()
-    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`. Where groups
-    come from an Atropos environment they may be left out: the newest checkpoint is chosen then, and
-    nothing is measured."""
+    """The run trains on `search`, chooses the checkpoint on `select` and measures on `report`.
+    Optional with an Atropos environment: the newest checkpoint is then kept, unmeasured."""
     lora: LoraConfig = LoraConfig()
-    """The shape of a new adapter."""
+    """Shape of a new adapter."""
     full: Annotated[FullWeights | None, BeforeValidator(_section)] = None
-    """`true` trains all weights of the model, with float32 masters; `lora` then has no effect. A
-    section chooses layers and optimizer: {layers: 4, optimizer: adamw_8bit}."""
+    """`true` trains all weights of the model, with float32 masters, and ignores `lora`. A section
+    chooses layers and optimizer: {layers: 4, optimizer: adamw_8bit}."""
     init_from: Path | None = None
-    """A PEFT folder to start from, such as the `winner` of a genome run; `lora` then has no
-    effect. With `full`, a model folder, such as the `trained` of such a run. Empty: a new adapter
-    that changes nothing yet, or the engine's model."""
+    """A PEFT folder to start from, such as the `winner` of a genome run; `lora` is then ignored.
+    With `full`, a model folder, such as the `trained` of another run with `full`. Empty: a new
+    adapter that changes nothing yet, or with `full` the engine's model."""
     steps: int = Field(default=100, ge=1)
-    """How many optimizer steps the run takes."""
+    """Number of optimizer steps."""
     groups_per_step: int = Field(default=16, ge=1)
-    """Tasks of one step."""
+    """Tasks per step."""
     group_size: int = Field(default=8, ge=1)
-    """Answers to each task."""
+    """Answers per task."""
     drawing: DrawingConfig = DrawingConfig()
     environment: AnyEnvironment | None = None
-    """A game of several turns, which takes the place of the tasksets' scorers: each task is played
-    group_size times. Or `{type: atropos}`, `{type: verifiers}`: groups that environments elsewhere
-    play. null: one answer to each prompt."""
+    """A game of several turns in place of the tasksets' scorers, played group_size times per task.
+    `{type: atropos}` and `{type: verifiers}` take groups played elsewhere. null: one answer per
+    prompt."""
     max_extra_groups: int | None = Field(default=None, ge=0)
-    """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
-    so many in a step. null: as many as groups_per_step."""
+    """A group whose rewards are all equal teaches nothing, so the next task replaces it. This
+    limits the replacements per step. null: groups_per_step."""
     max_failed_share: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The run stops when a larger part of a step's rollouts failed."""
+    """The run stops if a larger share of a step's rollouts fails."""
     advantages: AdvantageName | None = None
-    """`group_relative` (GRPO), `leave_one_out` (RLOO), `no_std` (Dr. GRPO); `shuffled` is a control
-    that must not learn. null: `no_std` with the loss dr_grpo, else `group_relative`."""
-    loss: Annotated[PolicyLossConfig, BeforeValidator(_grpo_unless_told)] = Grpo()
-    """`grpo` unless told, or `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`,
-    `importance_sampling`, `reinforce`, with its options."""
+    """`group_relative` (GRPO), `leave_one_out` (RLOO), `no_std` (Dr. GRPO), or `shuffled`, a
+    control that must not learn. null: `no_std` with the loss dr_grpo, else `group_relative`."""
+    loss: Annotated[PolicyLossConfig, BeforeValidator(_default_to_grpo)] = Grpo()
+    """The policy loss with its options: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`,
+    `importance_sampling` or `reinforce`. Without a `type` it is `grpo`."""
     reference: Path | None = None
-    """What a KL term (`loss.kl`) is to: a PEFT folder, or a model folder, such as the engine's own
-    for the model without an adapter. Empty: the policy that the run starts from."""
+    """Policy that the KL term (`loss.kl`) compares with: a PEFT folder, or a model folder, the
+    engine's own for the model without an adapter. Empty: the policy that the run starts from."""
     learning_rate: float = Field(default=1e-4, gt=0.0)
-    """The highest: reached after the warm-up. An adapter of a model of a million weights takes
-    1e-3, those of larger ones 1e-5 to 1e-4; all weights take about a tenth of an adapter's."""
+    """Peak learning rate, reached after the warm-up. For adapters, use 1e-3 for models of a million
+    weights and 1e-5 to 1e-4 for larger ones. With `full`, use about a tenth of an adapter's."""
     schedule: Literal["cosine", "linear", "constant"] = "constant"
-    """After the warm-up: unchanged, or down to 0 along a half cosine or a line."""
+    """Learning rate after the warm-up: constant, or falling to 0 along a half cosine or a line."""
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The part of all steps in which the learning rate rises from 0."""
+    """Share of all steps over which the learning rate rises from 0."""
     optimizer: AdamWConfig = AdamWConfig()
     trainer: TrainerConfig = TrainerConfig()
     staleness: Literal[0, 1] | None = None
-    """0: step k draws with the weights of step k, then trains. 1: it draws with those of step k - 1
-    while that step is trained, so that engine and trainer work at the same time. null: 1 where a
-    server is started on the trainer's GPU, else 0."""
+    """0: step k draws with the weights of step k, then trains. 1: step k draws with the weights of
+    step k - 1 while that step is trained, so that engine and trainer work at the same time. null: 1
+    if a server is started on the trainer's GPU, else 0."""
     budget: BudgetConfig = BudgetConfig()
-    """Fewer steps where these would take more. The learning rate goes by `steps`."""
+    """Limits that may end the run before `steps`. The learning rate still follows `steps`."""
     publish_every: int = Field(default=1, ge=1)
-    """Steps after which the engine gets the new weights."""
+    """Number of steps between hand-overs of new weights to the engine."""
     save_every: int = Field(default=20, ge=1)
-    """Steps between checkpoints; each is measured on the `select` tasks."""
+    """Number of steps between checkpoints. Each checkpoint is measured on the `select` tasks."""
     keep: int = Field(default=2, ge=1)
-    """Checkpoints that are kept besides the best one."""
+    """Number of newest checkpoints kept besides the best one."""
     keep_rollouts: bool = False
-    """Keep the tokens of all steps; else those before the last checkpoint are removed. The texts
-    with their rewards are kept anyway, for the page."""
+    """Keep the tokens of every step. false: the run removes those of steps before the last
+    checkpoint. Texts and rewards are always kept, for the page."""
     max_gap: float = Field(default=0.2, gt=0.0)
-    """The run stops when the log-probabilities of engine and trainer under the same weights differ
-    by more than this on average, in nats. In bfloat16 rounding alone reaches 0.05."""
+    """The run stops if the log-probabilities of engine and trainer under the same weights differ by
+    more than this on average, in nats. In bfloat16, rounding alone reaches 0.05."""
     report: ReportConfig = ReportConfig()
-    """`{samples: 8}` draws answers to each report task besides, as `drawing` says, for pass@k."""
+    """`{samples: 8}` draws 8 further answers per report task for pass@k, as `drawing` says."""
     track: tuple[TrackerName, ...] = ()
-    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """Trackers that draw the run's curves: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
-    """All random numbers follow from it."""
+    """Seed of all random numbers of the run."""
     sweep: SweepConfig | None = None
-    """Train many adapters in one: all combinations of some values, each with several seeds."""
+    """Train many adapters at once: all combinations of some values, each with several seeds."""
 
     @property
     def num_policies(self) -> int:
-        """Adapters that are trained together."""
+        """Number of adapters that are trained together."""
         return 1 if self.sweep is None else self.sweep.num_adapters
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term."""
+        """True if the loss has a KL term."""
         return "reference_logprobs" in self.loss.needs
 
     @property
     def advantage_name(self) -> AdvantageName:
-        """The advantages in use."""
+        """The advantages in use, with the default resolved."""
         return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
 
     @property
     def samples(self) -> Samples | None:
-        """Answers that are drawn to each report task."""
+        """Further answers drawn per report task, for pass@k."""
         if self.report.samples is None:
             return None
         params = self.drawing.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
@@ -252,19 +250,19 @@ class GrpoConfig(ScheduleConfig):
 
     @property
     def max_drawn_tokens(self) -> int:
-        """Tokens that one rollout draws at most."""
+        """Maximum number of tokens that one rollout draws."""
         if isinstance(self.environment, AtroposConfig | VerifiersConfig):
             return self.environment.max_token_len
         return self.drawing.max_tokens if self.environment is None else self.environment.max_tokens
 
     @property
     def game(self) -> GameConfig | None:
-        """The game that is played here, if one is."""
+        """The game that this process plays, if there is one."""
         return self.environment if isinstance(self.environment, GameConfig) else None
 
     @property
     def atropos(self) -> AtroposConfig | None:
-        """The gateway that groups come through, if they do."""
+        """The Atropos gateway that groups come through, if there is one."""
         if isinstance(self.environment, VerifiersConfig):
             return self.environment.as_atropos(
                 group_size=self.group_size,
@@ -275,7 +273,7 @@ class GrpoConfig(ScheduleConfig):
 
     @property
     def judged_tasksets(self) -> tuple[TasksetConfig, ...]:
-        """The tasksets; where a game judges, they need no scorer, and no reference for one."""
+        """The tasksets. If a game judges, they need neither scorer nor reference."""
         if self.game is None:
             return self.tasksets
         scorer = PythonConfig(function=self.game.function)
@@ -283,12 +281,12 @@ class GrpoConfig(ScheduleConfig):
 
     @property
     def max_groups(self) -> int:
-        """Tasks that one step asks at most."""
+        """Maximum number of tasks that one step draws."""
         extra = self.groups_per_step if self.max_extra_groups is None else self.max_extra_groups
         return self.groups_per_step + extra
 
     def drawn_at(self, step: int) -> int:
-        """The step whose weights draw the answers of a step.
+        """Return the step whose weights draw the answers of `step`.
 
         With staleness 1 and publish_every 2, steps 0 to 5 are drawn at 0, 0, 0, 2, 2, 4.
         """
@@ -296,7 +294,7 @@ class GrpoConfig(ScheduleConfig):
         return newest - newest % self.publish_every
 
     def is_checkpoint(self, step: int) -> bool:
-        """Whether the weights before this step are saved; the last ones always are."""
+        """Return True if the weights before this step are saved. The last weights always are."""
         return step % self.save_every == 0 or step == self.steps
 
     @model_validator(mode="after")
@@ -334,8 +332,8 @@ class GrpoConfig(ScheduleConfig):
         self._check_bridge()
         self._check_tasks()
         if self.sweep is not None and (self.full is not None or self.atropos is not None):
-            what = "full trains one model" if self.full is not None else "environment feeds one"
-            raise ValueError(f"sweep trains many adapters, and {what}: leave one of them out")
+            reason = "full trains one model" if self.full is not None else "environment feeds one"
+            raise ValueError(f"sweep trains many adapters, and {reason}: leave one of them out")
         if self.sweep is not None and self.budget.has_limit:
             raise ValueError(
                 "budget ends one training, and sweep trains many to the same step: write steps, "
@@ -431,7 +429,7 @@ class GrpoConfig(ScheduleConfig):
             )
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with the paths in it taken from the folder of its file."""
+        """Return the config with its paths resolved against the folder of its file."""
         update: dict[str, object] = {
             "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets),
             "engine": engine_from_folder(self.engine, folder),

@@ -1,4 +1,4 @@
-"""What a grpo run leaves behind: the trained policy, the report and its warnings."""
+"""The records of a grpo run: its steps, the report with warnings, and the `trained` folder."""
 
 import asyncio
 import math
@@ -44,20 +44,18 @@ __all__ = [
     "write_report",
 ]
 
-# What a run remembers of each training step, and tells the observer.
-
 
 STEP, GAP = "step", "gap"
 DRAWN, TRAINED = "grpo/num_drawn_tokens", "grpo/num_trained_tokens"
 SHOWN_TOKENS = 256
-"""Of a completion whose gaps are kept: a few kilobytes a step."""
+"""Tokens kept per completion with gaps: a few kilobytes per step."""
 SHOWN_CHARACTERS = 600
-"""Of a completion in a report: enough to see what it does."""
+"""Characters shown per completion in a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One completion to read."""
+    """One completion to show."""
 
     task: str
     text: str
@@ -66,13 +64,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step."""
-
     step: int
     model_step: int
-    """The step whose weights drew its answers."""
+    """The step whose weights drew the answers."""
     positions: tuple[int, ...]
-    """The groups that were trained, by their positions in the order of tasks."""
+    """Positions of the trained groups in the task order."""
     metrics: Mapping[str, float]
     """`reward/mean`, `train/loss`, `grpo/logprob_gap`, `time/train_s`, ..."""
     examples: tuple[Example, ...]
@@ -80,7 +76,7 @@ class Step:
 
 
 class StepLog:
-    """Records steps in the run: an event and a line of metrics each."""
+    """Records each step in the run, as an event and a line of metrics."""
 
     def __init__(
         self, run: Run, *, observer: Observer[Step], decode: Callable[[TokenIds], str] | None = None
@@ -92,9 +88,8 @@ class StepLog:
     async def record(
         self, batch: Batch, metrics: Mapping[str, float], *, gaps: Sequence[Sequence[float]] = ()
     ) -> None:
-        """Note a step that was taken, with the gaps of its examples token by token; `gaps` are by
-        row of the step. A resumed run takes steps since the last checkpoint again, on the same
-        groups: what was noted first stays."""
+        """Record a step, with the token gaps of its examples; `gaps` has one entry per row. Steps
+        that a resumed run repeats keep their first record."""
         step = Step(
             step=batch.step,
             model_step=batch.model_step,
@@ -112,7 +107,7 @@ class StepLog:
         self.observer.on_step(step)
 
     def read(self) -> Iterator[TrainStepRecord]:
-        """Every step of the run, in order."""
+        """Yield every recorded step, in order."""
         return (TrainStepRecord.model_validate(event.payload) for event in self._run.events(STEP))
 
 
@@ -136,7 +131,7 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def count_trained(batch: Batch) -> int:
-    """Tokens of the answers that the batch trains on."""
+    """Return the number of answer tokens that the batch trains on."""
     return sum(rollout.num_drawn for group in batch.groups for rollout in group.rollouts)
 
 
@@ -155,7 +150,7 @@ def _best_and_worst(group: DrawnGroup) -> tuple[DrawnRollout, DrawnRollout]:
 def _gap_payload(
     batch: Batch, gaps: Sequence[Sequence[float]], decode: Callable[[TokenIds], str]
 ) -> dict[str, Any]:
-    """The examples of a step in pieces of a token each, with the gap of each in nats."""
+    """Return the examples as pieces of one token each, with each token's gap in nats."""
     group, rows = batch.groups[0], iter(gaps)
     pieces = {id(rollout): [next(rows) for _ in rollout.sequences] for rollout in group.rollouts}
     return {
@@ -172,7 +167,7 @@ def _gap_payload(
 def _pieces(
     sequence: TokenSequence, gaps: Sequence[float], decode: Callable[[TokenIds], str]
 ) -> list[tuple[str, float | None]]:
-    """`[(" four", 1.2e-06), ...]`: a token that ends a character brings all of it."""
+    """Return pairs such as `(" four", 1.2e-06)`. A split character is at its last token."""
     drawn = tuple(sequence.tokens[place] for place in sequence.drawn[:SHOWN_TOKENS])
     texts = [decode(drawn[:end]) for end in range(len(drawn) + 1)]
     ends = [len(text.rstrip("\ufffd")) for text in texts]
@@ -182,17 +177,17 @@ def _pieces(
 
 
 def _numbers(tokens: TokenIds) -> str:
-    """The tokens themselves, where nobody knows their text."""
+    """Show token ids if no detokenizer is known."""
     return "".join(f" {token}" for token in tokens)
 
 
 FEW_GROUPS = 0.5
-"""The part of the groups of a run below which so few had rewards that differ that it is told."""
+"""A warning is issued if a smaller share of the run's groups had rewards that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoSummary:
-    """How a run came out."""
+    """The outcome of a run, as input of its report."""
 
     config: GrpoConfig
     base: str
@@ -203,12 +198,12 @@ class GrpoSummary:
     log: StepLog
     rows: Sequence[ReportRow]
     stop_reason: str = ""
-    """Why a budget ended it before its last step."""
+    """The budget that ended the run early; empty if none did."""
 
 
 def write_report(run: Run, summary: GrpoSummary, *, sweep: SweepRecord | None = None) -> GrpoReport:
-    """Leave everything in the run directory; the report is also the result. `sweep` tells among
-    which adapters the trained one was chosen."""
+    """Write `trained` and the report into the run directory, and return the report. `sweep`
+    describes the adapters that the trained one was chosen from."""
     best = summary.selection.best
     saved = summary.checkpoints.read(best)
     run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
@@ -249,8 +244,7 @@ def write_report(run: Run, summary: GrpoSummary, *, sweep: SweepRecord | None = 
 
 
 def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRecord:
-    """The step, its examples with prompts and references; those of an environment elsewhere are
-    not known."""
+    """Add prompts and references to the step's examples, if their tasks are known here."""
     examples = tuple(
         example.model_copy(update=describe_task(known[example.task]))
         if example.task in known
@@ -261,7 +255,7 @@ def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRe
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """All files, but those that are hidden: a model's folder may be a checkout."""
+    """Copy all but hidden files: a model's folder may be a checkout."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
 
 
@@ -270,7 +264,7 @@ def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
 
 
 def _make_warnings(summary: GrpoSummary, steps: Sequence[TrainStepRecord]) -> list[str]:
-    """What a reader must know before the numbers, the most serious first."""
+    """Return the warnings, the most serious first."""
     return [
         *_warn_of_result(summary),
         *_warn_of_failures(summary, steps),
@@ -282,7 +276,7 @@ def _make_warnings(summary: GrpoSummary, steps: Sequence[TrainStepRecord]) -> li
 
 
 def _warn_of_scorers(run: Run) -> list[str]:
-    """Of batches that were drawn before answers were scored again: what was learned stays."""
+    """Warn of batches drawn before answers were scored again, whose training cannot be undone."""
     again = run.last(SET_ASIDE)
     num = sum(event.seq < again.seq for event in run.events(BATCH)) if again is not None else 0
     if not num:

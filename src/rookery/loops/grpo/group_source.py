@@ -1,4 +1,4 @@
-"""Where groups come from: oldest first, each drawn once, kept until its step is in a checkpoint.
+"""The groups of each step, in order: each drawn once, kept until its step is in a checkpoint.
 
     batch = await source.batch(step, policy=Policy(ref, step=3))
     ... train ...
@@ -6,24 +6,20 @@
 
 | stage   | consumes          | produces            | waits for              |
 |---------|-------------------|---------------------|------------------------|
-| drawer  | a step, a policy  | a batch             | the engine, the scorer |
+| order   | a position        | a task and a seed   | nothing                |
+| sampler | tasks, a model    | groups              | the engine, the scorer |
+| filter  | groups            | groups that teach   | nothing                |
 | blobs   | a batch           | a digest            | the disk               |
 | events  | the digest        | a durable batch     | the disk               |
 
-A batch that an event names is not drawn again. Its draws are functions of (seed, position): one
-that was cut off before its event is drawn again with the same random numbers.
+A batch that an event names is never drawn again. Draws are functions of (seed, position), so a
+batch that was interrupted before its event is drawn again with the same random numbers.
 
-Draws the groups of a step: tasks in their order, until enough groups have rewards that differ.
+`BatchDrawer` draws tasks in their order until enough groups have rewards that differ:
 
     drawer = BatchDrawer(group_drawer, tasks=tasks, config=config)
     await drawer.check(engine.base)                   # before a run is made
     batch = await drawer.draw(0, start=0, policy=Policy(ref, step=0))
-
-| stage   | consumes          | produces            | waits for              |
-|---------|-------------------|---------------------|------------------------|
-| order   | a position        | a task and a seed   | nothing                |
-| sampler | tasks, a model    | groups              | the engine, the scorer |
-| filter  | groups            | groups that teach   | nothing                |
 """
 
 import asyncio
@@ -61,24 +57,21 @@ __all__ = [
 ]
 
 
-_SURE = 1.3
-"""Standard deviations of the number of groups that teach by which more are begun at once: nine
-times in ten enough of them teach. What is too much costs less than waiting for a second wave."""
+_MARGIN = 1.3
+"""Safety margin for the number of groups begun at once, in standard deviations of the number that
+teach: enough of them teach nine times in ten. Surplus groups cost less than a second wave."""
 
 _LOOK_BACK = 4
-"""Steps by which it is judged what part of the groups teaches."""
+"""Number of past steps from which the share of groups that teach is estimated."""
 
 _GROWTH = 8
-"""By how much a check draws more, while all rewards are equal: a server takes as long for eight
-groups as for one."""
-
-# Which task each draw of a run takes: every task once per epoch, each epoch in its own order.
+"""Growth of draws by `check` while rewards are equal: eight groups take a server as long as one."""
 
 
 class TaskOrder:
-    """The tasks at positions 0, 1, 2, ... without end; a pure function of tasks and seed.
+    """Tasks without end: every task once per epoch, each epoch in its own order.
 
-    Only the order of the epoch that was asked for last is held.
+    A pure function of tasks and seed. Holds only the order of the epoch used last.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
@@ -97,14 +90,14 @@ class TaskOrder:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Published weights: what requests name, and after how many steps they are."""
+    """Published weights: the ref that requests name, and the number of steps behind them."""
 
     ref: ModelRef
     step: int
 
 
 class BatchDrawer:
-    """What is drawn is a function of the seed, the position and the policy."""
+    """Draws batches. The result is a function of the seed, the position and the policy."""
 
     def __init__(
         self,
@@ -118,18 +111,18 @@ class BatchDrawer:
         self._order = TaskOrder(tasks, seed=config.seed)
         self.config = config
         self.is_remote = is_remote
-        """Servers draw: groups by themselves. An engine in this process gets all that are missing
-        in one call, as it gives the same bits for the same requests together."""
+        """True if servers draw: each group is its own call. An engine in this process gets all
+        missing groups in one call, since only equal batches of requests give equal bits."""
 
     async def draw(
         self, step: int, *, start: int, policy: Policy, useful_share: float = 1.0
     ) -> Batch:
-        """The first groups whose rewards differ, in the order of the tasks, until there are enough.
+        """Draw the first groups whose rewards differ, in task order, until there are enough.
 
-        A group whose rewards are equal is replaced as soon as that is seen, while others are still
-        drawn. `useful_share` is the part of groups that is expected to teach: where it is below 1,
-        more groups than are needed are begun at once, and those that turn out to be too many are
-        stopped and drawn in the next step. So it changes how long a step takes and not its batch.
+        A group with equal rewards is replaced at once, while others are still being drawn.
+        `useful_share` is the share of groups expected to teach. If it is below 1, more groups than
+        needed are begun at once; surplus ones are cancelled and drawn in the next step. So it
+        changes how long a step takes, not its batch.
         """
         groups = await _FirstUseful(self, step, start, policy.ref, useful_share).draw()
         useful = [
@@ -148,8 +141,8 @@ class BatchDrawer:
         )
 
     async def check(self, model: ModelRef) -> None:
-        """TaskError when the first step would have no group to learn from: rewards never differ, or
-        rollouts fail. Draws few groups at first: often a single one shows it."""
+        """Raise TaskError if the first step would have nothing to learn from: rewards never differ,
+        or rollouts fail. Begins with one group, which often suffices."""
         drawn: list[Group] = []
         while len(drawn) < self.config.max_groups:
             num = min(max(1, _GROWTH * len(drawn)), self.config.max_groups - len(drawn))
@@ -170,24 +163,24 @@ class BatchDrawer:
 
 
 class _FirstUseful:
-    """The groups at positions `start`, `start + 1`, ... up to the last one that a step needs."""
+    """Draws the groups of one step, from position `start` to the last one needed."""
 
     def __init__(
         self, drawer: BatchDrawer, step: int, start: int, model: ModelRef, useful_share: float
     ) -> None:
         self._drawer, self._config = drawer, drawer.config
         self._step, self._start, self._model = step, start, model
-        # An engine in this process computes what turns out to be too much at the cost of the rest.
+        # An engine in this process computes surplus groups at full cost.
         self._useful_share = useful_share if drawer.is_remote else 1.0
         self._num_begun = 0
         self._groups: dict[int, Group] = {}
-        """Those that are drawn, by how far behind `start` they are."""
+        """Drawn groups by offset from `start`."""
         self._teaching: dict[int, bool] = {}
-        """Whether each of them teaches something."""
+        """True for each drawn group that teaches, by offset."""
         self._num_in_order = 0
-        """Groups from `start` on without a gap."""
+        """Number of consecutive groups from `start` on."""
         self._num_useful = 0
-        """Of these."""
+        """How many of the consecutive groups teach."""
 
     async def draw(self) -> list[Group]:
         pending: set[asyncio.Task[None]] = set()
@@ -197,7 +190,7 @@ class _FirstUseful:
                 calls = [1] * num if self._drawer.is_remote else [num] * bool(num)
                 pending |= {tasks.create_task(self._draw_next(size)) for size in calls}
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                self._look_on()
+                self._count_consecutive()
             for task in pending:
                 task.cancel()
         return [self._groups[i] for i in range(self._num_in_order)]
@@ -209,7 +202,7 @@ class _FirstUseful:
         )
 
     def _num_missing(self) -> int:
-        """How many groups to begin now, so that with those under way enough will teach."""
+        """Return how many groups to begin now so that, with those under way, enough will teach."""
         num_useful = sum(self._teaching.values())
         wanted = num_for(self._config.groups_per_step - num_useful, share=self._useful_share)
         num_pending = self._num_begun - len(self._groups)
@@ -224,8 +217,8 @@ class _FirstUseful:
             i: _teaches(_drawn(i, self._groups[i])) for i in range(first, first + num)
         }
 
-    def _look_on(self) -> None:
-        """Count the groups that are in order now, up to the last one that is needed."""
+    def _count_consecutive(self) -> None:
+        """Count the consecutive groups, up to the last one that is needed."""
         while self._num_in_order in self._groups and not self._is_complete:
             self._num_useful += self._teaching[self._num_in_order]
             self._num_in_order += 1
@@ -237,17 +230,17 @@ class _FirstUseful:
 
 
 def num_for(num_useful: int, *, share: float) -> int:
-    """How many groups to begin, so that so many will probably teach when that share of all does:
-    the least n with n share - _SURE sqrt(n share (1 - share)) >= num_useful."""
+    """Return how many groups to begin so that `num_useful` of them probably teach: the least n with
+    n share - _MARGIN sqrt(n share (1 - share)) >= num_useful."""
     if num_useful <= 0:
         return 0
-    spread = _SURE * math.sqrt(share * (1 - share))
+    spread = _MARGIN * math.sqrt(share * (1 - share))
     root = (spread + math.sqrt(spread**2 + 4 * share * num_useful)) / (2 * share)
     return math.ceil(root**2 - 1e-9)
 
 
 def check_failures(step: int, counts: BatchCounts, *, max_share: float) -> None:
-    """Stop before the batch is recorded: once the cause is removed, a resumed run draws it."""
+    """Raise before the batch is recorded, so that a resumed run draws it again."""
     if counts.num_failed > max_share * counts.num_rollouts:
         raise TaskError(
             f"Step {step}: {counts.num_failed} of {counts.num_rollouts} rollouts failed, more than "
@@ -304,19 +297,19 @@ def _count(drawn: Sequence[Group]) -> BatchCounts:
 
 
 def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of each metric, over the rollouts that have it."""
+    """Average each metric over the rollouts that have it."""
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
     return {name: fmean(r.metrics[name] for r in rollouts if name in r.metrics) for name in names}
-
-
-# The batches of a run on disk: an event for each, which names a blob with its rollouts.
 
 
 BATCH = "batch"
 
 
 class BatchStore:
-    """A batch that an event names is trained on, and never made again."""
+    """The batches of a run on disk: one event per step, naming a blob with its rollouts.
+
+    A batch that an event names is trained on and never drawn again.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -325,7 +318,7 @@ class BatchStore:
         return self._run.get(BATCH, str(step))
 
     async def read(self, step: int) -> Batch | None:
-        """The batch of a step, None before it was written."""
+        """Return the batch of a step, or None if it was not written yet."""
         event = self.event(step)
         if event is None:
             return None
@@ -335,7 +328,7 @@ class BatchStore:
         return decode_batch(self._run.blobs.read_bytes(digest, verify=True))
 
     async def write(self, batch: Batch, **further: object) -> None:
-        """Durable when this returns; `further` goes into its event."""
+        """Store a batch durably. `further` is added to its event."""
         digest, texts = await asyncio.to_thread(self._put, batch)
         payload: Mapping[str, object] = {
             "digest": digest,
@@ -353,11 +346,11 @@ class BatchStore:
         return put(encode_batch(batch)), put(encode_texts(batch))
 
     async def release(self, *, before: int) -> None:
-        """Remove the rollouts of steps below `before`, all but their texts."""
+        """Remove the rollouts of steps below `before`, but keep their texts."""
         await asyncio.to_thread(self._prune, before)
 
     def _prune(self, before: int) -> None:
-        """A run that goes on may have drawn several steps that it has to train again."""
+        """Keep the blobs of all later steps: a resumed run may have several to train again."""
         kept: list[str] = []
         for event in self._run.events(BATCH):
             names = ("texts", "digest") if int(event.key) >= before else ("texts",)
@@ -366,7 +359,7 @@ class BatchStore:
 
 
 class GroupSource:
-    """The batches of one run, step by step. Ask for them in order, one at a time."""
+    """The batches of one run. Ask for them in step order, one at a time."""
 
     def __init__(
         self,
@@ -382,7 +375,7 @@ class GroupSource:
         self._store = BatchStore(run)
 
     async def batch(self, step: int, *, policy: Policy) -> Batch:
-        """What a step is trained on: found in the run, or drawn with this policy and kept."""
+        """Return the batch of a step: the stored one, or a new one drawn with this policy."""
         stored = await self._store.read(step)
         if stored is not None:
             return stored
@@ -394,21 +387,21 @@ class GroupSource:
         return batch
 
     def _start(self, step: int) -> int:
-        """The position of a step's first group."""
+        """Return the position of a step's first group."""
         before = self._store.event(step - 1)
         return 0 if before is None else int(before.payload["next_position"])
 
     def _useful_share(self, step: int) -> float:
-        """The part of the last steps' groups that taught something."""
+        """Return the share of groups that taught in the last `_LOOK_BACK` steps."""
         first = max(0, step - _LOOK_BACK)
         events = [self._store.event(i) for i in range(first, step)]
         num_useful = sum(len(event.payload["positions"]) for event in events if event)
         return num_useful / (self._start(step) - self._start(first)) if num_useful else 1.0
 
     def use(self, policy: Policy) -> None:
-        """New weights; every batch names the ones it is drawn with."""
+        """Ignore new weights: `batch` is given the policy to draw with."""
 
     async def release(self, *, before: int) -> None:
-        """Steps below `before` are in a checkpoint: remove their rollouts, unless all are kept."""
+        """Remove the rollouts of steps below `before`, unless the config keeps them all."""
         if not self._config.keep_rollouts:
             await self._store.release(before=before)

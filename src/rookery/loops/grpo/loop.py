@@ -5,8 +5,8 @@
         groups     = several answers to each task, with rewards      # search split
         advantages = how much better than its group each answer was
         gradients  = of the loss of log-probabilities and advantages
-        step       = one optimizer step, when nothing is being drawn
-        publish    : the engine answers with the new weights
+        step       = one optimizer step, when no draw is under way
+        publish    : the engine gets the new weights
         every save_every steps: checkpoint, measured on the select split
     trained = the best checkpoint
     report(trained, start, base)                                     # report split, read once
@@ -24,10 +24,10 @@
 | publish | new weights              | a policy            | the engine                    |
 | save    | new weights              | a checkpoint        | the disk, the select tasks    |
 
-What is drawn with which weights is a schedule, `GrpoConfig.drawn_at`, and does not depend on
-timing. A batch is durable before it is trained on, and a checkpoint is written when the batch of
-its step is durable or will be drawn with the weights it holds. So a run that was killed goes on
-from its newest checkpoint, trains the same batches again, and comes to the same weights.
+`GrpoConfig.drawn_at` fixes which weights draw which step, so timing does not matter. A batch is
+durable before it is trained on. A checkpoint is written once the batch of its step is durable, or
+if that batch will be drawn with the checkpoint's weights. So a killed run resumes from its newest
+checkpoint, trains the same batches again and reaches the same weights.
 """
 
 import asyncio
@@ -64,42 +64,41 @@ __all__ = ["BatchSource", "GrpoInputs", "Parts", "assemble", "train", "train_pol
 
 
 class BatchSource(Protocol):
-    """Where the batches of a run come from."""
+    """Source of the batches of a run."""
 
     def use(self, policy: Policy) -> None:
-        """New weights are published."""
+        """Take note of newly published weights."""
         ...
 
     async def batch(self, step: int, *, policy: Policy) -> Batch:
-        """What a step is trained on, durable."""
+        """Return the durable batch of a step."""
         ...
 
     async def release(self, *, before: int) -> None:
-        """Steps below are in a checkpoint."""
+        """Free steps below `before`, which are in a checkpoint."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoInputs:
-    """What a training is made of."""
+    """Everything that one training needs besides engine and run."""
 
     config: GrpoConfig
     weights: PolicyWeights
-    """The policy to begin with; a run that goes on with an adapter has its start in its own folder,
-    see `read_start`."""
+    """The initial policy. A resumed run with an adapter has it in its folder: see `read_start`."""
     tasksets: Sequence[Taskset]
     drawer: GroupDrawer | BatchSource
-    """Who answers the tasks, or where batches of other tasks come from."""
+    """Draws groups for the tasks, or supplies batches of other tasks."""
     evaluator: Evaluator
     decode: Callable[[TokenIds], str] | None = None
-    """The text of tokens, to show answers token by token."""
+    """Detokenizer, used to show answers token by token."""
 
 
 async def train_policy(
     inputs: GrpoInputs, *, engine: Engine, run: Run, observer: Observer[Step] = UNOBSERVED
 ) -> GrpoReport:
-    """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
-    base = engine.base.version  # all weights that are trained are published under another
+    """Run or resume one training. Leaves checkpoints, `trained` and the report in `run`."""
+    base = engine.base.version  # read before training publishes other versions
     parts = assemble(inputs, engine=engine, run=run, observer=observer)
     await train(parts)
     observer.on_phase("report")
@@ -112,7 +111,7 @@ async def train_policy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Who draws, who trains, who measures, who writes down."""
+    """The components of one training."""
 
     config: GrpoConfig
     tasksets: Sequence[Taskset]
@@ -125,12 +124,12 @@ class Parts:
 
     @property
     def trained(self) -> SavedWeights:
-        """The best checkpoint."""
+        """Weights of the best checkpoint."""
         return self.checkpoints.read(self.selection.best)
 
     @property
     def baselines(self) -> dict[str, SavedWeights | None]:
-        """What it is compared with, gains being over the first."""
+        """Weights to compare with, by row name. The report's gain is over the first."""
         start = {} if self.config.init_from is None else {"start": self.checkpoints.read(0)}
         return {**start, "base model": None}
 
@@ -178,7 +177,7 @@ def _source(inputs: GrpoInputs, engine: Engine, run: Run) -> BatchSource:
 
 
 async def train(parts: Parts) -> None:
-    """From the newest checkpoint to the last step."""
+    """Train from the newest checkpoint to the last step."""
     config, source = parts.config, parts.source
     first = await parts.checkpoints.restore()
     await parts.selection.measure_again(parts.checkpoints.held)
@@ -210,7 +209,7 @@ async def train(parts: Parts) -> None:
 
 
 class _Spending:
-    """Answer tokens of the steps so far, and whether the budget has room for another step."""
+    """Answer tokens spent so far, and whether the budget has room for another step."""
 
     def __init__(self, parts: Parts, first: int) -> None:
         self._parts = parts
@@ -219,12 +218,13 @@ class _Spending:
         self._steps = [int((m.get(DRAWN) or 0) + (m.get(TRAINED) or 0)) for m in before[:first]]
 
     def add(self, batch: Batch) -> None:
-        """A step that is about to be trained."""
+        """Count a step that is about to be trained."""
         self._steps.append(batch.counts.num_tokens + count_trained(batch))
 
     async def has_room(self, step: int) -> bool:
-        """For a step as dear as the dearest, and for measuring the checkpoint behind it, and the
-        one before it that is still to be measured."""
+        """Return True if the budget has room for a step, the measurement of the checkpoint after
+        it, and that of an earlier one still unmeasured. Each is taken as large as the largest so
+        far."""
         measured = self._parts.selection.answer_tokens
         select = [tokens for measured_step, tokens in measured.items() if measured_step <= step]
         is_waiting = self._parts.config.is_checkpoint(step) and step not in measured
@@ -239,9 +239,10 @@ class _Spending:
 async def _train_and_draw(
     parts: Parts, batch: Batch, policy: Policy, seconds: "_Seconds", *, is_last: bool
 ) -> tuple[dict[str, float], Batch | None]:
-    """Train a batch and, with staleness 1, draw the next one meanwhile.
+    """Train a batch and, with staleness 1, draw the next one at the same time.
 
-    The step waits for the draw: an engine may compute with the weights that the step changes.
+    The optimizer step waits for the draw, because the engine may compute with the weights that it
+    changes.
     """
     step, config = batch.step, parts.config
     with seconds.spent_on("train"):
@@ -257,14 +258,13 @@ async def _train_and_draw(
     if batch.groups:
         with seconds.spent_on("train") as span:
             trained |= await parts.trainer.apply(step)
-            # An engine that computes with the trainer's memory has the new weights with the step.
+            # With shared memory the optimizer step publishes the weights too.
             span.publish_s = trained.pop("train/publish_s", 0.0)
     return trained, ahead
 
 
 async def _save(parts: Parts, policy: Policy) -> None:
-    """A checkpoint of the published weights, measured on the select tasks; what is no longer
-    needed is removed."""
+    """Save and measure a checkpoint of the published weights, then remove obsolete files."""
     await parts.checkpoints.save(policy.step)
     parts.log.observer.on_phase(f"select {policy.step}")
     await parts.selection.measure(policy.step, policy.ref)
@@ -275,14 +275,14 @@ async def _save(parts: Parts, policy: Policy) -> None:
 
 @dataclass(slots=True)
 class _Span:
-    """Seconds of one stage."""
+    """Seconds that count for another stage than the one being timed."""
 
     publish_s: float = 0.0
-    """Of these, what it took to publish weights."""
+    """Seconds spent publishing weights within the stage."""
 
 
 class _Seconds:
-    """Seconds by stage since the last step was recorded."""
+    """Seconds by stage since the last recorded step."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}

@@ -1,15 +1,15 @@
-"""One training step of the policy: data -> gradients -> step, and the check against the engine.
+"""Training steps of the policy: data -> gradients -> step, and the check against the engine.
 
     rows = await trainer.prepare(7, batch, policy=policy)
     metrics = await trainer.gradients(rows)
     metrics["train/loss"], metrics["grpo/logprob_gap"]
     metrics |= await trainer.apply(7)
 
-The engine's and the trainer's log-probabilities under the same weights must agree, or the policy
-that is trained is not the one that answers. Answers drawn with the current weights are compared as
-they are; where they were drawn with older ones, the engine scores a few of them anew.
+Under the same weights, the log-probabilities of engine and trainer must agree. Otherwise the engine
+does not serve the policy that is trained. Answers drawn with the current weights are compared as
+they are. If a batch was drawn with older weights, the engine scores a few answers again.
 
-Each rollout becomes one row or several, its advantage on every token it drew.
+A rollout becomes one or more rows, with its advantage on every drawn token.
 """
 
 import asyncio
@@ -53,11 +53,8 @@ __all__ = [
 ]
 
 
-# What can be refused is refused here, before a run is made.
-
-
 MIN_REPORT_TASKS = 2
-"""One task shows no spread, and so has no interval."""
+"""One task has no spread, so it gives no interval."""
 
 
 def check_inputs(
@@ -68,10 +65,10 @@ def check_inputs(
     engine: Engine,
     evaluator: TasksetEvaluator | None,
 ) -> None:
-    """Raise the first thing that would make the run fail, or its result mean nothing.
+    """Raise the first error that would fail the run or make its result meaningless.
 
-    `start` is the adapter to begin with; None: all weights are trained. Without an evaluator
-    lengths are not checked: what a game says is known when it is played.
+    `start` is the initial adapter; None: all weights are trained. Without an evaluator lengths are
+    not checked, because the texts of a game are known only once it is played.
     """
     check_splits(tasksets)
     if start is not None and start.rank > engine.max_rank:
@@ -86,8 +83,8 @@ def check_inputs(
 
 
 def check_splits(tasksets: Sequence[Taskset]) -> None:
-    """Raise TaskError unless each split has tasks for what it is used for. Without any taskset
-    there is none to check: then an environment elsewhere has the tasks."""
+    """Raise TaskError unless each split has enough tasks for its use. Without tasksets there is
+    nothing to check: an environment elsewhere has the tasks."""
     if not tasksets:
         return
     uses = {
@@ -99,7 +96,7 @@ def check_splits(tasksets: Sequence[Taskset]) -> None:
         count = sum(len(taskset.split(name)) for taskset in tasksets)
         if count == 0:
             if any(name in taskset.splits.hidden for taskset in tasksets):
-                continue  # another run reads them
+                continue  # reserved for another run
             raise TaskError(
                 f"No taskset has tasks of the {name} split, which are {uses[name]}: give at least "
                 f"one of them splits.{name} above 0."
@@ -112,23 +109,23 @@ def check_splits(tasksets: Sequence[Taskset]) -> None:
 
 
 def make_data(batch: Batch, config: GrpoConfig) -> tuple[Datum, ...]:
-    """The rows of a step, with weights that average over it as the loss has it.
+    """Build the rows of a step, with weights that average as the loss requires.
 
-    A rollout counts as one sequence however many rows it has.
+    A rollout counts as one sequence, however many rows it has.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     advantages = [advantage for group in batch.groups for advantage in _advantages(group, config)]
     weights = _weights(rollouts, config)
     params = config.drawing.params(group_size=config.group_size)
     return tuple(
-        _with_own_values(rollout, _datum(sequence, advantage, weight, params))
+        _with_environment_values(rollout, _datum(sequence, advantage, weight, params))
         for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
         for sequence in rollout.sequences
     )
 
 
-def _with_own_values(rollout: DrawnRollout, datum: Datum) -> Datum:
-    """What the environment said of this rollout takes the place of what follows from its group."""
+def _with_environment_values(rollout: DrawnRollout, datum: Datum) -> Datum:
+    """Override values that follow from the group by those that the environment gave."""
     values: dict[str, Any] = {}
     if rollout.advantages is not None:
         values["advantages"] = rollout.advantages
@@ -140,7 +137,7 @@ def _with_own_values(rollout: DrawnRollout, datum: Datum) -> Datum:
 
 
 def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> float:
-    """The mean of |log p now - log p when drawn| over all tokens that were drawn."""
+    """Return the mean of |log p now - log p when drawn| over all drawn tokens."""
     gaps = [abs(gap) for row in token_gaps(data, logprobs) for gap in row]
     return fsum(gaps) / len(gaps)
 
@@ -148,7 +145,7 @@ def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> floa
 def token_gaps(
     data: Sequence[Datum], logprobs: Sequence[Sequence[float]]
 ) -> tuple[tuple[float, ...], ...]:
-    """log p now - log p when drawn, by row and drawn token."""
+    """Return log p now - log p when drawn, by row and drawn token."""
     return tuple(
         tuple(now - then for now, then in zip(logprobs_now, datum.sampled_logprobs, strict=True))
         for datum, logprobs_now in zip(data, logprobs, strict=True)
@@ -167,7 +164,7 @@ def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:
 
 
 def _weights(rollouts: Sequence[DrawnRollout], config: GrpoConfig) -> list[float]:
-    """What each drawn token of a rollout weighs."""
+    """Return the weight of each rollout's drawn tokens."""
     whole = [
         Datum(tokens=(), positions=(), targets=(), weights=(1.0,) * rollout.num_drawn)
         for rollout in rollouts
@@ -198,40 +195,38 @@ def _datum(
 
 
 NUM_PROBES = 8
-"""Rollouts that the engine scores anew: some hundred tokens show any wrong layer."""
+"""Rollouts that the engine scores again: a few hundred tokens reveal any wrong layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """What one step is trained on."""
+    """The rows of one step."""
 
     step: int
     data: tuple[Datum, ...]
     is_fresh: bool
-    """Whether the weights before this step drew it."""
+    """True if the weights before this step drew the batch."""
     gap: float | None
-    """Between engine and trainer, where the engine was asked anew."""
+    """Gap between engine and trainer, if the engine scored some rows again."""
 
 
 class PolicyTrainer:
-    """Trains the policy of one run."""
-
     def __init__(self, weights: PolicyWeights, *, engine: Sampler, config: GrpoConfig) -> None:
         self._trainer = weights.trainer
         self._reference = weights.reference
         self._engine = engine
         self._config = config
         self.gaps: tuple[tuple[float, ...], ...] = ()
-        """Of the last gradients, by row and drawn token: the trainer's log p less the engine's."""
+        """Trainer log p minus engine log p of the last `gradients` call, by row and drawn token."""
 
     async def publish(self, step: int) -> Policy:
-        """Give the engine the weights as they are after so many steps."""
+        """Publish the current weights, which have taken `step` steps, to the engine."""
         return Policy(await self._trainer.publish(POLICY), step)
 
     async def prepare(self, step: int, batch: Batch, *, policy: Policy) -> StepData:
-        """The rows of the batch. Where it was drawn with older weights than those before this step,
-        the engine is asked about them: call it when nothing is being drawn, as what an engine
-        computes together may differ in the last bits from what it computes apart."""
+        """Build the rows of the batch. If older weights drew it, the engine scores some rows again:
+        call this while no draw is under way, because requests computed together may differ in the
+        last bits from requests computed apart."""
         if not batch.groups:
             return StepData(step=step, data=(), is_fresh=False, gap=None)
         data = await asyncio.to_thread(make_data, batch, self._config)
@@ -239,14 +234,14 @@ class PolicyTrainer:
         return StepData(step=step, data=data, is_fresh=batch.model_step == step, gap=gap)
 
     async def gradients(self, rows: StepData) -> dict[str, float]:
-        """Those of a step, and how far engine and trainer are apart; weights stay as they are.
+        """Compute the gradients of a step and the gap between engine and trainer.
 
-        A batch without groups has none.
+        Does not change weights. A batch without groups has no gradients.
         """
         self.gaps = ()
         if not rows.data:
             return {}
-        data = await self._completed(rows.data)
+        data = await self._with_logprobs(rows.data)
         request = TrainRequest(
             trainee=POLICY,
             data=data,
@@ -264,7 +259,7 @@ class PolicyTrainer:
         return {**output.metrics, **gaps}
 
     async def apply(self, step: int) -> dict[str, float]:
-        """One optimizer step with the gradients of the batch."""
+        """Take one optimizer step with the accumulated gradients."""
         rate = learning_rate_at(step, config=self._config, num_steps=self._config.steps)
         optimizer = self._config.optimizer.model_dump()
         [output] = await self._trainer.optim_step(
@@ -274,9 +269,9 @@ class PolicyTrainer:
             raise TrainError(output.error)
         return dict(output.metrics)
 
-    async def _completed(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
-        """The data with the log-probabilities that the loss needs, by the start or by the policy
-        before this step. Environments may have told those of the start, of some data or of all."""
+    async def _with_logprobs(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
+        """Add the log-probabilities that the loss needs: those of the start, and those of the
+        policy before this step. Environments may have given the start's for some or all rows."""
         needs = self._config.loss.needs
         if (
             not all(datum.reference_logprobs for datum in data)
@@ -299,8 +294,8 @@ class PolicyTrainer:
     async def _probe(
         self, step: int, data: Sequence[Datum], batch: Batch, policy: Policy
     ) -> float | None:
-        """The gap under the weights of this step; None when the engine does not have them, or when
-        the batch itself was drawn with them."""
+        """Return the gap under this step's weights; None if the engine lacks them or drew the batch
+        with them."""
         if policy.step != step or batch.model_step == step:
             return None
         probes = [replace(datum, temperature=1.0, kept=()) for datum in data[:NUM_PROBES]]
@@ -316,13 +311,13 @@ class PolicyTrainer:
             ]
         )
         scored = [
-            replace(probe, sampled_logprobs=_at(probe.positions, score.logprobs))
+            replace(probe, sampled_logprobs=_pick(probe.positions, score.logprobs))
             for probe, score in zip(probes, scores, strict=True)
         ]
         return mean_gap(scored, ours)
 
     def _check_gap(self, step: int, gap: float | None) -> None:
-        # A NaN is not above a limit and not below it either.
+        # Written as `not <=` so that NaN fails too.
         if gap is not None and not gap <= self._config.max_gap:
             raise TrainError(
                 f"Step {step}: under the same weights the log-probabilities of engine and trainer "
@@ -342,13 +337,12 @@ async def _logprobs(
 
 
 def _without_reference(data: Sequence[Datum]) -> tuple[Datum, ...]:
-    """All data of a request have the same columns."""
+    """Drop the column, because all rows of a request must have the same columns."""
     return tuple(replace(datum, reference_logprobs=()) for datum in data)
 
 
-def _at(positions: Sequence[int], logprobs: Sequence[float]) -> tuple[float, ...]:
-    """Those of the targets, of a score that begins with the first target: between two turns there
-    are tokens that were not drawn."""
+def _pick(positions: Sequence[int], logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Pick the log-probabilities at `positions` from a score that starts at the first of them."""
     return tuple(logprobs[position - positions[0]] for position in positions)
 
 

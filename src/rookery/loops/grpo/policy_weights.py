@@ -1,7 +1,7 @@
-"""The weights that a run trains, an adapter or a whole model, as the loop sees them.
+"""The weights in training, an adapter or a whole model, behind one interface.
 
-    weights.trainer             # its trainee POLICY is trained and published to the engine
-    await weights.write(folder) # as other programs load them
+    weights.trainer             # trains the trainee POLICY and publishes it to the engine
+    await weights.write(folder) # a folder that other programs load
     await weights.measure({"trained": saved, "base model": None}, evaluate)
 
 | | an adapter | all weights |
@@ -43,21 +43,21 @@ __all__ = [
 ]
 
 POLICY = "policy"
-"""The trainee, and the name that its versions are served by."""
+"""Name of the trainee, and of its versions on the engine."""
 REFERENCE = "reference"
-"""The trainee that stays as the run began."""
+"""Name of the frozen trainee that the KL term compares with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedWeights:
-    """Weights on disk."""
+    """Weights in a folder on disk."""
 
     folder: Path
     version: str
-    """Content hash of what was written there."""
+    """Content hash recorded when the folder was written."""
 
     def require(self, version: str) -> None:
-        """RunError unless this is what the folder holds now."""
+        """Raise RunError unless the folder still holds this version."""
         if version != self.version:
             raise RunError(
                 f"{self.folder} does not hold the weights that the run has recorded for it: "
@@ -66,51 +66,48 @@ class SavedWeights:
 
 
 Evaluate = Callable[[Mapping[str, ModelRef]], Awaitable[None]]
-"""Measures models that the engine serves while it runs, by their names in the report."""
+"""Measures the given models, by report name, while the engine serves them."""
 
 
 class PolicyWeights(Protocol):
-    """What differs between training an adapter and training a model."""
+    """The weights in training: the difference between training an adapter and a model."""
 
     @property
     def trainer(self) -> Trainer:
-        """Of the trainee POLICY."""
+        """Trainer of the trainee POLICY."""
         ...
 
     @property
     def reference(self) -> Trainer:
-        """Of the trainee REFERENCE; only used when the loss needs one."""
+        """Trainer of the trainee REFERENCE. Used only if the loss needs one."""
         ...
 
     @property
     def folder_name(self) -> str:
-        """What checkpoints are named, before the step."""
+        """Prefix of checkpoint folder names, before the step number."""
         ...
 
     @property
     def start(self) -> Path | None:
-        """The folder the run begins from; None: the run keeps the start in its own folder."""
+        """Folder that the run starts from. None: the run stores the start in its own folder."""
         ...
 
     async def version(self) -> str:
-        """Content hash of the policy as it is now."""
+        """Return the content hash of the policy's current weights."""
         ...
 
     async def write(self, folder: Path) -> None:
-        """The policy as it is now, as a new folder that other programs load."""
+        """Write the policy's current weights to a new folder that other programs load."""
         ...
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
-        """Serve each, None for the base model, while `evaluate` runs: for all or for some at a
-        time. Ends the training: a policy that shares its memory with the engine is overwritten."""
+        """Serve each entry, None being the base model, while `evaluate` runs on all or some at a
+        time. This ends the training: a policy that shares memory with the engine is overwritten."""
         ...
 
 
-# A LoRA adapter as the policy: served beside the base model, versions next to one another.
-
-
 class AdapterTrainer(Trainer, Protocol):
-    """A trainer in this process, whose trainees are adapters."""
+    """A trainer in this process whose trainees are adapters."""
 
     def add(self, trainee: str, start: Adapter) -> None: ...
 
@@ -120,7 +117,7 @@ class AdapterTrainer(Trainer, Protocol):
 
 
 class AdapterPolicy:
-    """The PolicyWeights of an adapter."""
+    """A LoRA adapter as the policy, served beside the base model."""
 
     folder_name = LoraTrainer.folder_name
     start: Path | None = None
@@ -134,9 +131,9 @@ class AdapterPolicy:
         reference: Adapter | LoraTrainer | None,
         publisher: Publisher | None = None,
     ) -> None:
-        """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
-        REFERENCE over another; None when the loss needs none. `publisher` serves an adapter in
-        place of the base model, where the engine does not serve adapters beside it."""
+        """`trainer` publishes to the engine. `reference` is an adapter, or a trainer with a trainee
+        REFERENCE over another model; None if the loss needs none. `publisher` serves adapters in
+        place of the base model, for engines that cannot serve them beside it."""
         self.trainer: AdapterTrainer = trainer
         self._base = engine.base
         self._publisher = publisher
@@ -164,14 +161,14 @@ class AdapterPolicy:
             await evaluate({name: await self._publisher.publish(adapter)})
 
     def _unchanged(self) -> Adapter:
-        """The base model as an adapter of it."""
+        """Return the base model in the form of an adapter."""
         return Adapter(name=self._base.name, base="", factors={}, version=self._base.version)
 
 
 async def measure_adapters(
     engine: Engine, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate
 ) -> None:
-    """All at the same time, beside the base model."""
+    """Load all adapters beside the base model, evaluate them at once, then unload them."""
     loaded: list[ModelRef] = []
     refs: dict[str, ModelRef] = {}
     try:
@@ -194,14 +191,9 @@ def _read(saved: SavedWeights) -> Adapter:
     return replace(adapter, name=POLICY)
 
 
-# A whole model as the policy: its weights take the place of the engine's base model.
-#
-# The engine has one base model, so that versions are served one after another.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """The model that the engine is told to serve: what the trained one is compared with."""
+    """The model that the engine is configured to serve: the baseline of the trained one."""
 
     folder: Path
     ref: ModelRef
@@ -209,7 +201,7 @@ class BaseModel:
 
 
 class FullPolicy:
-    """The PolicyWeights of a model."""
+    """A whole model as the policy, in place of the engine's base model: one version at a time."""
 
     folder_name = FullTrainer.folder_name
 
@@ -222,8 +214,7 @@ class FullPolicy:
         base: BaseModel,
         publisher: Publisher,
     ) -> None:
-        """`trainer` is at the start; `reference` is another copy of it, None without one.
-        `publisher` replaces the base model of the engine."""
+        """`reference` is another copy of the start, or None. `publisher` replaces the base."""
         self.trainer = trainer
         self.reference: Trainer = reference or trainer
         self.start: Path | None = start
@@ -250,15 +241,13 @@ class FullPolicy:
         return weights
 
 
-# An adapter that is trained elsewhere as the policy, over the ports alone.
-#
-# await trainer.create(POLICY, LoraShape(rank=8, seed=0))
-# weights = TraineePolicy(trainer, trainees=trainer, engine=engine)
-
-
 class TraineePolicy:
-    """The PolicyWeights of a trainee POLICY that the caller made; for a loss with a reference, a
-    trainee REFERENCE too."""
+    """An adapter trained elsewhere, over the ports alone. The caller creates the trainee POLICY
+    and, if the loss needs a reference, REFERENCE:
+
+        await trainer.create(POLICY, LoraShape(rank=8, seed=0))
+        weights = TraineePolicy(trainer, trainees=trainer, engine=engine)
+    """
 
     folder_name = "adapter_step"
     start: Path | None = None
@@ -266,8 +255,7 @@ class TraineePolicy:
     def __init__(
         self, trainer: Trainer, *, trainees: Trainees, engine: Engine, base: str = ""
     ) -> None:
-        """`base` is what adapters that are written name as their model; empty: as the trainer
-        calls it."""
+        """`base` is the model name in exported adapters. Empty: the trainer's name for it."""
         self._base = base
         self.trainer = trainer
         self.reference = trainer

@@ -1,20 +1,20 @@
-"""Many trainings in one: adapters of one engine and one trainer, in lockstep.
+"""A sweep: many adapters trained in lockstep on one engine and one trainer.
 
     adapters = swept(config)                       # config.sweep: {vary: ..., seeds: 3}
     report = await train_sweep(inputs, engine=engine, run=run, observer=observer)
 
-    policy-0   draw | gradients, step | publish | draw | ...      each has a run of its own,
+    policy-0   draw | gradients, step | publish | draw | ...      each has its own run,
     policy-1   draw | with all others | publish | draw | ...      in adapters/NAME of the run
 
 | stage     | consumes                     | produces                | waits for               |
 |-----------|------------------------------|-------------------------|-------------------------|
 | draw      | groups of all adapters       | a batch of each         | the engine, the scorer  |
-| gradients | the batches of all adapters  | gradients, in one call  | all that still train    |
-| step      | the gradients of all         | new weights, in one     | all that still train    |
+| gradients | the batches of all adapters  | gradients, in one call  | all active adapters     |
+| step      | the gradients of all         | new weights, in one     | all active adapters     |
 | report    | the best checkpoint of each  | one ranking             | the report tasks, once  |
 
-Every adapter is trained by the loop that trains one alone (`loop.py`), and has the bits that it has
-alone on the CPU: neither the engine nor the trainer lets a row depend on the rows beside it.
+Every adapter is trained by the loop for a single one (`loop.py`). On the CPU its weights are
+bit-identical to training it alone: in engine and trainer, no row depends on the rows beside it.
 """
 
 import asyncio
@@ -53,29 +53,25 @@ __all__ = [
 ]
 
 ADAPTERS = "adapters"
-"""The folder of a run with a run of each adapter."""
+"""Folder of the run that holds one run per adapter."""
 ADAPTER = "adapter"
-"""The event that tells of one."""
+"""Event kind: one adapter of the sweep."""
 FAILED = "adapter_failed"
-"""The event that tells that one cannot be trained on."""
-
-# Which adapters a sweep has: every combination of values, each with several seeds.
+"""Event kind: an adapter that can no longer be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """One adapter of a sweep."""
-
     name: str
-    """Of its folder."""
+    """Name of the adapter's folder."""
     setting: str
-    """`learning_rate=1e-5 loss.type=grpo`: adapters that differ in their seed alone have one."""
+    """Varied values: `learning_rate=1e-5 loss.type=grpo`. Seeds of a setting share it."""
     config: GrpoConfig
-    """What `rookery grpo run` would train it with alone."""
+    """The config that `rookery grpo run` would train it with alone."""
 
 
 def swept(config: GrpoConfig) -> list[Swept]:
-    """Of a config with a sweep, in the order of its values; ConfigError where one does not fit."""
+    """Return the adapters in the order of the sweep's values. ConfigError if one does not fit."""
     assert config.sweep is not None, "asked of sweeps only"
     vary, adapters = config.sweep.vary, list[Swept]()
     for values in itertools.product(*vary.values()):
@@ -95,14 +91,14 @@ def _varied(config: GrpoConfig, values: Mapping[str, Any], *, seed: int) -> Grpo
     document["seed"] = seed
     for key, value in sorted(values.items(), key=lambda one: one[0] != "loss.type"):
         if key == "loss.type":
-            document["loss"] = {**_told(config.loss), "type": value}
+            document["loss"] = {**_without_defaults(config.loss), "type": value}
         else:
             assign(document, key.replace("-", "_").split("."), value)
     return parse_config(GrpoConfig, document, origin="The sweep")
 
 
-def _told(section: Config) -> dict[str, Any]:
-    """What differs from its defaults: another type has other ones."""
+def _without_defaults(section: Config) -> dict[str, Any]:
+    """Return the values that differ from their defaults: another type has other defaults."""
     document = section.model_dump(mode="json")
     defaults = type(section)().model_dump(mode="json")
     return {key: value for key, value in document.items() if value != defaults[key]}
@@ -114,12 +110,9 @@ def _folder_name(text: str) -> str:
     return name if len(name) <= 100 else f"{name[:80]}_{name[-19:]}"
 
 
-# One trainer for all of them: what they ask for is computed together.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What one adapter asks for, and where its answer goes."""
+    """A call of one adapter, and the future of its answer."""
 
     method: str
     asked: Sequence[Any]
@@ -127,8 +120,7 @@ class _Call:
 
 
 class JointTrainer:
-    """Waits until every adapter that is still trained asks for something, then does all of it: one
-    call for all that ask for the same."""
+    """Waits until every active adapter has called, then computes calls of one method together."""
 
     def __init__(self, trainer: AdapterTrainer, *, num_adapters: int) -> None:
         self.trainer = trainer
@@ -141,19 +133,19 @@ class JointTrainer:
         }
 
     async def call(self, method: str, asked: Sequence[Any]) -> list[Any]:
-        """The answers to these; the last adapter to ask computes for all."""
+        """Return the answers to `asked`. The last adapter to call computes for all."""
         call = _Call(method, asked, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         try:
             await self._answer_all()
             return await call.answer
-        except asyncio.CancelledError:  # its draw failed, for one: it asks no longer
+        except asyncio.CancelledError:  # its draw failed, for example
             if call in self._waiting:
                 self._waiting.remove(call)
             raise
 
     async def leave(self) -> None:
-        """An adapter is trained to its end: the others wait for it no longer."""
+        """Remove an adapter that has finished, so that the others no longer wait for it."""
         self._num_adapters -= 1
         await self._answer_all()
 
@@ -161,7 +153,7 @@ class JointTrainer:
         if not self._waiting or len(self._waiting) < self._num_adapters:
             return
         calls, self._waiting = self._waiting, []
-        # Whoever computes for all does so to the end, also when it is cancelled itself.
+        # Calls of other adapters are in here: finish even if this task is cancelled.
         await run_to_end(self._compute(calls))
 
     async def _compute(self, calls: Sequence[_Call]) -> None:
@@ -171,19 +163,19 @@ class JointTrainer:
                 continue
             try:
                 answers = iter(await compute([one for call in same for one in call.asked]))
-            except Exception as error:  # noqa: BLE001 (whatever it was, it is everybody's answer)
+            except Exception as error:  # noqa: BLE001 (all callers get the error)
                 for call in same:
                     if not call.answer.done():
                         call.answer.set_exception(error)
                 continue
             for call in same:
                 outputs = [next(answers) for _ in call.asked]
-                if not call.answer.done():  # one that was cancelled has no use for it
+                if not call.answer.done():  # its caller may be cancelled
                     call.answer.set_result(outputs)
 
 
 class PolicyOfMany:
-    """The trainer as one adapter sees it: its trainees have their usual names."""
+    """The trainer as seen by one adapter, whose trainees have their usual names."""
 
     def __init__(self, joint: JointTrainer, number: int) -> None:
         self._joint, self._trainer, self._number = joint, joint.trainer, number
@@ -224,12 +216,9 @@ class PolicyOfMany:
         await self._trainer.export(self._name(trainee), folder)
 
 
-# The sweep itself.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInputs:
-    """One adapter: what it is trained with, and the run that it leaves."""
+    """The training of one adapter, and its run."""
 
     swept: Swept
     inputs: GrpoInputs
@@ -238,13 +227,11 @@ class AdapterInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepInputs:
-    """What a sweep is made of."""
-
     adapters: Sequence[AdapterInputs]
     joint: JointTrainer
-    """What the weights of all adapters are trained by."""
+    """Trainer of all adapters."""
     evaluator: Evaluator
-    """For the report tasks, with the log of the whole run."""
+    """Evaluator of the report tasks. It logs to the run of the sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,21 +240,23 @@ class SweptStep:
 
     step: int
     rewards: Mapping[str, float]
-    """The mean reward of each, by name; one without any is left out."""
+    """Mean reward by adapter; adapters without one are left out."""
     num_tokens: int
-    """Drawn by all."""
+    """Tokens drawn by all adapters."""
 
 
 async def train_sweep(
     inputs: SweepInputs, *, engine: Engine, run: Run, observer: Observer[SweptStep] = UNOBSERVED
 ) -> GrpoReport:
-    """Run or resume all trainings; `run` is left with the best adapter as `trained` and the report
-    of all, and the run of each adapter with its own."""
+    """Run or resume all trainings. Leaves the best adapter as `trained` and one report in `run`."""
     base = engine.base.version
     progress = _Progress(run, inputs.adapters, observer)
     all_parts = [
         assemble(
-            adapter.inputs, engine=engine, run=adapter.run, observer=_OneOfMany(adapter, progress)
+            adapter.inputs,
+            engine=engine,
+            run=adapter.run,
+            observer=_AdapterObserver(adapter, progress),
         )
         for adapter in inputs.adapters
     ]
@@ -299,9 +288,9 @@ Trained = tuple[AdapterInputs, Parts]
 async def _train_together(
     trained: Sequence[Trained], joint: JointTrainer, progress: "_Progress", run: Run
 ) -> dict[str, str]:
-    """All to their ends. One that cannot be trained on, as one whose loss is NaN, ends alone: why,
-    by name, also of former processes. When none is left, the first error ends the run, and all are
-    tried again when it is resumed."""
+    """Train all adapters to their ends and return the errors of failed ones by name, from earlier
+    processes too. An adapter that cannot go on, for example because of a NaN loss, ends alone. If
+    all fail, the first error ends the run, and resuming it tries all again."""
     known = {event.key: str(event.payload["error"]) for event in run.events(FAILED)}
     failures, errors = dict(known), list[RookeryError]()
 
@@ -329,8 +318,8 @@ async def _train_together(
 
 
 def _rank(trained: Sequence[Trained], failures: Collection[str]) -> list[Trained]:
-    """Those that did not fail, the best first, by the select tasks alone: settings by the mean of
-    their adapters, those with a failed one last; then adapters of one setting."""
+    """Return the adapters that did not fail, best first, by select tasks alone: settings by the
+    mean of their adapters, with settings that lost one last; then adapters within a setting."""
     broken = {adapter.swept.setting for adapter, _ in trained if adapter.swept.name in failures}
     whole = [one for one in trained if one[0].swept.name not in failures]
     settings = _settings(whole)
@@ -355,7 +344,7 @@ def _settings(trained: Sequence[Trained]) -> dict[str, list[Trained]]:
 
 
 def _select(parts: Parts) -> float | None:
-    """What the best checkpoint earned on the select tasks."""
+    """Return the mean select reward of the best checkpoint."""
     return parts.selection.means[parts.selection.best]
 
 
@@ -368,8 +357,8 @@ def _select_mean(trained: Sequence[Trained]) -> float | None:
 async def _measure(
     inputs: SweepInputs, ranked: Sequence[Trained], run: Run
 ) -> tuple[SweepRecord, dict[str, list[ReportRow]]]:
-    """The report tasks are read once, with the best checkpoint of every adapter. The ranking, and
-    the rows of each adapter beside the baselines; no rows where another run reads the tasks."""
+    """Measure the best checkpoint of every adapter on the report tasks, once. Returns the ranking
+    and each adapter's rows with baselines, empty if the tasks are another run's."""
     first, parts = ranked[0]
     selection = Selection(
         inputs.evaluator,
@@ -409,7 +398,7 @@ def _setting_rows(
     baselines: Sequence[str],
     seed: int,
 ) -> tuple[SettingRow, ...]:
-    """What the adapters of each setting earned on average, task by task."""
+    """Return one row per setting, from the mean of its adapters' rewards, task by task."""
     settings = _settings(ranked)
     if not rewards:
         return tuple(
@@ -467,11 +456,8 @@ def _total(trained: Sequence[Trained], name: str) -> int:
     )
 
 
-# What the whole sweep tells of its steps: one line of metrics when all adapters have taken one.
-
-
 class _Progress:
-    """The steps of all adapters, those of former processes too."""
+    """Steps of all adapters, in earlier processes too. Logs a step once all have taken it."""
 
     def __init__(
         self, run: Run, adapters: Sequence[AdapterInputs], observer: Observer[SweptStep]
@@ -486,14 +472,14 @@ class _Progress:
                 self._note(adapter.swept.name, event.payload["step"], event.payload["metrics"])
 
     def _note(self, name: str, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether all adapters that have such a step have taken it."""
+        """Record a step. Return True if all adapters that reach it have taken it."""
         taken = self._taken.setdefault(step, {})
         keys = ("reward/mean", "grpo/num_drawn_tokens")
         taken[name] = {key: metrics[key] for key in keys if key in metrics}
         return all(other in taken for other, num in self._num_steps.items() if num > step)
 
     def drop(self, name: str) -> None:
-        """It takes no further steps."""
+        """Stop waiting for further steps of an adapter."""
         self._num_steps[name] = 0
 
     def take(self, name: str, step: Step) -> None:
@@ -510,8 +496,8 @@ class _Progress:
         self.observer.on_step(SweptStep(step=step.step, rewards=rewards, num_tokens=tokens))
 
 
-class _OneOfMany(Observer[Step]):
-    """What one adapter tells."""
+class _AdapterObserver(Observer[Step]):
+    """The observer of one adapter."""
 
     def __init__(self, adapter: AdapterInputs, progress: _Progress) -> None:
         self._name, self._progress = adapter.swept.name, progress

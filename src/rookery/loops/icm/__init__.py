@@ -1,14 +1,14 @@
-"""icm: labels data that has no labels, by internal coherence.
+"""icm: labels for unlabelled data, by internal coherence.
 
-config.py        what a run is told
-loop.py          the loop, and how far it is
+config.py        the config of a run
+loop.py          the loop and its progress
 items.py         items, their groups and batches; the true labels, for the report alone
 prompts.py       items as tokens: demonstrations and queries that join exactly
 objective.py     constraints over fields of the items, and U = alpha * P - I
 label_scorer.py  label log-probabilities: each context once, by content, durable
 chain.py         one search: the paper's annealing; batches of items, and decisions as events
-baselines.py     what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
-verdict.py       what the labels are worth; how far they support one another
+baselines.py     labels without a search: zero-shot, few-shot, bootstrap; the inverted seed
+verdict.py       the quality of the labels; how far they support one another
 report.py        the result beside its baselines
 exports.py       files for training
 """

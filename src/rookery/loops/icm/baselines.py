@@ -1,10 +1,10 @@
-"""What one gets without the search, on the same items and the same model: rows beside its result.
+"""Baselines of the search, on the same items and model: further rows of the report.
 
-zero-shot         no demonstration at all
-random few-shot   demonstrations with random labels: what the format alone elicits
-bootstrap         its own surest answers as demonstrations, a few rounds, made consistent
-golden few-shot   demonstrations with true labels, where they are given for the report
-inverted seed     the search again, from the opposite of the labels it ended with
+zero-shot         no demonstrations
+random few-shot   demonstrations with random labels: the effect of the format alone
+bootstrap         the model's surest answers as demonstrations, a few rounds, made consistent
+golden few-shot   demonstrations with true labels, if the report has them
+inverted seed     a second search, from the opposite of the first one's labels
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,26 +33,25 @@ __all__ = [
 
 
 BASELINE_READS = 5
-"""Of an item, by what the search is compared with: behind no labels, behind random ones, and to
-assess three ways to label."""
+"""Reads per item of the baselines: given no labels, given random ones, and three assessments."""
 BOOTSTRAP = "bootstrap"
 INVERTED = "inverted seed"
 
 
 class BaselinesConfig(Config):
-    """What the search is compared with."""
+    """Baselines that the search is compared with."""
 
     num_shots: int = Field(default=8, ge=1)
-    """Demonstrations of the few-shot rows."""
+    """Number of demonstrations in the few-shot rows."""
     num_rounds: int = Field(default=3, ge=1)
-    """Rounds of the bootstrap."""
+    """Number of rounds of the bootstrap."""
     inverted: bool = True
-    """Search again from the opposite labels: as long as the search itself, and the best sign of
-    whether the labels mean more than their start."""
+    """Search again from the opposite labels. It takes as long as the first search, and is the best
+    test of whether the labels depend on more than their start."""
 
 
 class Baselines:
-    """The other ways to label one batch."""
+    """Labels one batch by other ways than the search."""
 
     def __init__(self, problem: Problem, *, config: BaselinesConfig, seed: int) -> None:
         self._problem = problem
@@ -61,7 +60,7 @@ class Baselines:
         self._blank: Labels = (UNLABELLED,) * problem.num_items
 
     async def unsearched(self) -> dict[str, Labels]:
-        """All ways to label that need neither a search nor true labels, by name."""
+        """Return the labels of all baselines that need neither search nor true labels, by name."""
         return {
             "zero-shot": await self.zero_shot(),
             "random few-shot": await self.random_few_shot(),
@@ -69,15 +68,15 @@ class Baselines:
         }
 
     async def zero_shot(self) -> Labels:
-        """The most likely label of each item by itself."""
+        """Return the most likely label of each item alone."""
         return self._answer(await self._read(self._blank))
 
     async def random_few_shot(self) -> Labels:
-        """The most likely labels behind a few random ones."""
+        """Return the most likely labels given a few random ones."""
         return self._answer(await self._read(self._random_shots()))
 
     async def bootstrap(self) -> Labels:
-        """The surest answers of each label become the demonstrations of the next round."""
+        """Label in rounds: the surest answers of each label are the next round's demonstrations."""
         labels = self._consistent(await self._read(self._random_shots()))
         for _ in range(self._config.num_rounds):
             reads = await self._read(labels[1])
@@ -85,7 +84,7 @@ class Baselines:
         return labels[0]
 
     async def golden_few_shot(self, gold: Mapping[int, int]) -> Labels:
-        """The most likely labels behind a few true ones; an item never sees its own."""
+        """Return the most likely labels given a few true ones. No item sees its own."""
         rng = stream(self._seed, "golden")
         shots = self._blank
         for item in shuffled(sorted(gold), rng=rng)[: self._config.num_shots]:
@@ -93,13 +92,13 @@ class Baselines:
         return self._answer(await self._read(shots))
 
     async def start(self) -> Labels | None:
-        """Bootstrap's labels to begin a search with; None where it cannot begin with them."""
+        """Return the bootstrap's labels as a search's start; None if it cannot start from them."""
         labels = await self.bootstrap()
         [assessment] = await self._problem.assess([labels])
         return None if assessment is None or assessment.num_violated else labels
 
     async def better_than(self, results: Sequence[ChainResult]) -> list[ChainResult]:
-        """The best consistent labels that need no search, if they are better than all of these."""
+        """Return the best consistent baseline, if it beats all results; else an empty list."""
         better: list[ChainResult] = []
         for name, labels in (await self.unsearched()).items():
             [assessment] = await self._problem.assess([labels])
@@ -128,7 +127,8 @@ class Baselines:
         on_step: Callable[[ChainMove], None] | None = None,
         has_room: HasRoom | None = None,
     ) -> ChainResult | None:
-        """The search from the opposite of its result; None where constraints forbid that start."""
+        """Search again from the start items, with the opposite of their final labels. None if
+        constraints forbid that start or the engine cannot score it."""
         start = self._blank
         for item in labelled_items(result.start):
             if result.labels[item] != UNLABELLED:
@@ -145,7 +145,7 @@ class Baselines:
         return replace(await chain.run(start, has_room=has_room), origin=INVERTED)
 
     async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
-        """All items behind the same demonstrations, each without itself."""
+        """Read all items given the same demonstrations, never an item's own."""
         contexts = [(shots, item) for item in range(self._problem.num_items)]
         logprobs = await self._problem.scorer.score(contexts)
         reads = [None if read is None else normalised(read) for read in logprobs]
@@ -164,7 +164,7 @@ class Baselines:
         )
 
     def _consistent(self, reads: Sequence[LabelLogprobs | None]) -> tuple[Labels, Labels]:
-        """The likeliest consistent labels, and the surest of each label as demonstrations."""
+        """Return the most likely consistent labels, and the surest of each as demonstrations."""
         labels = most_likely(reads, self._problem.constraints)
         sure = {i: read[labels[i]] for i, read in enumerate(reads) if read is not None}
         number = -(-self._config.num_shots // self._problem.num_labels)
@@ -172,7 +172,7 @@ class Baselines:
 
 
 def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Labels:
-    """Of each label the items that are surest of it, and no other labels."""
+    """Keep for each label the items that are surest of it, and no other labels."""
     shots: Labels = (UNLABELLED,) * len(labels)
     for label in sorted({*labels} - {UNLABELLED}):
         carriers = [item for item in labelled_items(labels) if labels[item] == label]
@@ -182,7 +182,7 @@ def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Label
 
 
 def calibrated(reads: Sequence[LabelLogprobs | None]) -> list[LabelLogprobs | None]:
-    """Normalised reads without what the model says of every item alike."""
+    """Remove each label's mean over all reads, and normalise."""
     known = [read for read in reads if read is not None]
     means = [sum(column) / len(known) for column in zip(*known, strict=True)]
 
@@ -193,9 +193,9 @@ def calibrated(reads: Sequence[LabelLogprobs | None]) -> list[LabelLogprobs | No
 
 
 def most_likely(reads: Sequence[LabelLogprobs | None], constraints: Constraints) -> Labels:
-    """Of the items that are tied together, the consistent labels of the highest log-probability.
+    """Return the most likely labels, consistent within each set of tied items.
 
-    An item without a read has no label.
+    Items without a read stay unlabelled.
     """
     known = {item: read for item, read in enumerate(reads) if read is not None}
     labels = tuple(argmax_label(known[i]) if i in known else UNLABELLED for i in range(len(reads)))
@@ -211,5 +211,5 @@ def most_likely(reads: Sequence[LabelLogprobs | None], constraints: Constraints)
 
 
 def invert(labels: Labels, *, num_labels: int) -> Labels:
-    """The opposite labels; with more than two, each becomes the next."""
+    """Return the opposite labels. With more than two, each becomes the next."""
     return tuple(x if x == UNLABELLED else (x + 1) % num_labels for x in labels)

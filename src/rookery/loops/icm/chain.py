@@ -1,12 +1,12 @@
-"""One search over the labels of one batch: the paper's algorithm, a call per step.
+"""One search over the labels of one batch: the paper's algorithm, one call per step.
 
-label a few items at random, consistently
-repeat: draw an item; ask for its most likely label given all others
-        if it is a change: take it up, repair its group in every consistent way, keep the best
-        accept by the gain in U and the temperature
-until all items are labelled and none is frustrated, or the iterations are used up
+    label a few items at random, consistently
+    repeat: draw an item; ask for its most likely label given all others
+            if it differs: try it with every consistent repair of its group, keep the best
+            accept by the gain in U and the temperature
+    until all items are labelled and none is frustrated, or the iterations are used up
 
-A labelling for which the engine leaves a question unanswered has no utility and is not taken up.
+A labelling with an unanswered context has no utility and is never accepted.
 """
 
 import asyncio
@@ -46,31 +46,31 @@ __all__ = [
 ]
 
 NUM_STARTS = 8
-"""Random starts to try where the engine cannot answer for one of their items, then as many with
-half as many items, and so on. At last every item is tried alone."""
+"""Random starts to try if the engine cannot answer for an item of one; then as many with half the
+items, and so on. At last every item is tried alone."""
 
 
 HasRoom = Callable[[int, int], Awaitable[bool]]
-"""Whether an iteration may begin, behind which the chain has asked for so many contexts."""
+"""Returns True if this iteration may begin and bring the chain's contexts to this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One batch of items as the search sees it: without texts and without true labels."""
+    """One batch of items as the search sees it, without texts and true labels."""
 
     num_items: int
     num_labels: int
     groups: tuple[int, ...]
-    """The group of every item."""
+    """Group number of each item."""
     constraints: Constraints
     scorer: LabelScorer
     objective: ObjectiveConfig
 
     async def assess(self, labellings: Sequence[Labels]) -> list[Assessment | None]:
-        """U of each labelling; all that is not known yet is asked for at once.
+        """Compute U of each labelling, with one call for all missing reads.
 
-        None where the engine could not answer for an item: what is missing is not averaged away.
-        None too where nothing is labelled, which predicts nothing.
+        None if the engine could not answer for an item, since missing values are not averaged away,
+        or if nothing is labelled.
         """
         contexts = [(labels, item) for labels in labellings for item in labelled_items(labels)]
         reads = iter(await self.scorer.score(contexts))
@@ -93,12 +93,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainMove:
-    """One decision and the state after it; iterations that propose nothing new have none."""
+    """One decision and the state after it. Iterations without a new proposal have none."""
 
     iteration: int
     item: int
     tried: int
-    """Consistent options that were evaluated."""
+    """Number of consistent options evaluated."""
     proposed_utility: float
     is_accepted: bool
     temperature: float
@@ -120,16 +120,16 @@ class ChainResult:
     num_iterations: int
     num_accepted: int
     is_settled: bool
-    """All labelled and nothing frustrated: it ended because there was nothing left to do."""
+    """True if all items are labelled and none is frustrated, so that the search ended by itself."""
     labelled_at: tuple[int, ...]
-    """The iteration in which each item got its label; -1 for a start label and for none."""
+    """Iteration in which each item got its label; -1 for start labels and unlabelled items."""
     steps: tuple[ChainMove, ...]
     origin: str = "random labels"
-    """What it began with; of labels that were not searched for, what made them."""
+    """Origin of the start labels, or of labels that no search found."""
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The more complete labelling is better, then the higher utility."""
+        """Rank by completeness, then by utility."""
         return self.assessment.num_labelled, self.assessment.utility
 
 
@@ -152,16 +152,16 @@ class Chain:
         self._on_step = on_step
         self._steps: list[ChainMove] = []
         self._asked: set[int] = set()
-        """Unlabelled items that were drawn since a label changed."""
+        """Unlabelled items drawn since the last change of a label."""
         self._num_asked = self._dearest = 0
-        """Contexts before the last iteration, and the most of one iteration."""
+        """Contexts asked before the last iteration, and the maximum of one iteration."""
 
     async def run(
         self, start: Labels | None = None, *, has_room: HasRoom | None = None
     ) -> ChainResult:
-        """Search from random start labels, or from the given ones, while there is room.
+        """Search from random or given start labels, while there is room.
 
-        EngineError when the engine cannot answer for any start.
+        Raises EngineError if the engine cannot answer for any start.
         """
         problem = self._problem
         start, now = await self._begin(start)
@@ -194,7 +194,7 @@ class Chain:
         )
 
     async def _fits(self, iteration: int, has_room: HasRoom) -> bool:
-        """Whether there is room for an iteration as dear as the dearest so far."""
+        """Return True if there is room for an iteration as large as the largest so far."""
         num_asked = self._problem.scorer.num_asked
         self._dearest = max(self._dearest, num_asked - self._num_asked)
         self._num_asked = num_asked
@@ -258,10 +258,10 @@ class Chain:
         return self._problem.constraints.repairs(labels, item=item, label=label)
 
     async def _look_ahead(self, state: Annealing, now: Assessment) -> None:
-        """Ask for what the next iterations need if none of them changes anything, in one call.
+        """Ask in one call for all that the next iterations need if none of them changes a label.
 
-        A wrong guess costs tokens and no decision: every read is found by its content. What is
-        asked for depends on what this chain asked before, not on what others did meanwhile.
+        A wrong guess costs tokens but changes no decision, because reads are found by content. The
+        requests depend only on this chain, not on concurrent ones.
         """
         if self._speculate <= 1:
             return
@@ -306,12 +306,9 @@ def _changed(before: Labels, after: Labels) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
 
 
-# A batch: items that are labelled together, and what their searches found.
-
-
 @dataclass(slots=True)
 class ItemBatch:
-    """One batch of items and what its chains found."""
+    """One batch of items and the results of its chains."""
 
     index: int
     items: tuple[Item, ...]
@@ -319,24 +316,24 @@ class ItemBatch:
     seed: int
     provenance: Mapping[str, Any]
     open_scorer: Callable[[Sequence[Item]], LabelScorer]
-    """Reads any items, in the order they are given, under the batch's model."""
+    """Opens a scorer for any items, in the given order, under the batch's model."""
     results: list[ChainResult] = field(default_factory=list)
-    """Of its chains, and what a baseline found where that is better than all before it."""
+    """Results of the chains, then of a baseline or inverted search that beats all before it."""
     inverted: ChainResult | None = None
-    """Of the search from the opposite labels, where there was one."""
+    """Result of the search from the opposite labels, if there was one."""
 
     @property
     def scorer(self) -> LabelScorer:
         return self.problem.scorer
 
     def end_search(self) -> None:
-        """What is asked from now on is counted as reads of the baselines."""
+        """Count all further reads for the baselines."""
         scorer = self.scorer.of_chain(None, part="baselines")
         self.problem = replace(self.problem, scorer=scorer)
 
     @property
     def chain(self) -> int:
-        """The place of the best result, the first of equals."""
+        """Index of the best result, the first among equals."""
         return max(range(len(self.results)), key=lambda c: self.results[c].rank)
 
     @property
@@ -344,17 +341,14 @@ class ItemBatch:
         return self.results[self.chain]
 
 
-# The decisions of a chain as events of the run.
-
-
 BLOCK_DECISIONS = 64
-"""Decisions written together: they follow from the answers, which are written at once."""
+"""Decisions per write. They can be recomputed from the answers, which are written at once."""
 
 
 class DecisionLog:
-    """Decisions as events, written in blocks: a resumed run makes those it lost again.
+    """Decisions as events, written in blocks. A resumed run repeats those that were lost.
 
-    They are keyed by iteration: one that decides otherwise the second time is refused.
+    Keys contain the iteration, so that a different decision for it is refused.
     """
 
     def __init__(self, run: Run, batch: ItemBatch, *, chain: int) -> None:
@@ -365,7 +359,7 @@ class DecisionLog:
         self._blocks: list[Future[list[Event]]] = []
 
     def add(self, step: ChainMove) -> None:
-        """Note a decision. Does not wait: `flush` does, at the end of the chain."""
+        """Add a decision without waiting. `flush` waits at the end of the chain."""
         payload = {
             "item": self._batch.items[step.item].id,
             "is_accepted": step.is_accepted,

@@ -1,4 +1,4 @@
-"""What a labelling is told: its items, its search, and what it is compared with."""
+"""Config of a labelling: its items, its search, its baselines."""
 
 from pathlib import Path
 from typing import Self
@@ -22,16 +22,15 @@ __all__ = ["IcmConfig", "IterateConfig"]
 
 
 class IterateConfig(Config):
-    """Training on the labels of some batches before the next are labelled."""
+    """Training on the labels of some batches before the next ones are labelled."""
 
     num_batches: int = Field(default=1, ge=1)
-    """Batches that are labelled with one adapter, before the next one is trained."""
+    """Number of batches labelled with one adapter before the next adapter is trained."""
     sft: SftConfig = SftConfig()
-    """How an adapter is trained on all labels so far, always from the beginning: from
-    a new adapter, or the one in `init_from`."""
+    """Training of each adapter on all labels so far, always from a new adapter or `init_from`."""
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with its path taken from the folder of its file."""
+        """Return the config with its path resolved against the folder of its file."""
         if self.sft.init_from is None:
             return self
         path = expanded(self.sft.init_from, folder).resolve()
@@ -39,40 +38,38 @@ class IterateConfig(Config):
 
 
 class IcmConfig(Config):
-    """One labelling of one file of items."""
+    """Config of one labelling of one file of items."""
 
     engine: SamplerChoice = EngineConfig()
-    """What answers: the embedded engine, or a fleet of vLLM servers."""
+    """The engine that answers: embedded, or a fleet of vLLM servers."""
     tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    """A model folder or Hugging Face id. Empty: the engine's model. Required for servers by URL."""
     data: DataConfig
     constraints: tuple[ConstraintConfig, ...] = ()
-    """What is known of the items' form. Without any, small models give everything one label."""
+    """Constraints on the items' form. Without any, small models give every item one label."""
     objective: ObjectiveConfig = ObjectiveConfig()
     search: AnnealingConfig = AnnealingConfig()
     batch_size: int = Field(default=256, ge=2)
-    """Items that are labelled together, each a demonstration for the others: together they must
-    fit the model's context."""
+    """Items labelled together, each a demonstration for the others. All must fit the context."""
     num_chains: int = Field(default=3, ge=1)
     """Searches of each batch from different start labels; the best counts. One alone ends in the
-    inverse concept about one time in ten. The last of several begins with bootstrap's labels."""
+    inverse concept about one time in ten. The last of several starts from bootstrap's labels."""
     parallel: int = Field(default=4, ge=1)
-    """Chains at a time, over all batches."""
+    """Maximum number of concurrent chains, over all batches."""
     speculate: int = Field(default=1, ge=1)
-    """Iterations to ask ahead for in one call, guessing that none changes anything: for engines
-    that one evaluation does not fill. Costs tokens, changes no decision."""
+    """Iterations whose requests are sent in one call, on the guess that none changes a label. For
+    engines that one evaluation does not fill. It costs tokens and changes no decision."""
     iterate: IterateConfig | None = None
-    """Label a few batches, train an adapter on them, label the next with it. Empty: all batches
-    are labelled by the model as it is."""
+    """Label a few batches, train an adapter on them, label the next with it. null: no training."""
     baselines: BaselinesConfig = BaselinesConfig()
     exports: ExportsConfig = ExportsConfig()
     track: tuple[TrackerName, ...] = ()
-    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """Trackers that draw the run's curves: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     budget: BudgetConfig = BudgetConfig()
-    """Fewer iterations where these would take more. A read of an item's labels counts as one answer
-    token; every search has an equal share of those that the baselines leave."""
+    """Limits that may end searches early. Reading an item counts as one answer token. Searches
+    share equally what the baselines leave."""
     seed: int = 0
-    """All random numbers follow from it."""
+    """Seed of all random numbers of the run."""
 
     @model_validator(mode="after")
     def _takes_adapters(self) -> Self:
@@ -84,7 +81,7 @@ class IcmConfig(Config):
         return self
 
     def reads_of_search(self, *, num_items: int, num_batches: int) -> int | None:
-        """Reads that a budget leaves to each search of a batch, one at least; None: any number."""
+        """Return the reads that the budget leaves to each search, at least one. None: no limit."""
         most = self.budget.max_answer_tokens
         if most is None:
             return None
@@ -105,7 +102,7 @@ class IcmConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with the paths in it taken from the folder of its file."""
+        """Return the config with its paths resolved against the folder of its file."""
         iterate = self.iterate
         return self.model_copy(
             update={

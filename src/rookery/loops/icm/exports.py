@@ -1,8 +1,8 @@
-"""Labels as files that training takes: of what was labelled, and nothing else.
+"""Labels as training files. They contain only the labelled data.
 
-labels.jsonl   every item: label, probability, margin, where it comes from; null when unlabelled
+labels.jsonl   every item: label, probability, margin, provenance; null if unlabelled
 sft.jsonl      a taskset: prompt, choices, answer (`rookery sft`, `genome`, any scorer of choices),
-               and as weight how much more likely the label is than not, 0 to 1
+               and as weight tanh(margin / 2): how much more likely the label is than not, 0 to 1
 pairs.jsonl    preferences: prompt, chosen, rejected
 soft.jsonl     prompt and the probability of each label
 """
@@ -43,15 +43,15 @@ class LabelPairsConfig(Config):
 
 
 class GroupPairsConfig(Config):
-    """Items of a group that carry the label against those that do not."""
+    """Items of a group that have the label against those that do not."""
 
     type: Literal["group"] = "group"
     prompt: str
-    """jinja2 over an item's fields, what both answer: "{{ question }}"."""
+    """jinja2 template over an item's fields: the prompt of both, such as "{{ question }}"."""
     response: str
-    """jinja2 over an item's fields, the answer: "{{ claim }}"."""
+    """jinja2 template over an item's fields: the response, for example "{{ claim }}"."""
     label: str = ""
-    """Empty: the first label."""
+    """The label of chosen responses. Empty: the first label."""
 
     @field_validator("prompt", "response")
     @classmethod
@@ -60,17 +60,17 @@ class GroupPairsConfig(Config):
 
 
 class ComparePairsConfig(Config):
-    """Items that compare two responses: with the label the first is chosen, else the second."""
+    """Items that compare two responses: with the label the first one is chosen, else the second."""
 
     type: Literal["compare"] = "compare"
     prompt: str
-    """jinja2 over an item's fields, what both answer."""
+    """jinja2 template over an item's fields: the common prompt of both responses."""
     first: str
-    """jinja2, the response that the label prefers."""
+    """jinja2 template: the response that the label prefers."""
     second: str
-    """jinja2, the other one."""
+    """jinja2 template: the other response."""
     label: str = ""
-    """Empty: the first label."""
+    """The label that prefers the first response. Empty: the first label."""
 
     @field_validator("prompt", "first", "second")
     @classmethod
@@ -84,32 +84,32 @@ PairsConfig = Annotated[
 
 
 class ExportsConfig(Config):
-    """What the files for training hold."""
+    """Contents of the training files."""
 
     pairs: PairsConfig = LabelPairsConfig()
-    """Which pairs of chosen and rejected texts are written."""
+    """Kind of preference pairs to write."""
     min_margin: float = 0.0
-    """Only items whose label has at least these log-odds; labels.jsonl has all."""
+    """Minimum log-odds of a label to be exported. labels.jsonl contains all items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRecord:
-    """What became of one item."""
+    """The result for one item."""
 
     item: Item
     label: int | None
     read: LabelLogprobs | None
-    """Log-probabilities among the labels, given all other labels."""
+    """Log-probabilities among the labels, given the labels of all other items."""
     margin: float | None
     """Log-odds of the label."""
     iteration: int | None
-    """When it got its label; None for a start label."""
+    """Iteration in which it got its label; None for a start label."""
     provenance: Mapping[str, Any]
     """Model, order, batch, chain and seed."""
 
 
 def check_exports(items: Sequence[Item], *, labels: Sequence[str], config: ExportsConfig) -> None:
-    """Refuse now what `write_exports` would refuse when the search is over."""
+    """Refuse in advance what `write_exports` would refuse after the search."""
     match config.pairs:
         case LabelPairsConfig():
             return
@@ -126,7 +126,7 @@ def check_exports(items: Sequence[Item], *, labels: Sequence[str], config: Expor
 def write_exports(
     run: Run, records: Sequence[LabelRecord], *, labels: Sequence[str], config: ExportsConfig
 ) -> None:
-    """The four files, each replaced whole."""
+    """Write the four files, each atomically."""
     run.write_text("labels.jsonl", _lines(_label_row(record, labels) for record in records))
     sure = [r for r in records if r.margin is not None and r.margin >= config.min_margin]
     run.write_text("sft.jsonl", _lines(_sft_row(record, labels) for record in sure))
@@ -137,7 +137,7 @@ def write_exports(
 def make_pairs(
     records: Sequence[LabelRecord], *, labels: Sequence[str], config: PairsConfig
 ) -> list[dict[str, Any]]:
-    """Preference rows; margin is the log-odds that the chosen one is rightly so."""
+    """Make preference rows. The margin is the log-odds that the choice is right."""
     match config:
         case LabelPairsConfig():
             return [
@@ -180,7 +180,7 @@ def _group_pairs(
 def _compare_pairs(
     records: Sequence[LabelRecord], config: ComparePairsConfig, *, wanted: int
 ) -> list[dict[str, Any]]:
-    """One row per comparison: the reverse of one that is there already says nothing new."""
+    """Make one row per comparison. The reverse of an existing one adds nothing."""
     prompt, first, second = map(
         compile_prompt_template, (config.prompt, config.first, config.second)
     )

@@ -1,4 +1,4 @@
-"""Items to be labelled: rows of a .jsonl or .json file, without the answers.
+r"""Items to be labelled: rows of a .jsonl or .json file, without the answers.
 
     data:
       path: claims.jsonl
@@ -6,8 +6,8 @@
       labels: ["True", "False"]
       group: question
 
-A gold file is for the report alone. Its field is dropped from the items when both are one file, so
-that neither a prompt nor a constraint can see it.
+Only the report reads gold labels. Their field is dropped from the items, in any file, so that no
+prompt or constraint can see it.
 """
 
 import hashlib
@@ -34,37 +34,37 @@ __all__ = ["DataConfig", "GoldConfig", "Item", "batch_items", "read_gold", "read
 
 
 class GoldConfig(Config):
-    """True labels, read after the search, for the report alone."""
+    """True labels, read after the search and only for the report."""
 
     path: Path | None = None
-    """A .jsonl or .json file; empty: the file of the items."""
+    """A .jsonl or .json file. Empty: the file of the items."""
     field: str = "label"
-    """The field that holds the true label."""
+    """Field of the true label."""
     values: dict[str, str] = Field(default_factory=dict)
-    """What values mean which label, where they are not its name: {"1": "True", "0": "False"}."""
+    """Label by value, where values are not label names: {"1": "True", "0": "False"}."""
 
 
 class DataConfig(Config):
-    """What is to be labelled, and with which labels."""
+    """The items and their possible labels."""
 
     path: Path
     """A .jsonl file with an object per line, or a .json file with a list of objects."""
     key: str = ""
-    """The list of objects in a .json file that holds several: `test`."""
+    """Key of the list in a .json file that holds several: `test`."""
     prompt: str
-    """jinja2 over an item's fields. It ends where the label begins, without a space at the end."""
+    """jinja2 template over an item's fields. It ends where the label begins, without a space."""
     labels: tuple[str, ...] = Field(default=("True", "False"), min_length=2)
-    """Each must be one token after the prompt and a space."""
+    """Possible labels. Each must be one token after the prompt and a space."""
     preamble: str = ""
-    """A text before the first demonstration."""
+    """Text before the first demonstration."""
     separator: str = "\n\n"
-    """Between a label and the next demonstration."""
+    """Text between a label and the next demonstration."""
     id: str = ""
-    """The field that names an item; empty: `id` where there is one, else a hash of the prompt."""
+    """Field of the item's id. Empty: `id` if the item has it, else a hash of the prompt."""
     group: str = ""
-    """Items of equal value here belong together: they stay in one batch and next to one another."""
+    """Field of the group. Items with equal values stay in one batch and next to one another."""
     limit: int | None = Field(default=None, ge=1)
-    """Only the first so many items."""
+    """Use only the first so many items."""
     gold: GoldConfig | None = None
 
     @field_validator("prompt")
@@ -84,7 +84,7 @@ class DataConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> Self:
-        """The config with its paths taken from the folder of its file."""
+        """Return the config with its paths resolved against the folder of its file."""
         gold = self.gold
         if gold is not None and gold.path is not None:
             gold = gold.model_copy(update={"path": expanded(gold.path, folder).resolve()})
@@ -93,20 +93,20 @@ class DataConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One thing to be labelled: `Item(id="q7-2", text="Question: ...", group="q7", ...)`."""
+    """One item to label, for example `Item(id="q7-2", text="Question: ...", group="q7", ...)`."""
 
     id: str
     text: str
-    """The prompt, up to where the label begins."""
+    """The prompt, up to the label."""
     group: str
     fields: Mapping[str, Any]
     """The row without its true label."""
 
 
 def read_items(config: DataConfig) -> list[Item]:
-    """The items in file order, or a TaskError that names the row."""
+    """Read the items in file order. Raises TaskError with the row's position."""
     template = compile_prompt_template(config.prompt)
-    # Whichever file holds the true labels: one file has many spellings.
+    # Hidden even if gold.path is another file: paths may name the same file differently.
     hidden = None if config.gold is None else config.gold.field
     items: list[Item] = []
     seen: dict[str, str] = {}
@@ -130,7 +130,7 @@ def read_items(config: DataConfig) -> list[Item]:
 
 
 def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
-    """The true label of each item that has one, by id. Only the report may call this."""
+    """Read the true labels by item id, for items that have one. Only for the report."""
     gold = config.gold
     if gold is None:
         return {}
@@ -155,7 +155,7 @@ def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
 
 
 def batch_items(items: Sequence[Item], *, size: int) -> list[list[Item]]:
-    """Batches of at most `size`, whole groups together, as even as they can be, in item order."""
+    """Split into batches of at most `size`, as even as possible, in order, keeping groups whole."""
     groups: dict[str, list[Item]] = {}
     for item in items:
         groups.setdefault(item.group, []).append(item)

@@ -1,14 +1,14 @@
-"""Reading label log-probabilities: each context once, all that are asked for together.
+"""Label log-probabilities of contexts: each context is asked for once, missing ones together.
 
     scorer = SharedLabelScorer(sampler, prompts=prompts, order=order, model=ref, store=store)
     reads = await scorer.score([(labels, 0), (labels, 1)])
 
-A chain uses `scorer.of_chain(affinity)`: its contexts differ little from one iteration to the next,
-so they go to one server if possible.
+A chain uses `scorer.of_chain(affinity)`: its contexts change little between iterations, so they
+prefer one server.
 
-What the engine cannot answer is an answer too: a context that fails by itself while others are
-answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
-When nothing is answered the engine is gone: that is an error, and nothing is stored.
+A context that fails alone while others are answered is stored as failed and read as None. A resumed
+run does not repeat it. If nothing is answered, the engine is gone: this raises an error and stores
+nothing.
 """
 
 import asyncio
@@ -37,46 +37,45 @@ __all__ = [
 ]
 
 Context = tuple[Labels, int]
-"""All labels and the item that is asked for: its own label is not shown."""
+"""All labels, and the item to read. Its own label is not shown."""
 
 Part = Literal["search", "baselines"]
-"""What reads are counted as: those of the search, or of what it is compared with."""
+"""Part of the run that reads count for: the search, or its comparisons."""
 
 BLOCK_REQUESTS = 32
-"""Requests stored together: what a killed process loses at most, per block in flight."""
+"""Requests stored together: the maximum that a killed process loses per block in flight."""
 
 NUM_BLOCKS = 16
-"""Blocks in flight: enough to fill a server's batch."""
+"""Blocks in flight on servers: enough to fill a server's batch."""
 
 NUM_BLOCKS_HERE = 4
-"""The same for an engine in this process: it computes them side by side, and until the first ends
-nobody knows how far they are."""
+"""Blocks in flight on an engine here, which shows no progress before the first of them ends."""
 
 PLANNED_BLOCK_TOKENS = 16
-"""The block of the planned count: what most servers' prefix caches use."""
+"""Block size of the simulated prefix cache, as most servers have it."""
 
 
 NUM_PROBES = 3
-"""Short contexts that are asked for to see whether an engine answers anything at all."""
+"""Short contexts asked for to test whether an engine answers at all."""
 
 Failure = EngineError | FleetError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A context that was sent, and what came of it."""
+    """A context that was sent, and its result."""
 
     key: str
     read: LabelLogprobs | None
     error: str
-    """Why there is no read; empty where there is one."""
+    """Reason why there is no read; empty if there is one."""
     num_tokens: int
     num_computed: int
-    """Of these, what a prefix cache leaves to compute."""
+    """Tokens that a prefix cache leaves to compute."""
 
 
 class ScoreStore:
-    """Reads found again by content; durable when they have a run."""
+    """Reads by content; durable if the store has a run."""
 
     def __init__(
         self, run: Run | None = None, *, on_read: Callable[[], None] = lambda: None
@@ -87,17 +86,17 @@ class ScoreStore:
         self._known: dict[str, LabelLogprobs | None] = {}
         self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
         self.errors: dict[str, str] = {}
-        """Of the contexts that the engine could not answer, by key."""
+        """Errors of the contexts that the engine could not answer, by key."""
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        """Of the contexts that were sent, each once, by part."""
+        """Tokens of all contexts sent, each counted once, by part."""
         self.computed: Counter[str] = Counter()
-        """Of these, what a prefix cache leaves to compute; it begins cold when a run is resumed."""
+        """Tokens that a prefix cache leaves to compute, by part. A resume empties the cache."""
         for event in run.events("score") if run is not None else ():
             self._take(event.key, event.payload)
 
     def __contains__(self, key: str) -> bool:
-        """Whether it was answered, be it by a failure."""
+        """Return True if the context was answered, even by a failure."""
         return key in self._known
 
     @property
@@ -113,14 +112,13 @@ class ScoreStore:
         return self._known.get(key)
 
     def plan(self, request: ScoreRequest) -> int:
-        """Count a request that is about to be sent: the tokens left to compute."""
+        """Add a request to the simulated cache. Returns the tokens left to compute."""
         return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
 
     async def add(self, scored: Iterable[Scored], *, part: Part) -> None:
-        """Store a block, all or none, counted as reads of this part of the run. Failed contexts
-        are stored as good ones are.
+        """Store a block of reads and failures, all or none, and count it for `part`.
 
-        Of two answers to one context the first that was stored is kept.
+        If a context has two answers, the first stored one is kept.
         """
         news = {
             one.key: {
@@ -162,39 +160,38 @@ class LabelScorer(Protocol):
 
     @property
     def naive_tokens(self) -> int:
-        """Prompt tokens of all reads of the search, had nothing been shared."""
+        """Prompt tokens of all search reads, if none were shared."""
         ...
 
     @property
     def longest_tokens(self) -> int:
-        """The prompt tokens of a read behind all other labels."""
+        """Prompt tokens of a read given all other labels."""
         ...
 
     @property
     def num_asked(self) -> int:
-        """Different contexts that this scorer was asked for, of whoever asked first."""
+        """Number of different contexts this scorer was asked for, known ones included."""
         ...
 
     def of_chain(self, affinity: Hashable, *, part: Part = "search") -> "LabelScorer":
-        """The same scorer for one chain: what it asks for goes to one server where that is as
-        quick. New reads are counted as those of `part`."""
+        """Return a view for one chain, with server affinity. Its new reads count for `part`."""
         ...
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        """The reads, in order; None for a context that the engine cannot answer."""
+        """Return the reads in order; None for a context that the engine cannot answer."""
         ...
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
-        """Make these known, if anything can be."""
+        """Ask for the unknown contexts among these."""
         ...
 
     def known(self, context: Context) -> LabelLogprobs | None:
-        """A read that costs nothing any more; None for what is not known, or failed."""
+        """Return a stored read. None if it is unknown or failed."""
         ...
 
 
 class SharedLabelScorer:
-    """Contexts that are known cost nothing; the others are sent together, in tree order."""
+    """Sends unknown contexts together, in tree order. Known ones cost nothing."""
 
     def __init__(
         self,
@@ -212,14 +209,14 @@ class SharedLabelScorer:
         self._model = model
         self._store = store
         self._place = {item: place for place, item in enumerate(order.leaves)}
-        # What follows is shared by the scorers of all chains.
+        # The scorers of all chains share the next three.
         self._once = AskOnce[Context, LabelLogprobs | None]()
         self._places = asyncio.Semaphore(NUM_BLOCKS if is_remote else NUM_BLOCKS_HERE)
         self._naive: Counter[str] = Counter()
         self._affinity: Hashable = None
         self._part: Part = "search"
         self._asked: set[str] = set()
-        """Not shared."""
+        """Not shared between chains."""
 
     @property
     def naive_tokens(self) -> int:
@@ -242,7 +239,6 @@ class SharedLabelScorer:
         return self._store.find(self._key(context))
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
-        """Each context's read, in order; none is ever asked for twice."""
         for labels, target in contexts:
             order = self._order.of(target)
             self._naive[self._part] += self._prompts.num_tokens(labels, target, order=order)
@@ -270,7 +266,7 @@ class SharedLabelScorer:
         return {key: self._store.find(key) for key in block}
 
     async def _answer(self, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
-        """An answer to each. What fails is asked for by itself, twice, of an engine that lives."""
+        """Return an answer per request. Failed ones are repeated alone, twice."""
         answers = await _ask(self._sampler, requests)
         for _ in range(2):
             failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
@@ -285,7 +281,7 @@ class SharedLabelScorer:
         return answers
 
     async def _require_live_engine(self) -> None:
-        """Raise unless one of the shortest contexts there are is answered: an item by itself."""
+        """Raise unless the engine answers one of the shortest contexts, an item alone."""
         blank = (UNLABELLED,) * len(self._prompts.items)
         errors: list[Failure] = []
         for item in range(min(NUM_PROBES, len(blank))):
@@ -312,11 +308,11 @@ def _request(
 
 
 async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
-    """One answer per request: finite numbers for all labels, or why there are none."""
+    """Return per request finite log-probabilities of all labels, or an error."""
     try:
         scores = await sampler.score(requests)
     except (EngineDownError, FleetDownError):
-        raise  # the engine is down: the run ends, to be resumed
+        raise  # the run ends and can be resumed
     except (EngineError, FleetError) as error:
         return [error] * len(requests)
     if len(scores) != len(requests):

@@ -1,14 +1,14 @@
-"""The icm loop: labels without labels, by internal coherence.
+"""The icm loop: labels for unlabelled data, by internal coherence.
 
     for each batch of items, several chains at a time:
         anneal the labels until nothing is frustrated          # chain.py
-    labels = the best chain of each batch, or of a baseline that is better than all of them
-    if iterating: train an adapter on the labels so far, go on with it
-    compare with what needs no search                          # baselines.py
+    labels = the best chain of each batch, or a baseline that beats them all
+    if iterating: train an adapter on the labels so far, continue with it
+    compare with the baselines                                 # baselines.py
     read the true labels, if there are any, for the report     # verdict.py
 
-Everything is a function of (config, seed) and of the answers, and every answer is in the run's
-event log before it counts. So resuming is running again: what was answered is not asked twice.
+Everything is a function of (config, seed) and the answers. Every answer is in the run's event log
+before it counts, so a resumed run asks nothing twice.
 """
 
 import asyncio
@@ -69,23 +69,24 @@ class ChainStep:
 
 
 UNSEARCHED = (8, 4)
-"""Reads of an item by what needs no search, most of them behind a few labels, and the labellings
-of all items that take as long."""
+"""Cost of the baselines: reads per item, most given few labels, and the full labellings that take
+as long."""
 BOOTSTRAPPED = (3, 2)
-"""The same where a chain has begun with bootstrap's labels."""
+"""The same if a chain has started from the bootstrap's labels."""
 REPORT_READS = 1 + NUM_CONTEXTS
-"""Of an item, by the report."""
+"""Reads per item for the report."""
 REPORT_SPEED = 6
-"""Servers compute the reads of the report in one block: six take as long as one of a search."""
+"""Speed of report reads on servers, relative to search reads: a block computes them together."""
 
 
 class LabellingProgress:
-    """Foretells the prompt tokens that all rounds compute: those that no prefix cache saves.
+    """Predicts the prompt tokens of all rounds, without those that a prefix cache saves.
 
-    A search is as far as its items are labelled or its iterations used up. To label one more it
-    reads all that have a label, so that it computes with the square of their number. The inverted
-    one is as long as one from random labels, and every round as long as the one before. All else
-    is reads of all items, nearly all of them behind all labels.
+    The progress of a search is its share of labelled items, used iterations or used reads,
+    whichever is largest. Labelling one more item reads all labelled ones, so the cost grows with
+    the square of their number. An inverted search is assumed to take as long as one from random
+    labels, and each round as long as the previous one. All other reads cover all items, nearly
+    always given all labels.
     """
 
     def __init__(
@@ -97,41 +98,41 @@ class LabellingProgress:
         reads: int | None,
         is_remote: bool,
     ) -> None:
-        """`reads` are those that a budget leaves to each search; None: any number."""
-        self.store = ScoreStore(run, on_read=self._tell)
+        """`reads` is the budget's limit per search; None: no limit."""
+        self.store = ScoreStore(run, on_read=self._report_progress)
         self._run, self._config, self._observer = run, config, observer
         self._most_reads = math.inf if reads is None else reads
         self._report_speed = REPORT_SPEED if is_remote else 1
-        self._num_random = max(1, config.num_chains - 1)  # the last begins with known labels
+        self._num_random = max(1, config.num_chains - 1)  # the last starts from known labels
         self._inverted = range(config.num_chains, config.num_chains + config.baselines.inverted)
         self._num_items: dict[int, int] = {}
-        """By batch of the round."""
+        """Number of items, by batch of the round."""
         self._parts: dict[tuple[int, int], float] = {}
-        """How far each search of the round is, 0 to 1, by batch and chain."""
+        """Progress of each search of the round, 0 to 1, by batch and chain."""
         self._asked: dict[tuple[int, int], int] = {}
-        """Contexts that each has asked for."""
+        """Contexts asked for, by batch and chain."""
         self._num_rounds_left = self._tokens_before = 0
         self._search_tokens = 0.0
-        """Of one search from random labels in every batch of the round."""
+        """Tokens of one search from random labels in every batch of the round."""
         self._reads_searched = 0
-        """When these searches asked last."""
+        """Number of reads when such a search last asked."""
         self._before_report = (0, 0)
-        """Reads and tokens when any search asked last."""
+        """Reads and tokens when any search last asked."""
         self._num_begun = 0
-        """Items of this round and those before."""
+        """Items of this round and earlier ones."""
         self._round_tokens = 0.0
-        """To read every item of the round behind all labels."""
+        """Tokens to read every item of the round given all labels."""
         self._report_begun = self._report_tokens = 0.0
-        """For the report of the rounds so far, and of all."""
+        """Tokens of the report: for the rounds so far, and for all rounds."""
 
     def begin(self, batches: Sequence[ItemBatch], *, num_rounds_left: int) -> None:
-        """A round begins; so many follow."""
+        """Begin a round, with this many to follow."""
         self._num_rounds_left, self._tokens_before = num_rounds_left, self.store.num_computed
         self._num_items = {batch.index: len(batch.items) for batch in batches}
         self._num_begun += sum(self._num_items.values())
         self._parts, self._asked = {}, {}
         self._round_tokens = sum(_labelling_tokens(b, num=len(b.items)) for b in batches)
-        # The items of one question are read behind the same labels.
+        # Items of one question are read given the same labels.
         report = NUM_CONTEXTS * sum(
             _labelling_tokens(b, num=len(set(b.problem.groups))) for b in batches
         )
@@ -139,7 +140,7 @@ class LabellingProgress:
         self._report_tokens = self._report_begun + num_rounds_left * report
 
     def step(self, batch: ItemBatch, chain: int, step: ChainMove, *, num_asked: int) -> None:
-        """A chain has decided, and has asked for so many contexts so far."""
+        """Take a chain's decision, and the number of contexts it has asked for so far."""
         search, num_items = self._config.search, len(batch.items)
         start = min(search.num_start, num_items - 1)
         num_labelled = sum(label != UNLABELLED for label in step.labels)
@@ -162,7 +163,7 @@ class LabellingProgress:
     def end(self, batch: ItemBatch, chain: int) -> None:
         self._parts[batch.index, chain] = 1.0
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         part, inverted = self._part(range(self._num_random)), self._part(self._inverted)
         if not part:
             return
@@ -180,28 +181,28 @@ class LabellingProgress:
         whole_round = tokens - self._tokens_before + left
         left += self._num_rounds_left * whole_round
         reads_before, tokens_before = self._before_report
-        told = tokens_before + (tokens - tokens_before) / self._report_speed
+        done_tokens = tokens_before + (tokens - tokens_before) / self._report_speed
         left += self._report_tokens_left(num_reads - reads_before) / self._report_speed
-        self._observer.on_progress(told, told + left)
+        self._observer.on_progress(done_tokens, done_tokens + left)
 
     def _search_share(self) -> float:
-        """What the searches from random labels asked for, of all that was asked for."""
+        """Return the share of the searches from random labels in all requests."""
         num_random = sum(n for (_, chain), n in self._asked.items() if chain < self._num_random)
         num_all = sum(self._asked.values())
         return num_random / num_all if num_all else 1.0
 
     def _baseline_tokens(self, num_reads: int) -> float:
-        """Left to compute for what needs no search."""
+        """Return the tokens left for the baselines."""
         reads, labellings = BOOTSTRAPPED if self._config.num_chains > 1 else UNSEARCHED
         left = 1 - (num_reads - self._reads_searched) / (reads * sum(self._num_items.values()))
         return max(0.0, left) * labellings * self._round_tokens
 
     def _report_tokens_left(self, num_reads: int) -> float:
-        """Left to compute after so many reads of the report."""
+        """Return the tokens left after this many reads of the report."""
         return max(0.0, 1 - num_reads / (REPORT_READS * self._num_begun)) * self._report_tokens
 
     def _tokens_in_budget(self) -> float:
-        """Those that searches can compute until the hours of the budget are over."""
+        """Return the tokens that fit into the budget's remaining hours."""
         max_hours = self._config.budget.max_hours
         if max_hours is None:
             return math.inf
@@ -209,7 +210,7 @@ class LabellingProgress:
         return self.store.num_computed * max(0.0, 3600 * max_hours / elapsed_s - 1)
 
     def _part(self, chains: range) -> float:
-        """How far these chains are, every batch by its items; 1 where there is none."""
+        """Return the progress of these chains, weighted by items; 1 without chains."""
         total = sum(self._num_items.values()) * len(chains)
         done = sum(
             num_items * self._parts.get((batch, chain), 0.0)
@@ -220,43 +221,41 @@ class LabellingProgress:
 
 
 def _labelling_tokens(batch: ItemBatch, *, num: int) -> float:
-    """About what reading all items takes: each level of a tree over so many leaves shows all of
-    them once, and each is asked for."""
+    """Estimate the tokens to read all items: each level of a tree over `num` leaves shows all."""
     return batch.scorer.longest_tokens * (1 + math.log2(num))
 
 
 logger = logging.getLogger(__name__)
 
 SPENT = "spent"
-"""The event that says how many reads there were before those of the report."""
+"""Event kind: the number of reads before those of the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labeller:
-    """The model that gives the labels: how it is asked, and how it is trained."""
+    """The model that labels: how to ask it and how to train it."""
 
     sampler: Sampler
     model: ModelRef
     encoder: Encoder
     context_tokens: int | None = None
-    """The longest prompt of the model, where it is known: checked before anything is asked."""
+    """Maximum prompt length, if known. Checked before any request."""
     is_remote: bool = False
-    """Whether servers compute, for the time left."""
+    """True if servers compute. Affects only the predicted time left."""
     notes: tuple[str, ...] = ()
-    """What a reader of the report must know of the model."""
+    """Notes on the model for the report."""
     tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
-    """Trains an adapter on the data and makes it servable; needed when the config iterates."""
+    """Trains an adapter on the data and makes it servable. Required if the config iterates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcmInputs:
-    """What a labelling is made of."""
+    """The inputs of a labelling."""
 
     config: IcmConfig
     items: Sequence[Item]
     gold: Callable[[], Mapping[str, int]] = dict
-    """Reads the true labels; called when the search is over, so that nothing before can depend on
-    them."""
+    """Reads the true labels. Called after the search, so that nothing before can depend on them."""
 
 
 async def label(
@@ -266,7 +265,7 @@ async def label(
     run: Run,
     observer: Observer[ChainStep] = UNOBSERVED,
 ) -> IcmReport:
-    """Run or resume one labelling in `run`, which is left with labels, exports and report."""
+    """Run or resume one labelling. Leaves labels, exports and the report in `run`."""
     config, labeller = inputs.config, engine
     rounds = _rounds(config, inputs.items)
     reads = config.reads_of_search(num_items=len(inputs.items), num_batches=sum(map(len, rounds)))
@@ -306,15 +305,14 @@ async def label(
 
 
 async def _note_spent(run: Run, store: ScoreStore) -> SpentRecord:
-    """What labelling took; when a report that was cut short is made again, its own reads are
-    known too."""
+    """Record the reads of labelling once, because a repeated report finds its own reads too."""
     new = NewEvent(kind=SPENT, key=SPENT, payload={"reads": store.num_reads}, first_wins=True)
     [event] = await run.append_many([new])
     return SpentRecord(drawn_tokens=int(event.payload["reads"]))
 
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labeller) -> None:
-    """Refuse, before anything is asked, prompts, constraints and exports that cannot be."""
+    """Refuse impossible prompts, constraints and exports before any request."""
     check_exports(items, labels=config.data.labels, config=config.exports)
     for batch in batch_items(items, size=config.batch_size):
         open_problem(config, batch, labeller=labeller, store=ScoreStore())
@@ -323,7 +321,7 @@ def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labelle
 def open_problem(
     config: IcmConfig, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
 ) -> Problem:
-    """One batch as the search sees it: indices, groups, constraints and a scorer."""
+    """Build the search's view of one batch: indices, groups, constraints and a scorer."""
     prompts = BatchPrompts(items, encoder=labeller.encoder, data=config.data)
     if labeller.context_tokens is not None and prompts.longest_tokens > labeller.context_tokens:
         fits = int(len(items) * labeller.context_tokens / prompts.longest_tokens)
@@ -360,7 +358,7 @@ def _scorer(
 
 
 def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
-    """The batches that are labelled by one model, model by model."""
+    """Return the batches in rounds, one per model."""
     batches = batch_items(items, size=config.batch_size)
     if config.iterate is None:
         return [batches]
@@ -393,7 +391,7 @@ def _open_batch(
 
 
 async def _tune(config: IcmConfig, batches: Sequence[ItemBatch], labeller: Labeller) -> ModelRef:
-    """A model trained on every label so far that is sure enough to be exported."""
+    """Train a model on all labels so far that are certain enough to export."""
     if labeller.tune is None:
         raise ConfigError(
             "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
@@ -429,8 +427,8 @@ async def _search(
     progress: LabellingProgress,
     reads: int | None,
 ) -> None:
-    """All chains of all batches, a few at a time; each batch is left with its results. `reads` is
-    what a budget leaves to each chain."""
+    """Run all chains of all batches, at most `parallel` at a time, and store their results in the
+    batches. `reads` is the budget's limit per chain."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
 
     async def search(batch: ItemBatch, chain: int) -> ChainResult:
@@ -480,7 +478,7 @@ def _baselines(config: IcmConfig, batch: ItemBatch, problem: Problem) -> Baselin
 def _has_room(
     config: IcmConfig, batch: ItemBatch, chain: int, run: Run, reads: int | None
 ) -> HasRoom:
-    """Chains run side by side: each has a budget of its own, which none of the others touches."""
+    """Open the budget of one chain. Chains are concurrent, so each has its own."""
     budget_config = config.budget.model_copy(update={"max_answer_tokens": reads})
     where = f"{batch.index}/{chain}"
     budget = Budget(budget_config, run, key=where)
@@ -491,7 +489,7 @@ def _has_room(
 
 
 def _count_decided(run: Run, where: str) -> int:
-    """Iterations of a chain up to its last decision."""
+    """Count the iterations of a chain up to its last decision."""
     places = (event.key.rpartition("/") for event in run.events("decision"))
     return max((int(number) + 1 for chain, _, number in places if chain == where), default=0)
 
@@ -504,7 +502,7 @@ async def _search_inverted(
     progress: LabellingProgress,
     has_room: HasRoom,
 ) -> None:
-    """The search from the opposite of the best labels; it counts where it finds better ones."""
+    """Search from the opposite of the best labels. The result counts if it is better."""
     decisions = DecisionLog(run, batch, chain=len(batch.results))
 
     def stepped(step: ChainMove) -> None:
@@ -521,7 +519,7 @@ async def _search_inverted(
 
 
 def _metrics(step: ChainMove, *, where: str) -> dict[str, float]:
-    """By batch and chain, as several search at the same time."""
+    """Name metrics by batch and chain, as several search concurrently."""
     values = {
         "utility": step.utility,
         "best_utility": step.best_utility,

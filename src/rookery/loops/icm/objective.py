@@ -1,9 +1,9 @@
-"""U = alpha * P - I: how well the labels predict one another, less the constraints they break.
+"""U = alpha * P - I: the mutual predictability of labels, less the constraints they break.
 
     assessment = assess(labels, reads, config=ObjectiveConfig(), num_violated=0)
     assessment.utility, assessment.frustrated
 
-A read holds the log-probabilities of all labels of one item, given all other labels.
+A read is the log-probabilities of all labels for one item, given the labels of all others.
 """
 
 import json
@@ -46,7 +46,7 @@ __all__ = [
     "predict",
 ]
 
-# Constraints as a config declares them, over fields of the items, to constraints over indices.
+# Constraints of a config, over fields of the items, become constraints over indices:
 #
 #     constraints:
 #       - {type: exclusive, group: question, count: exactly_one}
@@ -54,38 +54,38 @@ __all__ = [
 #       - {type: asymmetric_pair, group: pair}
 #       - {type: implies, field: implies}
 #
-# They speak of the items' form: which belong together, what their final answer is. A field made
+# They describe the items' form: which belong together, what their final answer is. A field derived
 # from true labels would leak them into the search.
 
 
 class _GroupConfig(Config):
     group: str = ""
-    """Items of equal value in this field are constrained; empty: data.group."""
+    """Field of the constrained groups: items with equal values. Empty: data.group."""
 
 
 class ExclusiveConfig(_GroupConfig):
-    """Not two items of a group carry the label."""
+    """At most one item of a group has the label, or exactly one."""
 
     type: Literal["exclusive"] = "exclusive"
     label: str = ""
-    """Empty: the first label."""
+    """The exclusive label. Empty: the first label."""
     count: Literal["at_most_one", "exactly_one"] = "at_most_one"
-    """Whether exactly one item of a group has the label, or at most one."""
+    """Number of items of a group that have the label."""
 
 
 class EqualAnswerConfig(_GroupConfig):
-    """Items of a group with equal answers have equal labels; different ones are not both right."""
+    """Items of a group with equal answers have equal labels. Unequal answers are not both right."""
 
     type: Literal["equal_answer"] = "equal_answer"
     answer: str
-    """The field that holds the answer, or the text it is found in."""
+    """Field that is the answer or contains it."""
     pattern: str = ""
-    """A regular expression whose first group is the answer: "A: (.+)$". Empty: the whole field."""
+    """Regular expression whose first group is the answer: "A: (.+)$". Empty: the whole field."""
     missing: Literal["error", "free"] = "error"
-    """An item in which the pattern finds no answer, such as a solution that was cut off: refuse it,
-    or leave it free of this constraint."""
+    """Treatment of an item in which the pattern finds no answer, such as a truncated solution:
+    `error` refuses it, `free` exempts it from this constraint."""
     label: str = ""
-    """What a right answer is called; empty: the first label."""
+    """Label of right answers. Empty: the first label."""
 
     @field_validator("pattern")
     @classmethod
@@ -100,22 +100,22 @@ class EqualAnswerConfig(_GroupConfig):
 
 
 class AsymmetricPairConfig(_GroupConfig):
-    """Two items that are one comparison in both orders: their labels are each other's mirror."""
+    """Two items are the same comparison in both orders, so their labels mirror each other."""
 
     type: Literal["asymmetric_pair"] = "asymmetric_pair"
     mirror: dict[str, str] = Field(default_factory=dict)
-    """Empty, with two labels: each is the other's mirror. A label that is not named mirrors
-    itself: {"first": "second"} leaves "tie" a tie."""
+    """Mirror of each label; others mirror themselves: {"first": "second"} leaves "tie" a tie.
+    Empty, with two labels: each mirrors the other."""
 
 
 class ImpliesConfig(Config):
-    """An item that carries the label implies that those it names carry it too."""
+    """An item with the label implies that the items it names have it too."""
 
     type: Literal["implies"] = "implies"
     field: str = "implies"
-    """A field with the id, or the list of ids, that the item implies; others may lack it."""
+    """Field with the id or list of ids that the item implies. Items may lack it."""
     label: str = ""
-    """Empty: the first label."""
+    """The implied label. Empty: the first label."""
 
 
 ConstraintConfig = Annotated[
@@ -125,7 +125,7 @@ ConstraintConfig = Annotated[
 
 
 def fields_of(config: ConstraintConfig) -> set[str]:
-    """The fields of the items that a constraint reads."""
+    """Return the item fields that a constraint reads."""
     match config:
         case ImpliesConfig(field=field):
             return {field}
@@ -138,7 +138,7 @@ def fields_of(config: ConstraintConfig) -> set[str]:
 def build_constraints(
     configs: Sequence[ConstraintConfig], *, items: Sequence[Item], labels: Sequence[str]
 ) -> Constraints:
-    """The constraints of one batch."""
+    """Build the constraints of one batch."""
     listed = [c for config in configs for c in _build(config, items=items, labels=labels)]
     try:
         constraints = Constraints(listed, num_items=len(items), num_labels=len(labels))
@@ -177,7 +177,7 @@ def _build(
 
 
 def _groups(field: str, items: Sequence[Item]) -> list[tuple[int, ...]]:
-    """Groups of two or more."""
+    """Return the groups with two or more items."""
     by_value: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         value = json.dumps(_value(item, field), sort_keys=True) if field else item.group
@@ -269,38 +269,37 @@ def _index(label: str, labels: Sequence[str]) -> int:
 
 
 LabelLogprobs = tuple[float, ...]
-"""Log-probabilities of the labels, as the model gives them over its whole vocabulary."""
+"""Log-probabilities of the labels, over the model's whole vocabulary."""
 
 
 class ObjectiveConfig(Config):
-    """What a labelling is worth."""
+    """The utility of a labelling."""
 
     alpha: float = Field(default=50.0, gt=0)
-    """The weight of predictability against one broken pair of a constraint."""
+    """Weight of predictability, relative to one pair of labels that breaks a constraint."""
     measure: Literal["logodds", "logprob"] = "logodds"
-    """log p(label) - log p(any other label), or log p(label) among the labels."""
+    """`logodds`: log p(label) - log p(other labels). `logprob`: log p(label) among the labels."""
     reduce: Literal["mean", "sum"] = "mean"
-    """Over the labelled items. A sum of log-probabilities is the paper's, a mean of log-odds its
-    code's."""
+    """Reduce over labelled items. The paper sums log-probabilities, its code averages log-odds."""
     calibrate: bool = False
-    """Subtract each label's mean over the labelled items: what a model says of every item is its
-    habit, not its view of one."""
+    """Subtract each label's mean over the labelled items. A preference that a model has for every
+    item is a habit, not a judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """What one evaluation of a labelling says."""
+    """The evaluation of one labelling."""
 
     utility: float
     num_violated: int
     frustrated: tuple[int, ...]
-    """Labelled items that the others predict to have another label."""
+    """Labelled items for which the others predict another label."""
     margins: Mapping[int, float]
-    """Log-odds of its label for each labelled item; negative where it is frustrated."""
+    """Log-odds of the label of each labelled item; negative if the item is frustrated."""
     prior: LabelLogprobs
-    """What calibration subtracts; zeros without it."""
+    """Log-probabilities that calibration subtracts; zeros without it."""
     mass: float
-    """Mean probability that the model gives all labels together: near 1 when it knows the task."""
+    """Mean total probability of all labels: near 1 if the model understands the task."""
 
     @property
     def num_labelled(self) -> int:
@@ -314,7 +313,7 @@ def assess(
     config: ObjectiveConfig,
     num_violated: int,
 ) -> Assessment:
-    """U of a labelling from one read of each labelled item."""
+    """Compute U from one read per labelled item."""
     items = labelled_items(labels)
     normal = {item: normalised(reads[item]) for item in items}
     prior = _prior(list(normal.values())) if config.calibrate else (0.0,) * len(reads[items[0]])
@@ -336,12 +335,12 @@ def assess(
 
 
 def predict(read: LabelLogprobs, *, prior: LabelLogprobs) -> LabelLogprobs:
-    """The log-probabilities among the labels, calibrated as the current labelling is."""
+    """Return the log-probabilities among the labels, calibrated with `prior`."""
     return _without(normalised(read), prior)
 
 
 def normalised(read: LabelLogprobs) -> LabelLogprobs:
-    """The same odds, probabilities that sum to 1."""
+    """Normalise to probabilities that sum to 1."""
     total = _logsumexp(read)
     return tuple(value - total for value in read)
 

@@ -1,17 +1,17 @@
-"""Items as tokens: a demonstration of each item with each label, and the query that asks for it.
+r"""Items as tokens: demonstrations with labels, then the query that asks for a label.
 
     prompts = BatchPrompts(items, encoder=load_encoder(folder), data=config.data)
     prompts.context(labels, target=3, order=order.of(3))     # demonstrations, then the query
     prompts.label_tokens                                     # one token per label
 
-A context is what the tokenizer makes of its whole text. It is put together from pieces that are
-cut behind the labels, where no token reaches across:
+A context has exactly the tokens of its whole text. It is assembled from pieces that are cut after
+the labels, where no token crosses:
 
-    Review: Fine.\\nPositive: True | \\n\\nReview: Dull.\\nPositive: False | \\n\\nReview: ...
+    Review: Fine.\nPositive: True | \n\nReview: Dull.\nPositive: False | \n\nReview: ...
 
-So the separator belongs to the piece behind it: many tokenizers read it otherwise before a word
-than at the end of a text ("\\n\\n" is two tokens of SmolLM2 before a word, one at the end). The
-preamble, and what a tokenizer does at the beginning of a text, belong to the first piece.
+The separator belongs to the piece after it, because many tokenizers encode it differently before a
+word than at the end of a text ("\n\n" is two tokens of SmolLM2 before a word, one at the end). The
+first piece includes the preamble and the effects of a text's beginning.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ from rookery.types import TokenIds
 __all__ = ["BatchPrompts", "Encoder", "load_encoder"]
 
 SEPARATORS = ("\n\n", "\n", "\n\n###\n\n", "\n---\n", " ", ", ", " | ")
-"""Tried in this order when the config's separator does not work, to name one that does."""
+"""Separators to suggest, tried in this order if the config's does not work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """A tokenizer as it is needed here."""
+    """The tokenizer functions that prompts need."""
 
     encode: Callable[[str], TokenIds]
-    """Text to tokens, nothing added, no text read as a special token."""
+    """Encodes text without adding tokens or parsing special tokens."""
     first: TokenIds = ()
-    """What every prompt of the model begins with, such as its begin-of-text token."""
+    """Tokens that every prompt of the model begins with, such as begin-of-text."""
 
 
 class BatchPrompts:
@@ -51,7 +51,7 @@ class BatchPrompts:
         self.label_tokens = _label_tokens(items[0], encoder, data)
         pieces = _cut([item.text for item in items], encoder, data, self.label_tokens)
         if pieces is None:
-            raise TaskError(_say_why(items, encoder, data, self.label_tokens))
+            raise TaskError(_explain_failure(items, encoder, data, self.label_tokens))
         self._openings = [encoder.first + opening for opening in pieces.openings]
         self._queries = pieces.queries
         self._demos = [[(*q, token) for token in self.label_tokens] for q in self._queries]
@@ -61,13 +61,13 @@ class BatchPrompts:
 
     @property
     def longest_tokens(self) -> int:
-        """The tokens of the longest context: all items but one as demonstrations, and a query."""
+        """Tokens of the longest context: one query after demonstrations of all other items."""
         pairs = zip(self._openings, self._queries, strict=True)
         begun = max(len(opening) - len(query) for opening, query in pairs)
         return begun + sum(len(demos[0]) for demos in self._demos) - 1
 
     def context(self, labels: Labels, target: int, *, order: Sequence[int]) -> TokenIds:
-        """The labelled items in the given order, and the query of the target."""
+        """Return the labelled items in the given order, then the query of the target."""
         shown = [item for item in order if labels[item] != UNLABELLED]
         if not shown:
             return self._openings[target]
@@ -81,7 +81,7 @@ class BatchPrompts:
         )
 
     def num_tokens(self, labels: Labels, target: int, *, order: Sequence[int]) -> int:
-        """The length of that context, without building it."""
+        """Return the length of that context without building it."""
         shown = [item for item in order if labels[item] != UNLABELLED]
         if not shown:
             return len(self._openings[target])
@@ -90,7 +90,7 @@ class BatchPrompts:
         return begun + demos + len(self._queries[target])
 
     def digest(self, labels: Labels, target: int, *, order: Sequence[int], salt: str) -> str:
-        """Names the content of that context under one model, `salt`: equal names, equal tokens."""
+        """Return a digest of the context's tokens under the model named by `salt`."""
         shown = [item for item in order if labels[item] != UNLABELLED]
         parts = [self._opening_digests[shown[0] if shown else target]]
         if shown:
@@ -108,7 +108,7 @@ def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
     for label in data.labels:
         whole = encoder.encode(f"{item.text} {label}")
         if whole[: len(query)] != query:
-            raise TaskError(_do_not_join(item, label))
+            raise TaskError(_describe_mismatch(item, label))
         if len(whole) != len(query) + 1:
             raise TaskError(
                 f"The label {label!r} is {len(whole) - len(query)} tokens after a prompt; it must "
@@ -123,7 +123,7 @@ def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The tokens of every text at the beginning of a context, and behind a label."""
+    """Tokens of each text at the beginning of a context, and after a label."""
 
     texts: Sequence[str]
     openings: list[TokenIds]
@@ -131,7 +131,7 @@ class _Pieces:
     label_tokens: TokenIds
 
     def join(self, places: Sequence[int], data: DataConfig, *, shift: int) -> tuple[str, TokenIds]:
-        """These items in a row, all but the last with labels in turn: their text, their tokens."""
+        """Join items, all but the last with labels in turn. Returns their text and tokens."""
         text, tokens = _head(data), []
         *shown, last = places
         for number, place in enumerate(shown):
@@ -147,11 +147,11 @@ class _Pieces:
 def _cut(
     texts: Sequence[str], encoder: Encoder, data: DataConfig, label_tokens: TokenIds
 ) -> _Pieces | None:
-    """The pieces, or None where the tokenizer does not read them so.
+    """Cut the pieces, or return None if the tokenizer does not join them exactly.
 
-    What a tokenizer makes of a text behind a place that no token reaches across does not depend on
-    what stands before it. So it is enough that every item joins with every label, at the beginning
-    and behind another item; and, to be sure, all of them in one text.
+    If no token crosses a cut, the tokens after it do not depend on the text before it. So it
+    suffices to check that every item joins with every label, at the beginning and after another
+    item. All items in one text are checked too, for safety.
     """
     encode = encoder.encode
     before = f"{min(texts, key=len)} {data.labels[0]}"
@@ -176,16 +176,16 @@ def _head(data: DataConfig) -> str:
     return data.preamble + data.separator if data.preamble else ""
 
 
-def _say_why(
+def _explain_failure(
     items: Sequence[Item], encoder: Encoder, data: DataConfig, label_tokens: TokenIds
 ) -> str:
-    """Why there are no pieces, and a separator with which there are."""
+    """Explain why there are no pieces, and suggest a separator that works."""
     texts = [item.text for item in items]
     for item in items:
         query = encoder.encode(item.text)
         for label, token in zip(data.labels, label_tokens, strict=True):
             if encoder.encode(f"{item.text} {label}") != (*query, token):
-                return _do_not_join(item, label)
+                return _describe_mismatch(item, label)
     for separator in SEPARATORS:
         other = data.model_copy(update={"separator": separator})
         if _cut(texts, encoder, other, label_tokens) is not None:
@@ -200,7 +200,7 @@ def _say_why(
     )
 
 
-def _do_not_join(item: Item, label: str) -> str:
+def _describe_mismatch(item: Item, label: str) -> str:
     return (
         f"Item {item.id}: its text and the label {label!r} do not join: the tokenizer reads them "
         "differently apart and together. End data.prompt with a word or a colon."
@@ -208,7 +208,7 @@ def _do_not_join(item: Item, label: str) -> str:
 
 
 def load_encoder(model_folder: str | Path) -> Encoder:
-    """The encoder of a model folder's tokenizer."""
+    """Load the encoder of a model folder's tokenizer."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The report of a labelling: the result beside its baselines, what it cost, and its verdict."""
+"""The report of a labelling: the result beside its baselines, its cost and its verdict."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,6 @@ __all__ = [
     "transfer",
 ]
 
-# Every way to label the items, the search's own first: the rows of the report.
-
 
 @dataclass(slots=True)
 class Labelling:
@@ -64,7 +62,7 @@ class Labelling:
     note: str = ""
     labels: list[Labels] = field(default_factory=list)
     utilities: list[float | None] = field(default_factory=list)
-    """None where items have no label: not comparable."""
+    """Utility per batch; None if items lack labels, as it would not be comparable."""
     num_violated: int = 0
     is_winner: bool = False
 
@@ -74,7 +72,7 @@ async def label_all_ways(
     config: BaselinesConfig,
     truth: Sequence[Mapping[int, int]],
 ) -> list[Labelling]:
-    """The result of the search first, then what needs none; `truth` by batch, where it is known."""
+    """Label in every way, the search's result first. `truth` has the known labels of each batch."""
     rows = {
         "icm": Labelling("icm", is_winner=True, note=_origins(batches)),
         "zero-shot": Labelling("zero-shot"),
@@ -98,7 +96,7 @@ async def label_all_ways(
 
 
 def _origins(batches: Sequence[ItemBatch]) -> str:
-    """Says which labels are not those of a chain, because no chain found better ones."""
+    """Describe labels that come from no chain, because none found better ones."""
     origins = [
         batch.best.origin
         for batch in batches
@@ -129,19 +127,16 @@ async def _label_batch(
     return labels_by_name
 
 
-# Whether the labels of one batch mean in another what they mean there.
-#
-# Batches are searched each by itself, so that one may end with a concept and the next with its
-# opposite, both as coherent as can be. Items of one batch are shown with their labels, and those of
-# the other are asked for behind them.
+# Batches are searched separately, so two may end with opposite labels that are equally coherent.
+# `transfer` shows labelled items of one batch before the queries of another to find out.
 
 
 MAX_SHOWN = 32
-"""Labels to show at most; never more than half of a batch, so that a query fits behind them."""
+"""Maximum number of labels shown. At most half of a batch, so that a query fits after them."""
 
 
 async def transfer(one: ItemBatch, other: ItemBatch) -> Labels:
-    """The likeliest consistent labels of the other batch behind the surest ones of the first."""
+    """Return the other batch's most likely consistent labels, given the first one's surest."""
     num_labels = one.problem.num_labels
     number = max(1, min(MAX_SHOWN, len(one.items) // 2) // num_labels)
     shots = surest(one.best.labels, one.best.assessment.margins, num_each=number)
@@ -156,7 +151,7 @@ async def transfer(one: ItemBatch, other: ItemBatch) -> Labels:
 
 
 LISTED_STEPS = 2000
-"""Decisions of one chain that the report holds; beyond that every second, third, ... one."""
+"""Decisions per chain in the report. Longer chains list every second, third, ... one."""
 
 Agreeing = TypeVar("Agreeing", bound=AgreementRecord)
 
@@ -169,7 +164,7 @@ async def make_report(
     gold: Mapping[str, int],
     store: ScoreStore,
 ) -> IcmReport:
-    """Label the batches in every other way too, and compare: all but the run's name and seconds."""
+    """Label the batches in all other ways and compare. Leaves out the run's name and seconds."""
     naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
@@ -251,7 +246,7 @@ def _evidence(
 
 
 def _majority(batch: ItemBatch) -> MajorityLabel:
-    """The label that most of what could be otherwise is; of one item alone it says nothing."""
+    """Find the label with the largest share of what constraints leave open; 0 for a single item."""
     labels, constraints = batch.best.labels, batch.problem.constraints
     num_labelled = len(labelled_items(labels))
 
@@ -271,7 +266,7 @@ def _majority(batch: ItemBatch) -> MajorityLabel:
 
 
 async def _transfers(batches: Sequence[ItemBatch]) -> dict[int, Agreement]:
-    """By batch, how its labels agree with those that the first batch's predict."""
+    """Return each batch's agreement with the labels that the first batch predicts."""
     agreements = {}
     for batch in batches[1:]:
         expected = _joined([await transfer(batches[0], batch)])
@@ -289,14 +284,14 @@ def _support_record(support: Support | None) -> SupportRecord | None:
 
 
 async def _support(batches: Sequence[ItemBatch]) -> Support | None:
-    """Of all batches; None where it could not be measured in one of them."""
+    """Join the batches' supports; None if one could not be measured."""
     measured = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
     known = [support for support in measured if support is not None]
     return join_supports(known) if len(known) == len(batches) else None
 
 
 def _rivals(batch: ItemBatch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
-    """Complete and consistent labellings that were found otherwise: what they lose and share."""
+    """Return utility lost and share of equal labels, for other complete, consistent labellings."""
     best = batch.best
     scored = [(result.labels, result.assessment.utility) for result in batch.results]
     for row in rows:
@@ -313,7 +308,7 @@ def _rivals(batch: ItemBatch, rows: Sequence[Labelling], place: int) -> list[tup
 async def _gold_summary(
     batches: Sequence[ItemBatch], truth: Sequence[Mapping[int, int]], agreement: Agreement | None
 ) -> GoldRecord:
-    """Agreement of the result, and the utility of the true labels where all are known."""
+    """Summarise the agreement, and the utility of the true labels if all are known."""
     utilities = []
     for batch, known in zip(batches, truth, strict=True):
         if len(known) == len(batch.items):
@@ -393,7 +388,7 @@ def _chain(batch: ItemBatch, chain: int, result: ChainResult, labels: Sequence[s
 
 
 def label_records(batches: Sequence[ItemBatch]) -> list[LabelRecord]:
-    """What became of every item, in item order of the batches."""
+    """Return the record of every item, in item order of the batches."""
     return [_record(batch, place) for batch in batches for place in range(len(batch.items))]
 
 
@@ -436,13 +431,13 @@ def _gold_of(batch: ItemBatch, gold: Mapping[str, int]) -> dict[int, int]:
 
 
 def _joined(labels: Sequence[Labels]) -> dict[int, int]:
-    """Place among all items -> label, of those that have one."""
+    """Return the label of each labelled item, by its place among all items."""
     flat = [label for batch_labels in labels for label in batch_labels]
     return {place: label for place, label in enumerate(flat) if label != UNLABELLED}
 
 
 def _questions(batches: Sequence[ItemBatch]) -> list[str]:
-    """The question of every item: items of one group or one text, or that constraints tie."""
+    """Return the question of every item: items of one group or text, or tied by constraints."""
     keys = []
     for batch in batches:
         for place, item in enumerate(batch.items):

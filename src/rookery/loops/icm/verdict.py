@@ -1,33 +1,34 @@
-"""What the labels are worth: one verdict and the sentences behind it.
+"""The quality of the labels: one verdict and the warnings behind it.
 
 partial      some items have no label
-collapsed    nearly all items of a batch have the same label, and no constraint asks for it
+collapsed    nearly all items of a batch have the same label, and no constraint demands it
 inconsistent constraints are broken
-opposite     labels of one batch predict the opposite of those of another
-inverse      true labels were given and the labels are their opposite
-chance       true labels were given and the labels agree with them no better than chance
-ambiguous    other consistent labels have as high a utility
-frustrated   many items are predicted to have another label than they have
+opposite     labels of one batch predict the opposite of another batch's labels
+inverse      the labels are the opposite of the true labels
+chance       the labels agree with the true labels no better than chance
+ambiguous    other consistent labels have at least as high a utility
+frustrated   many items are predicted to have another label than their own
 unsupported  the labels support one another no more than those of a random model would, and no true
              labels show that they are better than chance
 coherent     none of these; `support.strength` says how coherent
 
-Whether labels support one another more than those of a random model would.
+`measure_support` compares the labels with those of random models:
 
     support = await measure_support(batch, questions=questions)
     support.gain, support.strength, support.p
 
-A search finds labels that predict one another in any model, also in one whose answers depend on the
-labels it is shown at random: it has many labellings to choose from. So each item is read behind the
-found labels of the other questions, and behind random ones, which break no constraint. `gain` is
-how far the found ones raise the log-odds of a label, in standard deviations of what random ones do.
-A random model has as many questions, answers of its own that are as sure, and couplings drawn from
-a normal distribution, equal in both directions, which lets labels agree best; `p` is the part of
-such models whose best labels gain as much. Where a model is sure of items by themselves, the search
-chooses less, and a smaller gain shows that labels support one another.
+A search finds labels that predict one another in any model, even in one that responds to shown
+labels at random, because it can choose among many labellings. So each item is read given the found
+labels of the other questions, and given random labels that break no constraint. `gain` is how far
+the found labels raise the log-odds of a label, in standard deviations of the effect of random ones.
 
-With one concept, that each item follows alike, G questions gain sqrt(G - 1). `strength` is the gain
-in parts of that: 1 when all that labels do to one another goes along with the found ones.
+A random model has the same number of questions, answers that are as sure by themselves, and
+normally distributed couplings. These are symmetric, which helps labels agree most. `p` is the share
+of such models whose best labels gain as much. If a model is sure of items by themselves, the search
+has less choice, and a smaller gain shows support.
+
+If all items follow one concept alike, G questions gain sqrt(G - 1). `strength` is the gain divided
+by that, at most 1: then all mutual influence of the labels agrees with the found ones.
 """
 
 import math
@@ -65,34 +66,34 @@ __all__ = [
 
 
 NUM_CONTEXTS = 16
-"""Random labellings behind which every item is read: a few hundredths of what a search reads."""
+"""Random labellings under which each item is read, at a few percent of a search's cost."""
 
 NUM_MODELS = 199
-"""Random models to compare with."""
+"""Number of random models to compare with."""
 
 NUM_STARTS = 8
-"""Searches in each of them."""
+"""Number of searches in each random model."""
 
 MAX_QUESTIONS = 32
-"""Of a random model: the gain hardly grows with more, and that of a concept as their root."""
+"""Maximum questions of a random model: more hardly raise its gain, unlike that of a concept."""
 
 SURENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""Of the answers of random models by themselves: the least of the five that they may have."""
+"""Possible certainty of random models' answers alone. Measured values are rounded down."""
 
 MAX_P = 0.01
-"""Above this the labels may be those of a random model."""
+"""With a larger p the labels may be those of a random model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """How far labels support one another."""
+    """The mutual support of labels."""
 
     gain: float
-    """In standard deviations of what random labels do; 0 where they do nothing."""
+    """Gain in standard deviations of the effect of random labels; 0 if those have no effect."""
     strength: float
-    """0 to 1."""
+    """Gain relative to a perfect concept, 0 to 1."""
     random_gains: tuple[float, ...]
-    """Of the best labels of random models."""
+    """Gains of the best labels of random models, ascending."""
     num_items: int
 
     @property
@@ -102,14 +103,15 @@ class Support:
 
     @property
     def random_gain(self) -> float:
-        """Of the best labels of a typical random model."""
+        """Median gain of the best labels of random models."""
         return self.random_gains[len(self.random_gains) // 2]
 
 
 async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Support | None:
-    """Of the best labels of a batch; None when there are not two questions, or no item is answered.
+    """Measure the support of a batch's best labels. None with fewer than two questions, or if no
+    item is answered.
 
-    `questions` names the question of each item. The reads are asked for once and stored.
+    `questions` names the question of each item. Reads are stored and never repeated.
     """
     labels = batch.best.labels
     items = labelled_items(labels)
@@ -119,14 +121,14 @@ async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Supp
     drawn = [_random_labels(batch, number) for number in range(NUM_CONTEXTS)]
 
     async def read(shown: Labels) -> list[float]:
-        contexts = [(_of_others(shown, labels, questions, item), item) for item in items]
+        contexts = [(_hide_question(shown, labels, questions, item), item) for item in items]
         reads = await batch.scorer.score(contexts)
         return [
             math.nan if read is None else log_odds(read, labels[item])
             for read, item in zip(reads, items, strict=True)
         ]
 
-    # Each by itself, so that an engine ends with one before the next.
+    # One call per labelling, so that an engine finishes one before the next.
     odds = np.array(await together(map(read, (labels, *drawn))))
     is_known = np.isfinite(odds).all(axis=0)
     if not is_known.any():
@@ -145,7 +147,7 @@ async def measure_support(batch: ItemBatch, *, questions: Sequence[str]) -> Supp
 
 
 def join_supports(supports: Sequence[Support]) -> Support | None:
-    """Of all batches: the means over their items; None when there is none."""
+    """Average the supports by number of items. None if there are none."""
     total = sum(support.num_items for support in supports)
     if not total:
         return None
@@ -172,10 +174,10 @@ def _random_labels(batch: ItemBatch, number: int) -> Labels:
     )
 
 
-def _of_others(
+def _hide_question(
     shown: Labels, labels: Labels, questions: Sequence[str], item: int
 ) -> tuple[int, ...]:
-    """What is shown of the other questions' items that have a label."""
+    """Return the shown labels of labelled items of other questions."""
     return tuple(
         UNLABELLED if held == UNLABELLED or question == questions[item] else label
         for label, held, question in zip(shown, labels, questions, strict=True)
@@ -183,9 +185,10 @@ def _of_others(
 
 
 def _sureness(odds: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
-    """How sure answers are whatever labels are shown, in standard deviations of what those do.
+    """Return how sure answers are regardless of shown labels, in standard deviations of their
+    effect.
 
-    What is said of all items of a label alike is a habit and does not count. Rounded down.
+    A preference shared by all items of a label is a habit and does not count. Rounded down.
     """
     means = odds.mean(axis=0)
     signs = np.where(labels == labels.max(), 1.0, -1.0)
@@ -200,7 +203,7 @@ def _strength(gain: float, num_questions: int) -> float:
 
 
 def _gain(behind: NDArray[np.float64], random: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Log-odds [..., item] behind the found labels, [context, ..., item] behind random ones."""
+    """Compare log-odds [..., item] of found labels with [context, ..., item] of random labels."""
     spread = np.sqrt(random.var(axis=0, ddof=1).mean(axis=-1))
     raised = (behind - random.mean(axis=0)).mean(axis=-1)
     is_flat = spread <= 1e-9 * (1.0 + np.abs(behind).max(axis=-1))
@@ -209,7 +212,7 @@ def _gain(behind: NDArray[np.float64], random: NDArray[np.float64]) -> NDArray[n
 
 @lru_cache(maxsize=256)
 def random_gains(num_questions: int, num_labels: int, sureness: float = 0.0) -> tuple[float, ...]:
-    """What the best labels of random models gain, ascending."""
+    """Return the gains of the best labels of random models, ascending."""
     size = min(num_questions, MAX_QUESTIONS)
     rng = stream(0, "random models", size, num_labels)
     shape = (NUM_MODELS, size, num_labels)
@@ -236,7 +239,7 @@ def random_gains(num_questions: int, num_labels: int, sureness: float = 0.0) -> 
 
 
 def _fields(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[model, labelling, question, label]: what each labelling adds to each label."""
+    """Return the effect of each labelling on each label: [model, labelling, question, label]."""
     is_label = np.eye(couplings.shape[-1])[labels]
     fields: NDArray[np.float64] = np.einsum("mialb,mslb->msia", couplings, is_label, optimize=True)
     return fields
@@ -245,13 +248,13 @@ def _fields(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArra
 def _ascend(
     couplings: NDArray[np.float64], alone: NDArray[np.float64], labels: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Each labelling with one label changed after the other, while that raises the utility."""
+    """Change one label after another while that raises the utility."""
     fields = _fields(couplings, labels)
     models = np.arange(len(couplings))[:, None]
     while True:
         before = labels.copy()
         for place in range(labels.shape[-1]):
-            # A label changes its own log-odds and, by as much, those of the others.
+            # A label changes its own log-odds, and those of the others by as much.
             best = (alone[:, None, place] + 2 * fields[:, :, place]).argmax(axis=-1)
             columns = couplings[:, :, :, place]
             fields += columns[models, :, :, best] - columns[models, :, :, labels[:, :, place]]
@@ -274,18 +277,18 @@ Verdict = Literal[
 ]
 
 LOW_MASS = 0.5
-"""Below this the model mostly expects something else than a label."""
+"""Below this, the model mostly expects something other than a label."""
 
 COLLAPSED_SHARE = 0.95
-"""From this share of one label on, the others are too few to be a concept."""
+"""From this share of one label on, too few others are left to form a concept."""
 
 MANY_FRUSTRATED = 0.25
-"""Above this share of frustrated items the labels predict one another hardly better than a coin."""
+"""Above this share of frustrated items, labels predict one another hardly better than a coin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far labels agree with others, and how far they would by chance."""
+    """Agreement of labels with others, and its value by chance."""
 
     interval: Interval
     chance: float
@@ -297,7 +300,7 @@ class Agreement:
 
     @property
     def is_below_chance(self) -> bool:
-        """Also where there are too few items to be sure; not for a difference in the last bits."""
+        """True even with too few items to be sure. The tolerance ignores rounding errors."""
         return self.interval.estimate < self.chance - 1e-9
 
     @property
@@ -307,47 +310,46 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MajorityLabel:
-    """The label that most items of one batch carry."""
+    """The most frequent label of one batch."""
 
     batch: int
     label: int
     num_items: int
-    """Those that carry it."""
+    """Number of items with this label."""
     num_labelled: int
     share: float
-    """Of the labels that no constraint gives away, those that are this one."""
+    """Share of this label, without the occurrences that constraints enforce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything a verdict rests on."""
+    """The basis of a verdict."""
 
     labels: Labels
     majorities: Sequence[MajorityLabel]
-    """One for each batch."""
+    """Most frequent label of each batch."""
     transfers: Mapping[int, Agreement]
-    """Of each batch but the first: its labels with those that the first one's predict."""
+    """Agreement of every later batch's labels with those that the first batch predicts."""
     names: Sequence[str]
     num_frustrated: int
     num_violated: int
     mass: float
     gold: Agreement | None
     rivals: Sequence[tuple[float, float]]
-    """(utility lost against the result, share of labels in common) of complete and consistent
-    labellings that other starts ended with or that need no search."""
+    """(utility lost, share of equal labels) of other complete and consistent labellings."""
     support: Support | None = None
-    """None where it could not be measured."""
+    """None if it could not be measured."""
     errors: Sequence[str] = ()
-    """Of the contexts that the engine could not answer."""
+    """Errors of contexts that the engine could not answer."""
 
 
 def agree(
     labels: Mapping[int, int], others: Mapping[int, int], *, clusters: Sequence[Hashable]
 ) -> Agreement | None:
-    """Agreement on the items that both label; None when there are none.
+    """Compute the agreement on items that both label. None if there are none.
 
-    `clusters` names the question of every item: items of one question are not independent. Of a
-    pair of which exactly one is true, the second label adds no information.
+    `clusters` names each item's question, because items of one question are not independent: if
+    exactly one of a pair is true, the second label adds no information.
     """
     both = sorted(labels.keys() & others.keys())
     if not both:
@@ -363,7 +365,7 @@ def agree(
 
 
 def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
-    """The verdict, and a warning for every sign that the labels are wrong."""
+    """Return the verdict, and a warning for every sign that the labels are wrong."""
     warning_by_verdict: dict[Verdict, str] = {}
     _judge_form(evidence, warning_by_verdict)
     _judge_transfers(evidence, warning_by_verdict)

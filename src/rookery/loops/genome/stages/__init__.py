@@ -2,7 +2,7 @@
 
     stages: [{type: ga, generations: 8}, {type: es, steps: 5}]
 
-A new one is a file with its config and its function, a line in the union and one in the dict.
+A new stage is a file with its config and function, a line in the union and one in the dict.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

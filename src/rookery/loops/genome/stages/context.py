@@ -1,4 +1,4 @@
-"""What every stage is handed: the candidates so far, how to make more, how to measure them."""
+"""The interface of a stage to the run: candidates so far, how to make and measure more."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 MOST_SURVIVORS = 64
-"""Of a generation of sums: a race compares every candidate with twice as many rivals, and a
-thousand sums of which half survive would cost more than their answers."""
+"""Limit of survivors in a generation of sums. A race compares each candidate with twice as many
+rivals, so half of a thousand sums would cost more than their answers."""
 
 
 def num_survivors(num_candidates: int) -> int:
-    """How many of the sums of one generation a race must leave: half of them."""
+    """Return how many sums of a generation a race must leave: half of them."""
     return min(max(2, num_candidates // 2), MOST_SURVIVORS)
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What a member of a population adds to its centre."""
+    """Noise that a population member adds to its centre."""
 
     seed: int
     amount: float
@@ -53,27 +53,27 @@ class StageContext:
     log: GenerationLog
     seed: int
     index: int
-    """Place of the stage among the stages."""
+    """Index of the stage."""
     baselines: frozenset[str] = frozenset()
-    """Candidates that were measured to compare with and that the search does not start from."""
+    """Candidates measured only for comparison. The search does not start from them."""
 
     @property
     def prefix(self) -> str:
-        """Begins the ids of this stage's candidates, so that two stages never share one."""
+        """Prefix of this stage's candidate ids, which makes them unique among stages."""
         return f"s{self.index}-" if self.index else ""
 
     def fitness(self) -> dict[str, Fitness]:
-        """Everything the search may start from, in the order of measurement."""
+        """Return all candidates that the search may start from, in order of measurement."""
         return {n: m.fitness for n, m in self.search.measured.items() if n not in self.baselines}
 
     def best(self) -> str | None:
-        """The best of these that saw every task; None when there is none."""
+        """Return the best of these that saw every task, if any."""
         measured = self.search.measured
         complete = [n for n in self.fitness() if measured[n].is_complete]
         return max(complete, key=lambda n: rank_key(measured[n].fitness), default=None)
 
     async def spread(self, candidate: str) -> float:
-        """The size of its numbers, which the steps of an ES are relative to. May make it."""
+        """Return the spread of the candidate's weights, the unit of ES steps. May make it."""
         return await asyncio.to_thread(lambda: spread(self.builder.adapter(candidate)))
 
     async def measure(
@@ -94,8 +94,7 @@ class StageContext:
         return {name: m.fitness for name, m in measured.items()}
 
     async def has_room(self, num_candidates: int, *, num_member_answers: int = 0) -> bool:
-        """Whether the budget has room for a generation of so many, each on all tasks, and for so
-        many answers of members of a population."""
+        """Return True if the budget has room for a generation on all tasks and members' answers."""
         return await self.log.has_room(
             num_candidates,
             num_tasks=len(self.search.tasks),
@@ -103,8 +102,7 @@ class StageContext:
         )
 
     def draw_tasks(self, count: int | None, *, step: int) -> list[str]:
-        """The tasks of one step, common to all its members: so many, at least one of every
-        taskset that counts, or all."""
+        """Draw one step's tasks: all, or `count` with at least one of every taskset."""
         tasks = self.search.tasks
         if count is None or count >= len(tasks):
             return [task.id for task in tasks]
@@ -116,8 +114,7 @@ class StageContext:
     async def measure_population(
         self, centre: EsStep, members: Mapping[str, Noise], *, rank: int, tasks: Sequence[str]
     ) -> dict[str, Fitness]:
-        """Measure members around a centre on these tasks, and the centre on all; record the
-        generation."""
+        """Measure members on these tasks and their centre on all, and record the generation."""
         number = len(self.log.generations)
         with self.log.phase(f"es {number}") as cost:
             self.builder.plan([centre])
@@ -138,20 +135,17 @@ class StageContext:
         return {name: candidate.fitness for name, candidate in measured.items()}
 
 
-# What the stages that search coefficients share: sums of all founders, as a whole or by block.
-
-
 Unit = Literal["block", "model"]
-"""What has coefficients of its own: every block of the model, or the model as one."""
+"""Part of the model with its own coefficients: each block, or the model as a whole."""
 
 
 def count_blocks(unit: Unit, founders: Sequence[Adapter]) -> int:
-    """How many times each founder has a coefficient."""
+    """Return the number of coefficients per founder."""
     return len(block_names(founders)) if unit == "block" else 1
 
 
 def live_coefficients(unit: Unit, founders: Sequence[Adapter]) -> tuple[bool, ...]:
-    """Of each coefficient whether it changes anything: a founder may not adapt every block."""
+    """Return for each coefficient whether it has an effect: a founder may not adapt every block."""
     return adapted_blocks(founders) if unit == "block" else (True,) * len(founders)
 
 
@@ -163,8 +157,8 @@ async def measure_sums(
     letter: str,
     unit: Unit,
 ) -> dict[str, Fitness]:
-    """Measure the sums of these coefficients as one generation; by name, in the order of the
-    points. Names begin with the letter."""
+    """Measure sums of all founders with these coefficients as one generation, in the order of the
+    points. Their names begin with `letter`."""
     generation = len(context.log.generations)
     plans = [
         ChildPlan(

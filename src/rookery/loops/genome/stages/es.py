@@ -1,19 +1,18 @@
-"""Evolution strategy over the numbers of one adapter: try directions forth and back, step.
+"""Evolution strategies: over the weights of one adapter, and over merge coefficients.
 
     centre = best so far
     repeat: trials = centre ± sigma * noise(seed); measure; centre += sum of weighted noise
 
-Directions are seeds. Only the current centre is kept as tensors: the next one is that plus one
-update, a trial is that plus one noise, and any of them can be made again from the recipes.
+Directions are seeds. Only the current centre is kept as tensors. The next one is that plus an
+update, a trial is that plus one noise, and all can be made again from their recipes.
 
-With a `rank` the trials are members of a population: noise of that rank, made from the seed where
-the member is served, so that hundreds of them cost servers no more than one. Nothing is made of a
-member but the next centre.
+With a `rank`, trials are members of a population: low-rank noise, made from its seed on the server,
+so that hundreds cost servers no more than one. A member serves only to compute the next centre.
 
-CMA-ES over merge coefficients: a candidate is a weighted sum of the founders' deltas, with one
-coefficient per founder or, with `unit: block`, one per founder and block of the model.
+CMA-ES searches merge coefficients: a candidate is a weighted sum of the founders' deltas, with one
+coefficient per founder or, with `unit: block`, per founder and block of the model.
 
-repeat: points = coefficients from a normal distribution; measure the sums; adapt it
+    repeat: points = coefficients from a normal distribution; measure the sums; adapt it
 """
 
 import asyncio
@@ -42,20 +41,18 @@ __all__ = ["CmaesStage", "EsStage", "run_cmaes", "run_es"]
 
 
 class EsStage(EsConfig, Config):
-    """Evolution strategy from the best candidate so far; sigma is relative to its numbers."""
+    """Evolution strategy from the best candidate. sigma is relative to the size of its weights."""
 
     type: Literal["es"] = "es"
     steps: int = Field(default=5, ge=1)
-    """Updates of the centre."""
+    """Number of updates of the centre."""
     population: int | None = Field(default=None, ge=2)
-    """Trials of a step, in mirrored pairs: another way to write num_pairs, which is half of it.
-    """
+    """Trials per step, in mirrored pairs. Sets num_pairs to half of it."""
     rank: int | None = Field(default=None, ge=1)
-    """The rank of the noise in each factor of an adapter. Members are then made where they are
-    served, from their seeds. null: a number of its own in every place, and trials that are made
-    here, one by one, and are candidates themselves."""
+    """Rank of the noise in each factor of an adapter. Servers then make the members from seeds.
+    null: independent noise in every weight; trials are made here one by one, and are candidates."""
     tasks_per_step: int | None = Field(default=None, ge=1)
-    """Search tasks that a step draws for all its members; null: all of them. Needs a rank."""
+    """Search tasks drawn per step, for all its members; null: all tasks. Requires a rank."""
 
     @model_validator(mode="after")
     def _read_population(self) -> Self:
@@ -72,7 +69,7 @@ class EsStage(EsConfig, Config):
                 f"population is {size} and num_pairs is {self.num_pairs}; the first is twice "
                 "the second: write one of them."
             )
-        object.__setattr__(self, "num_pairs", size // 2)  # of a value that is still being made
+        object.__setattr__(self, "num_pairs", size // 2)  # the model is frozen
         return self
 
     @model_validator(mode="after")
@@ -85,12 +82,12 @@ class EsStage(EsConfig, Config):
         return self
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures: trials and centres."""
+        """Return the number of measured trials and centres."""
         return self.steps * (2 * self.num_pairs + 1) + 1
 
 
 async def run_es(config: EsStage, context: StageContext) -> list[str]:
-    """Climb from the best candidate; the last centre is the population."""
+    """Climb from the best candidate. The last centre is the population."""
     start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
@@ -112,8 +109,8 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
             tasks = context.draw_tasks(config.tasks_per_step, step=es.generation)
             fitness = await context.measure_population(step, trials, rank=config.rank, tasks=tasks)
         context.builder.keep([start, step.id])
-        told = {name.removeprefix(context.prefix): fitness[name] for name in trials}
-        es = strategy.tell(es, told)
+        fitness_by_trial = {name.removeprefix(context.prefix): fitness[name] for name in trials}
+        es = strategy.tell(es, fitness_by_trial)
         terms = [Noise(term.seed, term.weight * scale) for term in es.updates[-1]]
         name = f"{context.prefix}e{es.generation:03d}-centre"
         step = _es_step(context, name, step.id, terms=terms, rank=config.rank)
@@ -122,7 +119,7 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
 
 
 async def _has_room(config: EsStage, context: StageContext) -> bool:
-    """For the trials of a step, their centre and the last one."""
+    """Return True if the budget has room for a step's trials, their centre and the last centre."""
     num_trials = 2 * config.num_pairs
     if config.rank is None:
         return await context.has_room(num_trials + 2)
@@ -133,7 +130,7 @@ async def _has_room(config: EsStage, context: StageContext) -> bool:
 async def _measure_trials(
     context: StageContext, centre: EsStep, trials: Mapping[str, Noise], *, start: str
 ) -> dict[str, Fitness]:
-    """Trials as candidates, together with their centre."""
+    """Measure trials as candidates, together with their centre."""
     recipes = [_es_step(context, name, centre.id, terms=[noise]) for name, noise in trials.items()]
     return await context.measure(
         [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
@@ -149,7 +146,6 @@ def _es_step(
     rank: int | None = None,
     is_chained: bool = True,
 ) -> EsStep:
-    """The parent plus the terms."""
     return EsStep(
         id=name,
         generation=len(context.log.generations),
@@ -162,23 +158,22 @@ def _es_step(
 
 
 class CmaesStage(CmaesConfig, Config):
-    """CMA-ES over the founders' coefficients, from the best sum of all founders so far, else from
-    their uniform average."""
+    """CMA-ES over the founders' coefficients, from the best sum of all, else their average."""
 
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
-    """How many generations the stage has."""
+    """Number of generations."""
     unit: Unit = "model"
-    """What has coefficients of its own: every block of the model, or the model as one."""
+    """Part of the model with its own coefficients: each block, or the model as a whole."""
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:
-        """How many it measures, of so many founders and their blocks."""
+        """Return the number of measured candidates, for this number of founders and blocks."""
         num_coefficients = len(founders) * count_blocks(self.unit, founders)
         return self.generations * population_size(self, count=num_coefficients)
 
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
-    """Search the coefficients of the founders; the last generation is the population."""
+    """Search the founders' coefficients. The last generation is the population."""
     founders = context.builder.founders
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
@@ -201,8 +196,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
 
 
 def _start(config: CmaesConfig, context: StageContext, num_blocks: int) -> tuple[float, ...]:
-    """The coefficients of the best sum of all founders, in every block the same unless it is one by
-    block."""
+    """Return the coefficients of the best sum of all founders, repeated per block if needed."""
     num_founders, measured = len(context.builder.founders), context.search.measured
     sums = {
         id: weights

@@ -22,19 +22,19 @@ __all__ = ["GaStage", "RandomStage", "run_ga", "run_random"]
 
 
 class RandomStage(Config):
-    """Sums of the founders with random weights, as random search draws them."""
+    """Sums of the founders with random weights."""
 
     type: Literal["random"] = "random"
     count: int = Field(default=16, ge=1)
-    """How many."""
+    """Number of sums."""
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures."""
+        """Return the number of measured candidates."""
         return self.count
 
 
 async def run_random(config: RandomStage, context: StageContext) -> list[str]:
-    """Measure the sums; they are the population."""
+    """Measure the sums. They are the population."""
     founders = context.builder.founders
     generation = len(context.log.generations)
     seed = stream_seed(context.seed, "random stage", context.index)
@@ -63,8 +63,7 @@ _CHILDREN = ChildrenConfig(
         MutationConfig(name="gaussian", share=0.5, after_crossover=0.0),
     ),
 )
-"""Parents chosen layer by layer keep what sums of interfering adapters forget; mutation is what a
-founder without others has."""
+"""Layers from single parents keep skills that sums lose. A lone founder needs mutation."""
 
 
 _ONE_ISLAND = {"num_islands": 1, "interval": 5, "num_migrants": 1}
@@ -80,9 +79,9 @@ class GaStage(Config):
 
     type: Literal["ga"] = "ga"
     generations: int = Field(default=8, ge=1)
-    """How many after the founders."""
+    """Number of generations after the founders."""
     patience: int | None = Field(default=None, ge=1)
-    """Stop after so many generations without a better best; null never stops early."""
+    """Stop after this many generations without improvement; null: never."""
     population: PopulationConfig = PopulationConfig(children=_CHILDREN)
 
     @model_validator(mode="before")
@@ -91,12 +90,11 @@ class GaStage(Config):
         return without_removed(document, _REMOVED)
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures at most."""
+        """Return the maximum number of measured candidates."""
         return self.generations * self.population.children.count
 
     @property
     def merges(self) -> set[str]:
-        """The merges its operators name."""
         operators = self.population.children.operators
         return {o.name for o in operators if isinstance(o, CrossoverConfig)}
 
@@ -107,7 +105,7 @@ class GaStage(Config):
 
 
 async def run_ga(config: GaStage, context: StageContext) -> list[str]:
-    """Evolve from everything measured so far; the members at the end."""
+    """Evolve from everything measured so far. Returns the final population."""
     settings, seed = config.population, context.seed
     population = ga.make_population(
         context.fitness(), config=settings, seed=seed, prefix=context.prefix

@@ -32,23 +32,23 @@ __all__ = ["SurrogateStage", "run_surrogate"]
 
 Array = NDArray[np.float64]
 MOST_POINTS = 256
-"""Sums that the model is fitted to, the best ones: the cost grows with their number cubed."""
+"""Limit of sums that the model is fitted to, the best ones. The cost grows with their cube."""
 MOST = 100.0
-"""Size of a coefficient: with larger ones the model's equations cannot be solved."""
+"""Limit of a coefficient's size. With larger ones the model's equations cannot be solved."""
 MISSED = 100.0
-"""What it costs to miss a floor by 1: a candidate that misses one ranks below all that do not."""
+"""Penalty for missing a floor by 1, so that such candidates rank below all others."""
 
 
 class SurrogateStage(Config):
-    """A model of every task's log-odds over the coefficients of a sum proposes the next sums."""
+    """A model of every task's log-odds, over the coefficients of a sum, proposes the next sums."""
 
     type: Literal["surrogate"] = "surrogate"
     generations: int = Field(default=3, ge=1)
-    """How many generations the stage has."""
+    """Number of generations."""
     population: int = Field(default=10, ge=1, le=256)
     """Sums per generation."""
     unit: Unit = "block"
-    """What has coefficients of its own: every block of the model, or the model as one."""
+    """Part of the model with its own coefficients: each block, or the model as a whole."""
     low: float = Field(default=0.0, ge=-MOST, le=MOST)
     """Smallest value of a coefficient."""
     high: float = Field(default=1.5, ge=-MOST, le=MOST)
@@ -64,12 +64,12 @@ class SurrogateStage(Config):
         return self
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures at most."""
+        """Return the maximum number of measured candidates."""
         return self.generations * self.population
 
 
 async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[str]:
-    """Search the coefficients of the founders; the last generation is the population."""
+    """Search the founders' coefficients. The last generation is the population."""
     population: list[str] = []
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
@@ -95,11 +95,11 @@ def _propose(
     answers = _table(
         search, [{**candidate.rewards, **candidate.certainties} for candidate in measured]
     )
-    # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
+    # Rewards may exceed 0 to 1, so each task's range is taken from its answers.
     low = np.fmin.reduce(answers, axis=0, initial=0.0)
     span = np.fmax.reduce(answers, axis=0, initial=1.0) - low
     certainties = (answers - low) / span
-    limits = _right_from(certainties, rewards > 0.5, num_choices=_num_choices(search))
+    limits = _certainty_limits(certainties, rewards > 0.5, num_choices=_num_choices(search))
     is_live = np.array(live_coefficients(config.unit, founders))
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks, is_live=is_live),
@@ -112,12 +112,14 @@ def _propose(
     return [tuple(point) for point in proposed.tolist()]
 
 
-def _right_from(
+def _certainty_limits(
     certainties: Array, is_right: NDArray[np.bool_], *, num_choices: Sequence[int]
 ) -> Array:
-    """By task, how certain its right choice is where it becomes the likeliest: of two choices a
-    half. Of more somewhere between a guess and a half: halfway from what was wrong to what was
-    right."""
+    """Return for each task the certainty from which its right choice is the most likely.
+
+    With two choices that is a half. With more it lies between a guess and a half: halfway between
+    the certainties of wrong and right answers.
+    """
     guess = 1.0 / np.maximum(2, num_choices)
     wrong = np.fmax.reduce(np.where(is_right, np.nan, certainties), axis=0, initial=0.0)
     right = np.fmin.reduce(np.where(is_right, certainties, np.nan), axis=0, initial=1.0)
@@ -126,8 +128,8 @@ def _right_from(
 
 
 def _worth(search: SearchEvaluator, low: Array, span: Array, limits: Array) -> Worth:
-    """The weighted merit, far less where a floor is missed. Rewards go from `low`, by `span`, and
-    of choices that are more certain than `limits` they are 1."""
+    """Return a function for the weighted merit, less a large penalty for missed floors. A task's
+    reward is `low` + `span` * chance; for choices it is 1 above `limits`."""
     sources = [task.source for task in search.tasks]
     num_choices = _num_choices(search)
     weights = [task.weight for task in search.tasks]
@@ -154,8 +156,7 @@ def _num_choices(search: SearchEvaluator) -> list[int]:
 
 
 def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]]:
-    """The coefficients of the founders and of the sums of all of them that were measured, the best
-    first."""
+    """Return the coefficients of founders and measured sums, best first."""
     measured = context.search.measured
     alive = [name for name, candidate in measured.items() if not candidate.fitness.is_failed]
     alive.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
@@ -165,7 +166,7 @@ def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]
 
 
 def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ...] | None:
-    """Its coefficients in every block; None of what is no sum of founders."""
+    """Return a candidate's coefficients in every block, or None if it is no sum of founders."""
     founders = context.builder.founders
     if name in founders:
         return tuple(float(name == founder) for founder in founders) * num_blocks
@@ -176,5 +177,5 @@ def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ..
 
 
 def _table(search: SearchEvaluator, values: Sequence[Mapping[str, float]]) -> Array:
-    """[candidates, tasks]; NaN where one was not asked."""
+    """Arrange as [candidates, tasks], with NaN for missing answers."""
     return np.array([[by_task.get(task.id, np.nan) for task in search.tasks] for by_task in values])
