@@ -317,9 +317,8 @@ async def test_servers_get_the_share_of_the_gpu_that_the_trainer_leaves(
 ) -> None:
     """The plan comes last: what the config names is read before."""
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(
-        "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(60))
-    )
+    rows = ({"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(60))
+    tasks.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = GrpoConfig.model_validate(
         {
             "engine": {"type": "fleet", "launch": {"model": str(tiny_folder), "device": "cpu"}},
