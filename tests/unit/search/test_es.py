@@ -183,5 +183,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match="rookery\\[cmaes\\]"):
+    with pytest.raises(ConfigError, match="\\[cmaes\\]"):
         begun()
