@@ -1,9 +1,9 @@
-"""Plays the tasks of a taskset of verifiers, and sends each group to a gateway.
+"""Plays the tasks of a verifiers taskset, and sends each group to a gateway.
 
     python player.py GATEWAY ENGINE MODEL '{"taskset": {"id": "mine"}, "group_size": 8, ...}'
 
-Runs in the interpreter that has verifiers; ENGINE answers `/inference/v1/generate`, and MODEL is a
-folder with the tokenizer. Tasks are played again from the first when all were played.
+Runs in an interpreter with verifiers. ENGINE answers `/inference/v1/generate`, and MODEL is a
+folder with the tokenizer. After the last task it starts again from the first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 MASKED, NOT_DRAWN = -100, 1.0
-"""What the Atropos API writes for tokens that the model did not draw."""
+"""Values of the Atropos API for tokens that the model did not draw."""
 POLL_S = 0.2
 FULL_BATCHES = 2
-"""No more is played while so many batches wait to be trained on."""
+"""Playing pauses while this many batches wait to be trained on."""
 KEY = "ROOKERY_ENGINE_KEY"
 
 
@@ -48,7 +48,7 @@ def make_agent(engine: str, model: str, told: dict[str, Any]) -> Any:
 
 
 def _config_of(plugin: type) -> Any:
-    """The class of a plugin's config, the last argument of its generic base."""
+    """Return the class of a plugin's config, the last argument of its generic base."""
     for base in getattr(plugin, "__orig_bases__", ()):
         arguments = getattr(base, "__args__", ())
         if arguments:
@@ -57,7 +57,7 @@ def _config_of(plugin: type) -> Any:
 
 
 def all_tasks(told: dict[str, Any]) -> Iterator[Any]:
-    """The tasks, again and again."""
+    """Yield the tasks in an endless cycle."""
     kind = taskset_class(told["taskset"]["id"])
     taskset = kind(_config_of(kind)(**told["taskset"]))
     while True:
@@ -70,8 +70,8 @@ def all_tasks(told: dict[str, Any]) -> Iterator[Any]:
 
 
 async def draw_rollouts(agent: Any, task: Any, size: int) -> list[tuple[Any, float]]:
-    """Branches with their rewards. Those that failed are drawn once more: a gateway waits with
-    groups of another size than their environment's for others to make it up."""
+    """Return branches with their rewards. Failed ones are drawn once more: if a group is smaller
+    than its environment's size, the gateway waits for others to complete it."""
     rows: list[tuple[Any, float]] = []
     for _ in range(2):
         traces = await asyncio.gather(*[agent.run(task) for _ in range(size - len(rows))])
@@ -119,7 +119,7 @@ async def play(
 
 
 async def register(http: httpx.AsyncClient, told: dict[str, Any]) -> int:
-    """The number of this environment, when the trainer has started."""
+    """Return the number of this environment once the trainer has started."""
     registration = {
         "max_token_length": told["max_token_len"],
         "desired_name": told["taskset"]["id"],
