@@ -146,7 +146,6 @@ class Decision:
 
 
 def begin(labels: Labels, *, utility: float) -> Annealing:
-    """The state before the first iteration."""
     return Annealing(labels=labels, utility=utility, best_labels=labels, best_utility=utility)
 
 
@@ -184,7 +183,7 @@ def argmax_label(logprobs: Sequence[float]) -> int:
 
 
 def skip(state: Annealing) -> Annealing:
-    """Count an iteration that proposed nothing new."""
+    """Count an iteration without a new proposal."""
     return replace(state, iteration=state.iteration + 1)
 
 

@@ -90,13 +90,12 @@ def fitness_of(
     floors: Mapping[str, float] | None = None,
     merits: Mapping[str, float] | None = None,
 ) -> Fitness:
-    """Return the weighted mean over sources, with one objective per source in the order of
-    `weights`.
+    """Return the weighted mean over sources, with one objective per source of `weights`, in order.
 
-    `floors` are lower bounds of means; a source may have a floor and weight 0. Worked example:
-    means {"a": 0.5, "b": 0.25}, weights {"a": 3, "b": 1} and floors {"b": 0.375} give score 0.4375,
-    objectives (0.5, 0.25), violation 0.125. If `merits` are set, score and objectives use these
-    means, while floors still use `means`.
+    `floors` are lower bounds of means; a source may have a floor and weight 0. If `merits` are set,
+    score and objectives use these means, while floors still use `means`. Means {"a": 0.5, "b":
+    0.25}, weights {"a": 3, "b": 1}, floors {"b": 0.375}: score 0.4375, objectives (0.5, 0.25),
+    violation 0.125.
     """
     total = math.fsum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
@@ -166,9 +165,8 @@ def fitness_ranks(fitnesses: Sequence[Fitness]) -> list[float]:
 def comparable_scores(fitnesses: Sequence[Fitness]) -> list[float | None]:
     """Return one number per candidate for selection rules; None if it failed.
 
-    Feasible candidates keep their score. An infeasible one gets the worst feasible score (the worst
-    score of all if none is feasible) minus its violation. So it never beats a feasible one, and no
-    penalty factor is needed.
+    Feasible candidates keep their score. An infeasible one gets the worst feasible score (of all
+    scores, if none is feasible) minus its violation, so it never beats a feasible one.
     """
     feasible = [f.score for f in fitnesses if f.score is not None and f.violation == 0]
     alive = [f.score for f in fitnesses if f.score is not None]
@@ -182,8 +180,8 @@ def comparable_scores(fitnesses: Sequence[Fitness]) -> list[float | None]:
 
 
 def first_front(fitnesses: Sequence[Fitness]) -> list[int]:
-    """Return the indices of the Pareto front. If all are infeasible, it is those with the least
-    violation; failed candidates are never in it."""
+    """Return the indices of the Pareto front, or of the least violation if all are infeasible.
+    Failed candidates are never in it."""
     alive = [index for index, fitness in enumerate(fitnesses) if not fitness.is_failed]
     least = min((fitnesses[index].violation for index in alive), default=0.0)
     best = [index for index in alive if fitnesses[index].violation == least]
@@ -251,7 +249,6 @@ class ChildPlan:
     weights: tuple[float, ...]
     mutation: str | None
     sigma: float
-    """Strength of the mutation."""
     seed_key: int
     """Seed of all randomness in carrying the plan out."""
 

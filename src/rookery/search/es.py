@@ -197,7 +197,6 @@ class Cmaes:
 
     @property
     def sigma(self) -> float:
-        """The current step size."""
         return float(self._optimiser.sigma)
 
     def ask(self) -> tuple[Point, ...]:

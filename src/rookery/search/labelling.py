@@ -347,8 +347,7 @@ Constraint = Exclusive | Implies | EqualAnswer | AsymmetricPair
 
 
 def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
-    """Count the pairs that break it; an exact exclusive group where none has the label counts as
-    one.
+    """Count the pairs that break it; an exact exclusive group without the label counts as one.
 
     Unlabelled items break nothing, so labelling more items never lowers the number.
     """
@@ -486,10 +485,9 @@ class Constraints:
         return tuple(sorted(options, key=lambda o: (_num_changes(o, proposed), o)))
 
     def consistent(self, labels: Labels, *, item: int) -> Iterator[Labels]:
-        """Yield the unbroken labellings that differ only in the items tied to this one by labelled
-        items.
+        """Yield unbroken labellings that differ only in the items tied to this one, in order.
 
-        In lexicographic order. Unlabelled items stay unlabelled and tie nothing.
+        Only labelled items tie. Unlabelled items stay unlabelled.
         """
         members = self.tied(labels, item)
         for values in self._assignments(members):

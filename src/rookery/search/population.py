@@ -103,7 +103,6 @@ def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPla
 def _plan(
     parents: tuple[str, ...], weights: tuple[float, ...], *, name: str, seed: int
 ) -> ChildPlan:
-    """Return a linear merge without mutation."""
     return ChildPlan(
         id=name,
         generation=0,

@@ -230,8 +230,8 @@ class Dropped:
     """Why and when a candidate left the race."""
 
     reason: Literal["beaten", "impossible", "failed"]
-    """beaten: by a sequential test. impossible: no result of the remaining tasks would suffice.
-    failed: its evaluation failed."""
+    """beaten: by a sequential test. impossible: the remaining tasks cannot help. failed: no
+    reward."""
     num_tasks: int
     """Tasks that it had rewards for."""
 

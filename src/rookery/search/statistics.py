@@ -122,8 +122,7 @@ def bootstrap_mean(
     num_resamples: int = NUM_RESAMPLES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
-    """Return the interval of the mean by the bias-corrected and accelerated bootstrap (BCa). With
-    strata, it is the weighted mean of the sources' means.
+    """Return the interval of the mean, or of the strata's weighted mean, by the BCa bootstrap.
 
     `limits` are the smallest and the largest possible value; values beyond widen them.
     """
@@ -462,7 +461,6 @@ class MeanTests:
         self._rounding = TOLERANCE * (limits[1] - limits[0]) / 2
         self._enough = 1.0 / alpha
         self.sums = np.zeros(shape)
-        """Sums of the values seen."""
         self._wealth = np.ones((len(STAKES), *shape))
         self.is_proven = np.zeros(shape, dtype=bool)
         """Whether the mean is above the null, at level alpha or with certainty."""
@@ -496,7 +494,6 @@ class MeanTests:
         self.is_proven[where], self.is_certain[where] = is_proven | is_certain, is_certain
 
     def reset(self, where: Any) -> None:
-        """Restart the selected tests, with no values seen."""
         self.sums[where], self._wealth[(slice(None), *where)] = 0.0, 1.0
         self.is_proven[where] = self.is_certain[where] = False
 

@@ -109,7 +109,6 @@ class Surrogate:
 
     @property
     def points(self) -> Array:
-        """The fitted points."""
         return self._points
 
     def mean(self, points: Array) -> Array:

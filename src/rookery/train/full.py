@@ -77,11 +77,7 @@ class SharingEngine(Protocol):
 
 
 class FullTrainee(Trainee):
-    """Weights of a model in training: float32 copies beside the model's own, unless those are
-    float32.
-
-    A float32 model is trained in place and takes no second copy.
-    """
+    """Weights of a model in training: float32 masters, which float32 weights are themselves."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], *, optimizer: OptimizerKind) -> None:
         self._leaves = list(weights.values())
@@ -220,7 +216,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         return ModelRef(name=self._name, version=f"step-{self.trainees[self._name].num_steps}")
 
     async def version(self) -> str:
-        """Return a hash of all current weights of the model."""
+        """Hash all current weights of the model."""
         return await self._in_turn(self._version)
 
     def _version(self) -> str:

@@ -51,8 +51,8 @@ class LoraConfig(Config):
     )
     """The linear layers to adapt, by the ends of their names, such as `mlp.up_proj` or `o_proj`."""
     layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
-    """`all`, or the number of last decoder layers to adapt. With 4 of 30, the layers below are
-    computed once per sequence and a step costs 4/30."""
+    """`all`, or the number of last decoder layers to adapt. With 4 of 30, a step costs 4/30, since
+    the layers below are computed once per sequence."""
 
 
 def initial_adapter(
@@ -136,13 +136,12 @@ class LayerGroup:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors, in their order."""
         return [f"{layer}/{letter}" for letter in "ab" for layer in self.layers]
 
 
 class FlatTensors(list[torch.Tensor]):
-    """Consecutive views of one tensor, `whole`. `groups` has A [layers, rank, in] and B [layers,
-    out, rank] per group."""
+    """Consecutive views of one tensor. `groups` has A [layers, rank, in] and B [layers, out,
+    rank]."""
 
     def __init__(self, whole: torch.Tensor, groups: Sequence[LayerGroup]) -> None:
         parts = iter(torch.split(whole, [size for group in groups for size in group.sizes]))
@@ -189,7 +188,6 @@ class LoraTrainee(Trainee):
 
     @property
     def device(self) -> torch.device:
-        """Device of its tensors."""
         return self._flat.device
 
     @property
@@ -221,7 +219,6 @@ class LoraTrainee(Trainee):
             super().add_gradients(gradients)
 
     def move(self, device: torch.device) -> None:
-        """Move all its tensors to another device."""
         self._flat.data = self._flat.data.to(device)
         state = self._optimizer.state[self._flat] if self.num_steps else {}
         state.update({name: tensor.to(device) for name, tensor in state.items()})
@@ -238,7 +235,6 @@ class LoraTrainee(Trainee):
         self._flat.data = torch.empty(0)
 
     def unpark(self, path: Path, *, device: torch.device) -> None:
-        """Restore a file of `park`."""
         self._flat.data = torch.empty(self._num_weights, device=device)
         self._set_views()
         self.load(path)

@@ -245,7 +245,7 @@ def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
     is_target = flat == np.asarray(datum.targets)[rows]
     is_found = np.bincount(rows[is_target], minlength=len(lengths)) == 1
     keys = rows * (1 << 32) + flat
-    if not (np.diff(keys) > 0).all():  # engines that list them by probability
+    if not (np.diff(keys) > 0).all():  # some engines list them by probability
         keys.sort()
     is_once = (np.diff(keys) > 0).all()
     return bool((flat < vocab_size).all() and (is_found | (lengths == 0)).all() and is_once)

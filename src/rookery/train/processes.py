@@ -108,7 +108,6 @@ class Processes:
             dist.broadcast_object_list([call], src=0, group=self._calls)
 
     def receive(self) -> object:
-        """Return the call that the first process broadcast."""
         received: list[object] = [None]
         with _lost(), boundary(TrainError, "reading a call", foreign=(pickle.UnpicklingError,)):
             dist.broadcast_object_list(received, src=0, group=self._calls)

@@ -33,7 +33,7 @@ class Part:
     num_data: int = 0
     """Data in the whole request, over all processes."""
     logprobs: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By the datum's place in the request."""
+    """Log-probabilities by the datum's place in the request."""
     sums: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -139,7 +139,6 @@ class RunningRequest(Generic[Trained]):
         return None
 
     def add(self, packed: PackedPass, logprobs: torch.Tensor, output: LossOutput) -> None:
-        """Add the results of a computed pass."""
         part = self.part
         part.loss_sum += output.loss.item()
         part.sums.update({key: value.item() for key, value in output.sums.items()})

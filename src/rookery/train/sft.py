@@ -189,9 +189,7 @@ class SftTraining:
     config: SftConfig
     start: Adapter
     num_steps: Callable[[], int]
-    """Steps taken."""
     trained: Callable[[], Awaitable[Adapter]]
-    """The current adapter."""
 
     async def run(
         self,
@@ -306,7 +304,6 @@ def _answer(task: Task) -> str:
 
 
 def count_steps(data: Sequence[Datum], config: SftConfig) -> int:
-    """Number of steps of a training on the data."""
     return len(_batches(data, config))
 
 

@@ -324,7 +324,6 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return received
 
     def do_part(self, call: RankCall) -> None:
-        """Do this process's part of a call."""
         trainee = self.trainee(call.trainee)
         match call.method, call.argument:
             case "forward_backward", TrainRequest() as request:

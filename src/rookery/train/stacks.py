@@ -49,7 +49,6 @@ class Trunk:
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, TokenIds], torch.Tensor] = OrderedDict()
         self.used_bytes = 0
-        """Bytes in the cache."""
         self.num_computed_tokens = 0
         """Tokens computed since the start because the cache lacked them."""
 

@@ -97,12 +97,10 @@ class Trainee:
         optimized: Sequence[nn.Parameter] = (),
     ) -> None:
         self.num_steps = 0
-        """Optimizer steps taken."""
         self.gradients: list[torch.Tensor] | None = None
         """Sum since the last step, in the order of the parameters; None if no batch came."""
         self.parameters: Sequence[torch.Tensor] = list(parameters.values())
         self.names = list(parameters)
-        """Names of the parameters, in their order."""
         self._is_8_bit = optimizer == "adamw_8bit"
         self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
         leaves = [p for p in self.parameters if isinstance(p, nn.Parameter)]

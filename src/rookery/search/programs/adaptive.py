@@ -115,7 +115,6 @@ class AdaptiveDatabase(ProgramDatabase):
             self._failed.remove(known)
 
     def ask(self, attempt: int) -> Plan:
-        """Return the plan of an attempt; attempts count from 1."""
         if self._first is None:
             raise ValueError("Nothing was told yet: tell the programs to start from first.")
         rng = stream(self._seed, "program", attempt)
@@ -203,7 +202,7 @@ class AdaptiveDatabase(ProgramDatabase):
         )
 
     def _find_due(self, *, num_lines: int, is_fresh: bool) -> dict[str, bool]:
-        """Return the drawable operators, and whether each is due. Others are drawn by fixed weight
+        """Return the drawable operators, and whether each is due; others go by fixed weight
         only."""
         can_be_drawn = {
             "best": True,
@@ -290,8 +289,8 @@ def _draw(shares: dict[str, float], rng: np.random.Generator) -> str:
 
 
 def _geometric(rng: np.random.Generator, chance: float, count: int) -> int:
-    """Draw a place below `count`; `chance` is the probability of the first, and each next is less
-    likely by a constant factor."""
+    """Draw a place below `count`; `chance` is the probability of the first, and of each next one if
+    no earlier was drawn."""
     return min(int(math.log1p(-rng.random()) / math.log1p(-chance)), count - 1)
 
 

@@ -263,7 +263,6 @@ class OperatorBandit:
 
     @property
     def cost(self) -> float:
-        """Cost of all attempts told."""
         return math.fsum(record.cost for record in self.records.values())
 
     @property

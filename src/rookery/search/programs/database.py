@@ -235,7 +235,6 @@ class DatabaseState:
     references: tuple[CodeSummary, ...] = ()
     arms: tuple[Arm, ...] = ()
     num_told: int = 0
-    """Programs told so far."""
 
 
 class ProgramDatabase:
@@ -271,12 +270,10 @@ class ProgramDatabase:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """All kept programs, by id."""
         return self._population.members
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """The models and adapters, with their earnings."""
         return self._bandit.arms
 
     @property
@@ -363,8 +360,7 @@ class ProgramDatabase:
 
 
 class ParetoDatabase(ProgramDatabase):
-    """A search of prompts. Parents are the programs that are best on some task, drawn by the number
-    of such tasks."""
+    """A search of prompts: parents are best on some task, drawn by the number of such tasks."""
 
     def __init__(
         self, config: ProgramDatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()
@@ -400,8 +396,7 @@ class ParetoDatabase(ProgramDatabase):
 
 
 class BestOfN(ProgramDatabase):
-    """Independent children of the best first program, which a better child may have displaced from
-    the members."""
+    """Independent children of the best first program, even if the population dropped it."""
 
     first: Member | None = None
 

@@ -61,7 +61,6 @@ class Ranking:
         insort(self._keys, _key(member))
 
     def discard(self, member: Member) -> None:
-        """Remove the member if it is there."""
         if member in self:
             del self._keys[bisect_left(self._keys, _key(member))]
 
@@ -226,8 +225,7 @@ class FeatureSpace:
 
 
 def cell_key(coordinates: Iterable[int]) -> str:
-    """Return a cell's name as in OpenEvolve: "3-0" is bin 3 of the first dimension, bin 0 of the
-    second."""
+    """Return a cell's name as in OpenEvolve: "3-0" is bin 3, then bin 0."""
     return "-".join(map(str, coordinates))
 
 

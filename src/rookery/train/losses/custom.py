@@ -149,8 +149,6 @@ def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Pass:
-    """One run through the nodes."""
-
     def __init__(self, inputs: Sequence[torch.Tensor], *, max_values: int | None) -> None:
         self._inputs = iter(inputs)
         self._max_values = max_values
@@ -359,7 +357,6 @@ class Custom(Config):
     def _inputs(
         self, logprobs: torch.Tensor, targets: Targets, place: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return the graph's inputs for one datum."""
         rest = (
             self._tensor(one, targets.inputs[place], device=logprobs.device)
             for one in self.inputs[1:]

@@ -92,8 +92,7 @@ class Loss(Protocol):
 
 
 class CrossEntropy(Config):
-    """Sum of -weight * log p. Log-probabilities (-0.5, -1, -1.5), weights (0.5, 1, 1): loss 2.75,
-    reported as 1.1."""
+    """Sum of -weight * log p: log p (-0.5, -1, -1.5) and weights (0.5, 1, 1) give 2.75."""
 
     type: Literal["cross_entropy"] = "cross_entropy"
     needs: ClassVar[tuple[Column, ...]] = ()
@@ -132,8 +131,7 @@ divided by the number of sequences times the most tokens per answer."""
 def averaged(
     calls: Sequence[Sequence[Datum]], average: Average, *, max_tokens: int | None = None
 ) -> list[tuple[Datum, ...]]:
-    """Return all data of one step, call by call, with weights that make the sum of losses the
-    average.
+    """Return a step's data, call by call, with weights that make the sum of losses the average.
 
     Input weights are 1 for drawn tokens and 0 for others, or any share from 0 up. Data without
     weight still count as sequences.

@@ -64,8 +64,7 @@ def sequence_means(
 class CorrectionConfig(Config):
     """Multiplies the objective of every token, but not its KL term, by the bounded mismatch.
 
-    Mismatches 0.5, 1.2 and 8 with maximum 3 become 0.5, 1.2 and 3 by truncating, 0.5, 1.2 and 0 by
-    masking.
+    With maximum 3, mismatches 0.5, 1.2 and 8 become 0.5, 1.2 and 3 (truncate) or 0 (mask).
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -174,7 +173,6 @@ class PolicyLoss(Config, ABC):
 
     @property
     def needs(self) -> tuple[Column, ...]:
-        """Columns that its data must have, by the options."""
         wanted: dict[Column, bool] = {
             "advantages": True,
             "sampled_logprobs": self.ratio_to == "sampled" or self.correction is not None,
@@ -184,8 +182,8 @@ class PolicyLoss(Config, ABC):
         return tuple(column for column, is_wanted in wanted.items() if is_wanted)
 
     def learns_from(self, datum: Datum) -> bool:
-        """Whether it has weights, and a KL term or a non-zero advantage: groups of equal rewards
-        have advantages of 0."""
+        """Whether it has weights, and a KL term or an advantage: groups of equal rewards have
+        none."""
         is_held = self.kl is not None and self.kl.weight > 0
         return any(datum.weights) and (is_held or any(datum.advantages))
 
