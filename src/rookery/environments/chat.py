@@ -261,22 +261,23 @@ class Chat:
             )
 
 
-def _messages(said: Said) -> tuple[Message, ...]:
-    if isinstance(said, str):
-        return (Message(role="user", content=said),)
-    if isinstance(said, Message | Mapping):
-        said = [said]
-    return tuple(_message(one) for one in said)
+def _messages(messages: Said) -> tuple[Message, ...]:
+    if isinstance(messages, str):
+        return (Message(role="user", content=messages),)
+    if isinstance(messages, Message | Mapping):
+        messages = [messages]
+    return tuple(_message(one) for one in messages)
 
 
-def _message(said: Message | Mapping[str, str]) -> Message:
-    if isinstance(said, Message):
-        return said
-    if not isinstance(said, Mapping) or set(said) != {"role", "content"}:
+def _message(message: Message | Mapping[str, str]) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise TaskError(
-            f"The game said {said!r:.80}; a message is a text, or an object with role and content."
+            f"The game said {message!r:.80}; a message is a text, or an object with role and "
+            "content."
         )
-    return Message(role=said["role"], content=said["content"])
+    return Message(role=message["role"], content=message["content"])
 
 
 async def draw_reply(sampler: Sampler, request: SampleRequest) -> Completion:

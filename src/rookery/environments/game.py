@@ -380,10 +380,10 @@ class GameEvaluator:
     def _key(self, model: ModelRef, task: Task, index: int) -> str:
         """Name the game with these weights. The name covers the task's text: a row that was
         corrected under its id is another game."""
-        how = [self._game.config.model_dump(mode="json"), asdict(self._params[task.source])]
+        settings = [self._game.config.model_dump(mode="json"), asdict(self._params[task.source])]
         task_text = repr((task.prompt, task.reference, task.choices))
         digest = hashlib.blake2b(digest_size=12)
-        digest.update(json.dumps(how).encode())
+        digest.update(json.dumps(settings).encode())
         digest.update(task_text.encode(errors="backslashreplace"))
         return f"{model.version}|{task.id}|{digest.hexdigest()}|{index}"
 

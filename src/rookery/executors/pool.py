@@ -85,7 +85,7 @@ class WorkerPool:
     _refused: dict[str, WorkerInfo] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a worker is ready and when a slot ends."""
-    _unsaid: list[str] = field(default_factory=list)
+    _unlogged: list[str] = field(default_factory=list)
     """Warnings to log once a worker is ready; otherwise the final error contains them."""
     _down_timer: asyncio.TimerHandle | None = None
     _down: str = ""
@@ -192,9 +192,9 @@ class WorkerPool:
     def _dispatch(self) -> None:
         """Give waiting jobs to idle slots, both in order of arrival."""
         while self._queue and self._idle:
-            wish = self._idle.popleft()
-            if not wish.done():
-                wish.set_result(self._queue.popitem(last=False)[0])
+            request = self._idle.popleft()
+            if not request.done():
+                request.set_result(self._queue.popitem(last=False)[0])
 
     async def _serve(self, slot: str) -> None:
         """Keep the worker of one slot running until it is refused or cannot be started."""
@@ -217,7 +217,7 @@ class WorkerPool:
                         raise WorkerRefused(reason, info=WorkerInfo(name=slot)) from None
                     await asyncio.sleep(RESTARTS.pause_s(num_failed))
         except WorkerRefused as error:
-            self._unsaid.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
+            self._unlogged.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
             self._refused[slot] = replace(error.info, refusal=str(error))
             self._warn_of_refusals()
         finally:
@@ -225,8 +225,8 @@ class WorkerPool:
             self._note_slot_ended()
 
     def _warn_of_refusals(self) -> None:
-        while self._ready and self._unsaid:
-            _log.warning("%s", self._unsaid.pop(0))
+        while self._ready and self._unlogged:
+            _log.warning("%s", self._unlogged.pop(0))
 
     async def _feed(self, slot: str, worker: Worker) -> None:
         """Give jobs to a worker until it ends. Raises WorkerGone if it ends without a job."""
@@ -245,15 +245,15 @@ class WorkerPool:
 
     async def _next(self, worker: Worker) -> _Entry | None:
         """Return the next job for this worker; None if the worker ended."""
-        wish: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
-        self._idle.append(wish)
+        request: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
+        self._idle.append(request)
         self._dispatch()
-        either: set[asyncio.Future[Any]] = {wish, worker.gone}
+        either: set[asyncio.Future[Any]] = {request, worker.gone}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not worker.gone.done():
-            return wish.result()
-        if not wish.cancel():  # a job arrived at the same moment: the next worker gets it
-            self._put_back(wish.result())
+            return request.result()
+        if not request.cancel():  # a job arrived at the same moment: the next worker gets it
+            self._put_back(request.result())
         return None
 
     def _put_back(self, entry: _Entry) -> None:

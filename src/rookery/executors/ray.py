@@ -267,8 +267,8 @@ async def _add_nodes(
             try:
                 listed = await asyncio.wait_for(asyncio.to_thread(ray.nodes), HEAD_S)
             except TimeoutError:
-                said = f"The head of the Ray cluster did not answer within {HEAD_S:g} s."
-                raise ExecutorError(said) from None
+                message = f"The head of the Ray cluster did not answer within {HEAD_S:g} s."
+                raise ExecutorError(message) from None
             nodes = [node for node in listed if node["Alive"]]
         for slot, node_id in _list_slots(nodes):
             is_full = num_workers is not None and pool.num_slots >= num_workers

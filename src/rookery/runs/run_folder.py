@@ -259,10 +259,10 @@ def resolve_text(text: str, *, find: Find, key: str) -> str:
     """Return the path that a text refers to, or the text itself. Options of a taskset are kept:
     `run:labels/sft.jsonl?bad_rows=skip`."""
     reference = REFERENCE.fullmatch(text)
-    found = None if reference is None else find(reference["name"])
-    if reference is None or found is None:
+    run_path = None if reference is None else find(reference["name"])
+    if reference is None or run_path is None:
         return text
-    folder, part = expanded(found), reference["part"] or ""
+    folder, part = expanded(run_path), reference["part"] or ""
     if not (folder / EVENTS).is_file():
         raise ConfigError(f"{key} is {text}: there is no run {folder}.{_nearest(folder)}")
     path = folder / part

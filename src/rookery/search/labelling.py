@@ -248,11 +248,11 @@ class _Search:
         self._items = items
         self._rules = rules
         self._num_labels = num_labels
-        self._of: dict[int, list[int]] = {item: [] for item in items}
+        self._rules_of: dict[int, list[int]] = {item: [] for item in items}
         for index, rule in enumerate(rules):
             for member in rule.members:
-                if member in self._of:
-                    self._of[member].append(index)
+                if member in self._rules_of:
+                    self._rules_of[member].append(index)
 
     def undecided(self, allowed: Allowed) -> int | None:
         """Return the first item that still allows more than one label."""
@@ -263,7 +263,7 @@ class _Search:
         for label in range(self._num_labels):
             if allowed[item] >> label & 1:
                 child = {**allowed, item: 1 << label}
-                if self.propagate(child, self._of[item]):
+                if self.propagate(child, self._rules_of[item]):
                     yield child
 
     def propagate(self, allowed: dict[int, int], rules: Iterable[int]) -> bool:
@@ -278,7 +278,7 @@ class _Search:
                     return False
                 if left != allowed[item]:
                     allowed[item] = left
-                    waiting.update(dict.fromkeys(self._of[item]))
+                    waiting.update(dict.fromkeys(self._rules_of[item]))
         return True
 
     def is_refuted(self, start: Allowed) -> bool:

@@ -175,8 +175,11 @@ def merits_of(
         "certainty": known,
         "log_certainty": {t: _log_certainty(value, num_choices[t]) for t, value in known.items()},
     }
-    of = MIXED if merit == "mixed" else (merit,)
-    return {**rewards, **{t: math.fsum(parts[name][t] for name in of) / len(of) for t in known}}
+    names = MIXED if merit == "mixed" else (merit,)
+    return {
+        **rewards,
+        **{t: math.fsum(parts[name][t] for name in names) / len(names) for t in known},
+    }
 
 
 def merits_at(

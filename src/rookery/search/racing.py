@@ -261,7 +261,7 @@ class Race:
         self._rewards = np.full((count, len(self.tasks)), np.nan)
         self._scores = np.full((count, len(self.tasks)), np.nan)
         self._has_failed = np.zeros(count, dtype=bool)
-        self._told = np.zeros(count, dtype=int)
+        self._num_received = np.zeros(count, dtype=int)
         """Number of answers received; all tasks once the candidate failed."""
         self._seen = np.zeros(count, dtype=int)
         """Number of answers looked at."""
@@ -278,7 +278,7 @@ class Race:
     @property
     def num_told(self) -> dict[str, int]:
         """Tasks per candidate that need no answer: answered, or beyond its failure."""
-        return dict(zip(self.candidates, self._told.tolist(), strict=True))
+        return dict(zip(self.candidates, self._num_received.tolist(), strict=True))
 
     @property
     def rewards(self) -> dict[str, tuple[float, ...]]:
@@ -379,23 +379,23 @@ class Race:
             raise ValueError(f"Got rewards of {id}: the race is of {sorted(self.candidates)}.")
         if self._has_failed[row]:
             return  # asked before its failure arrived
-        told = int(self._told[row])
+        num_received = int(self._num_received[row])
         values = np.array([None] if rewards is None else list(rewards), dtype=np.float64)
-        if told + len(values) > len(self.tasks):
-            room = len(self.tasks) - told
+        if num_received + len(values) > len(self.tasks):
+            room = len(self.tasks) - num_received
             raise ValueError(f"Got {len(values)} rewards of {id}: {room} tasks are open.")
         failed = np.flatnonzero(np.isnan(values))
-        end = told + (int(failed[0]) if len(failed) else len(values))
-        values = values[: end - told]
+        end = num_received + (int(failed[0]) if len(failed) else len(values))
+        values = values[: end - num_received]
         limits = (self.config.low, self.config.high) if self.config.enabled else None
-        check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
-        self._rewards[row, told:end] = values
+        check_rewards(values, id=id, tasks=self.tasks[num_received:end], limits=limits)
+        self._rewards[row, num_received:end] = values
         if merits is not None:
-            values = np.array(list(merits)[: end - told], dtype=np.float64)
-            check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
-        self._scores[row, told:end] = values * self._factors[told:end]
+            values = np.array(list(merits)[: end - num_received], dtype=np.float64)
+            check_rewards(values, id=id, tasks=self.tasks[num_received:end], limits=limits)
+        self._scores[row, num_received:end] = values * self._factors[num_received:end]
         self._has_failed[row] = len(failed) > 0
-        self._told[row] = len(self.tasks) if len(failed) else end
+        self._num_received[row] = len(self.tasks) if len(failed) else end
 
     def look_on(self) -> None:
         """Look as often as the answers allow."""
@@ -408,7 +408,7 @@ class Race:
         if not len(live):
             return False
         end = min(int(self._seen[live].max()) + self.config.block, len(self.tasks))
-        if (self._seen[live] == end).all() or (self._told[live] < end).any():
+        if (self._seen[live] == end).all() or (self._num_received[live] < end).any():
             return False
         first = int(self._seen[live].min())
         is_missing = np.isnan(self._rewards[live, first:end])

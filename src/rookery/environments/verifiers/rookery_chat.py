@@ -33,5 +33,5 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
             base_url=arguments["endpoint"], api_key=arguments["secret"], max_retries=0
         ) as client:
             answer = await client.chat.completions.create(model=ctx.model, messages=messages)
-        said = answer.choices[0].message.content or ""
-        return ProgramResult(exit_code=0, stdout=said, stderr="")
+        text = answer.choices[0].message.content or ""
+        return ProgramResult(exit_code=0, stdout=text, stderr="")

@@ -193,10 +193,10 @@ class AdaptiveDatabase(ProgramDatabase):
         return next(
             (
                 failed
-                for told, failed in reversed(self._failed)
-                if told > oldest
+                for num_told, failed in reversed(self._failed)
+                if num_told > oldest
                 and failed.parent_score >= best
-                and (attempt + told) % FRESH_TURNS == 0
+                and (attempt + num_told) % FRESH_TURNS == 0
             ),
             None,
         )
@@ -289,8 +289,7 @@ def _draw(shares: dict[str, float], rng: np.random.Generator) -> str:
 
 
 def _geometric(rng: np.random.Generator, chance: float, count: int) -> int:
-    """Draw a place below `count`; `chance` is the probability of the first, and of each next one if
-    no earlier was drawn."""
+    """Draw a place below `count`, geometrically; `chance` is the probability of the first."""
     return min(int(math.log1p(-rng.random()) / math.log1p(-chance)), count - 1)
 
 
