@@ -94,9 +94,7 @@ class ModalWorker:
 @contextmanager
 def _lost_calls() -> Iterator[None]:
     """Turn errors of Modal itself into WorkerGone: a dead container, a limit, a lost connection.
-
-    Errors of a task are in the result of the call.
-    """
+    Errors of a task are in the result of the call."""
     import modal
 
     try:

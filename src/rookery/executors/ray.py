@@ -51,10 +51,8 @@ REACH_S = 10.0
 async def connect_ray(
     address: str, *, error: type[RookeryError], **options: object
 ) -> AsyncIterator[Any]:
-    """Yield the module `ray`, connected to the cluster at `address`; "local" starts a cluster.
-
-    An existing connection of this process is used and kept. Options are those of `ray.init`.
-    """
+    """Yield the module `ray`, connected to the cluster at `address`; "local" starts a cluster. An
+    existing connection of this process is used and kept. Options are those of `ray.init`."""
     try:
         import ray
     except ImportError as missing:
@@ -207,11 +205,8 @@ def _shorten(error: BaseException | None) -> str:
 async def open_ray(
     spec: WorkerSpec, *, address: str | None = None, num_workers: int | None = None
 ) -> AsyncIterator[WorkerPool]:
-    """Yield an Executor of at most `num_workers` actors, or one per CPU of the cluster, once one is
-    ready.
-
-    Without an address, a cluster is started on this machine and ended with the block.
-    """
+    """Yield an Executor of at most `num_workers` actors, by default one per CPU of the cluster. At
+    least one is ready. Without an address, a cluster is started here and ended with the block."""
     check_num_workers(num_workers)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
@@ -258,10 +253,8 @@ def _placed(node_id: str) -> dict[str, Any]:
 async def _add_nodes(
     ray: Any, pool: WorkerPool, node_ids: dict[str, str], num_workers: int | None
 ) -> None:
-    """Give the pool a slot per CPU of every present or new node, up to `num_workers`.
-
-    A slot that ended stays in `node_ids` and is not tried again.
-    """
+    """Give the pool a slot per CPU of every present or new node, up to `num_workers`. A slot that
+    ended stays in `node_ids` and is not tried again."""
     while True:
         with boundary(ExecutorError, "Listing the nodes of the Ray cluster"):
             try:
@@ -279,7 +272,7 @@ async def _add_nodes(
 
 
 def _list_slots(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return slots with their nodes' ids, the first slot of every node before the second of any.
+    """Return (slot, node id), the first slot of every node before the second of any.
 
     `("10.0.0.2/1a2b3c4d/0", "1a2b3c4d...")`
     """

@@ -218,9 +218,7 @@ class WorkerHost:
         self, task: str, settings: bytes, *, digest: str | None, fetch: Callable[[], bytes]
     ) -> tuple[bool, str]:
         """Return whether this machine can run the task, with the task's description or the reason.
-
-        If this machine lacks the folder of that digest, `fetch` is called in a thread.
-        """
+        If this machine lacks the folder of that digest, `fetch` is called in a thread."""
         try:
             folder = None
             if digest is not None:

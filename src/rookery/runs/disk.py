@@ -129,10 +129,8 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Force a folder to disk with everything below it.
-
-    Files with a second hard link are skipped: they were synced under their first name.
-    """
+    """Force a folder to disk with everything below it. Files with a second hard link are skipped:
+    they were synced under their first name."""
     for parent, _, names in os.walk(path, topdown=False):
         for name in names:
             file = os.path.join(parent, name)
@@ -397,10 +395,7 @@ def is_locked(path: Path) -> bool:
 
 
 def require_free(path: Path) -> None:
-    """Raise the RunError of `RunLock.acquire` if another process holds the lock; change nothing.
-
-    For callers that take the lock later but need to know now.
-    """
+    """Raise the RunError of `RunLock.acquire` if another process holds the lock; change nothing."""
     if is_locked(path):
         raise RunError(_refusal(path))
 

@@ -130,10 +130,8 @@ class EventView:
             return view
 
     def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
-        """Yield events of one kind, or all, with `seq` above `after`, in order.
-
-        A damaged log yields the events before the damage, then raises RunError.
-        """
+        """Yield events of one kind, or all, with `seq` above `after`, in order. A damaged log
+        yields the events before the damage, then raises RunError."""
         condition, values = ("", []) if kind is None else ("AND kind = ?", [kind])
         query = f"SELECT {COLUMNS} FROM events WHERE seq > ? {condition} ORDER BY seq LIMIT ?"
         num_rows = PAGE_ROWS
@@ -249,10 +247,8 @@ class EventLog(EventView):
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
-        """Open for writing: drop half-written data of a crash, and check the whole file.
-
-        The check reads the file once, about a second per gigabyte.
-        """
+        """Open for writing: drop half-written data of a crash, and check the whole file. The check
+        reads the file once, about a second per gigabyte."""
         with sqlite_boundary(path):
             writer = open_writer(path, EVENTS_FORMAT, create=create)
             try:
@@ -265,9 +261,8 @@ class EventLog(EventView):
     def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
         """Queue events to be stored, all or none; the future completes when they are durable.
 
-        If the same kind and key exist, the stored event is returned and nothing is stored. A
-        different payload is a RunError, since one would be lost, unless the event sets
-        `first_wins`.
+        If the same kind and key exist, the stored event is returned and nothing is stored. If its
+        payload differs, that is a RunError, unless the event sets `first_wins`.
         """
         return self._group.submit(list(news))
 
@@ -356,10 +351,8 @@ def _check_no_gaps(writer: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_new(new: NewEvent) -> str:
-    """Return the payload as text, or raise a RunError about the event.
-
-    Any other exception would end the writing thread, and with it the run.
-    """
+    """Return the payload as text, or raise a RunError about the event. Any other exception would
+    end the writing thread, and with it the run."""
     if not isinstance(new.kind, str) or not KIND.fullmatch(new.kind):
         raise RunError(
             f"Got the event kind {new.kind!r}: a kind is a noun such as 'evaluation' or "

@@ -125,10 +125,8 @@ def connect(path: Path, *, mode: str) -> sqlite3.Connection:
 
 
 def open_writer(path: Path, form: FileFormat, *, create: bool = False) -> sqlite3.Connection:
-    """Open for writing: drop half-written data of a crash, and check the whole file.
-
-    The check reads the file once, about a second per gigabyte.
-    """
+    """Open for writing: drop half-written data of a crash, and check the whole file. The check
+    reads the file once, about a second per gigabyte."""
     connection = connect(path, mode="rwc" if create else "rw")
     try:
         _prepare(connection, path, form, create=create)
@@ -406,10 +404,8 @@ class Journal:
         return self._group.submit(list(data))
 
     async def cut(self, *, through: int) -> None:
-        """Drop the entries up to this number, which a durable snapshot contains.
-
-        Appends continue meanwhile. The next cut drops entries that a cancelled or killed one left.
-        """
+        """Drop the entries up to this number, which a durable snapshot contains. Appends continue
+        meanwhile. The next cut drops entries that a cancelled or killed one left."""
         await self._repeat(_Drop(through))
         await self._repeat(_Shrink())
 

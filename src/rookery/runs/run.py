@@ -308,8 +308,8 @@ class Run(RunView):
         return self._log.submit(news)
 
     def open_journal(self) -> Journal:
-        """Return the run's journal, which is closed with the run. Waits for the disk the first
-        time.
+        """Return the run's journal, which is closed with the run. The first call waits for the
+        disk.
 
         A lost journal is refused. A new one would count from 1 again, and a snapshot with a higher
         number would skip its entries.

@@ -108,11 +108,8 @@ class AttemptLog:
 def read_attempts(
     run: RunView, *, after: int = 0, series: str = ""
 ) -> Iterator[tuple[int, Attempt]]:
-    """Yield every record in order with the `seq` of its event, above `after`.
-
-    Records are read in pages, so memory does not grow with their number. A loop with a snapshot
-    reads only later records.
-    """
+    """Yield every record in order with the `seq` of its event, above `after`. Records are read in
+    pages, so memory does not grow with their number."""
     for event in run.events(_kind(series), after=after):
         yield event.seq, _attempt(event)
 
@@ -254,10 +251,8 @@ def summarize(run: RunView) -> RunSummary:
 
 
 def export_events(run: RunView, path: Path) -> int:
-    """Write every event as a line of JSON and return their number; `path` appears when complete.
-
-    If the log is damaged, the events before the damage are written, then RunError is raised.
-    """
+    """Write every event as a line of JSON and return their number; `path` appears when complete. If
+    the log is damaged, the events before the damage are written, then RunError is raised."""
     partial = path.with_name(f".{path.name}.partial")
     with disk_boundary(f"Writing {path}"):
         try:

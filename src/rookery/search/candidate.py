@@ -130,8 +130,8 @@ def score_factors(
 ) -> NDArray[np.float64]:
     """Return a factor per task, such that the mean of factor * reward is the score of `fitness_of`.
 
-    `sources` and `task_weights` are per task. Without weights, all tasks count alike. Two sources
-    of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
+    `sources` and `task_weights` are per task. With neither weights, all tasks count alike. Two
+    sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
     """
     by_task: NDArray[np.float64] = np.array(task_weights or [1.0] * len(sources))
     by_source = np.full(len(sources), len(sources) / math.fsum(by_task))
@@ -197,9 +197,7 @@ def first_front(fitnesses: Sequence[Fitness]) -> list[int]:
 
 def crowding(objectives: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the crowding distance of each row of a front [n, m]; infinite at an objective's ends.
-
-    An objective whose values are all equal is ignored.
-    """
+    An objective whose values are all equal is ignored."""
     distance = np.zeros(len(objectives))
     for column in objectives.T:
         order = np.argsort(column, kind="stable")

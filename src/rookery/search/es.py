@@ -99,10 +99,8 @@ def ask(es: Es) -> tuple[Perturbation, ...]:
 
 
 def tell(es: Es, fitness: Mapping[str, Fitness]) -> Es:
-    """Add the update that follows from these measurements.
-
-    Failed trials share the lowest utility. If all are equal, or all failed, every weight is 0.
-    """
+    """Add the update that follows from these measurements. Failed trials share the lowest utility.
+    If all are equal, or all failed, every weight is 0."""
     trials = ask(es)
     if set(fitness) != {trial.id for trial in trials}:
         missing = sorted({trial.id for trial in trials} - set(fitness))
@@ -119,9 +117,7 @@ def tell(es: Es, fitness: Mapping[str, Fitness]) -> Es:
 
 def utilities(fitness: Mapping[str, Fitness]) -> dict[str, float]:
     """Return centred ranks: -0.5 for the worst to 0.5 for the best, ties share; their sum is 0.
-
-    Only the order counts, so an outlier cannot dominate the update.
-    """
+    Only the order counts, so an outlier cannot dominate the update."""
     middle = (len(fitness) - 1) / 2
     ranks = fitness_ranks(list(fitness.values()))
     return {

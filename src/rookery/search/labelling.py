@@ -82,10 +82,8 @@ class IdOrder:
 
 
 class TreeOrder:
-    """A balanced tree whose leaves are the items; a group of items is a subtree.
-
-    Items that are tied to a target therefore come last, next to it.
-    """
+    """A balanced tree whose leaves are the items; a group of items is a subtree. Items that are
+    tied to a target therefore come last, next to it."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(tuple(group) for group in groups)
@@ -333,10 +331,8 @@ class EqualAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsymmetricPair:
-    """The two orders of one comparison: the label of one is the mirror of the other's.
-
-    mirror (1, 0): "first is better" and "first is not better" turn into each other.
-    """
+    """The two orders of one comparison: the label of one is the mirror of the other's. mirror (1,
+    0): "first is better" and "first is not better" turn into each other."""
 
     first: int
     second: int
@@ -348,9 +344,7 @@ Constraint = Exclusive | Implies | EqualAnswer | AsymmetricPair
 
 def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
     """Count the pairs that break it; an exact exclusive group without the label counts as one.
-
-    Unlabelled items break nothing, so labelling more items never lowers the number.
-    """
+    Unlabelled items break nothing, so labelling more items never lowers the number."""
     match constraint:
         case Exclusive(members=members, label=label, is_exact=is_exact):
             held = sum(labels[m] == label for m in members)
@@ -485,10 +479,8 @@ class Constraints:
         return tuple(sorted(options, key=lambda o: (_num_changes(o, proposed), o)))
 
     def consistent(self, labels: Labels, *, item: int) -> Iterator[Labels]:
-        """Yield unbroken labellings that differ only in the items tied to this one, in order.
-
-        Only labelled items tie. Unlabelled items stay unlabelled.
-        """
+        """Yield unbroken labellings that differ only in the items tied to this one, in order. Only
+        labelled items tie. Unlabelled items stay unlabelled."""
         members = self.tied(labels, item)
         for values in self._assignments(members):
             option = list(labels)
@@ -497,10 +489,8 @@ class Constraints:
             yield tuple(option)
 
     def fewest(self, labels: Labels, label: int) -> int:
-        """Return how many of the labelled items must have the label, whatever the others have.
-
-        In an exact exclusive pair, one item has each label.
-        """
+        """Return how many of the labelled items must have the label, whatever the others have. In
+        an exact exclusive pair, one item has each label."""
         least, seen = 0, set[int]()
         for item in labelled_items(labels):
             if item not in seen:

@@ -76,8 +76,8 @@ def pair_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan,
 
 
 def random_weights(num_founders: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw the weights of a sum of two or more founders. Their total lies between 1 (the mean) and
-    their number (the plain sum), log-uniform; their shares are uniform (Dirichlet)."""
+    """Draw the weights of a sum of two or more of the founders. Their total lies between 1 (the
+    mean) and their number (the plain sum), log-uniform; their shares are uniform (Dirichlet)."""
     if num_founders == 1:
         return MAX_STRENGTH * rng.random(1)
     count = int(rng.integers(2, num_founders + 1))

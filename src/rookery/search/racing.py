@@ -130,10 +130,8 @@ class RivalTests:
         seen: NDArray[np.int64],
         end: int,
     ) -> None:
-        """Test `rows` on the tasks up to `end`; `seen` counts every candidate's earlier tasks.
-
-        A pair is tested on a task once both have seen it.
-        """
+        """Test `rows` on the tasks up to `end`; `seen` counts every candidate's earlier tasks. A
+        pair is tested on a task once both have seen it."""
         is_new = np.zeros(len(seen), dtype=bool)
         is_new[rows] = True
         cuts = [*np.unique(seen[seen < end]), end]
@@ -230,17 +228,15 @@ class Dropped:
     """Why and when a candidate left the race."""
 
     reason: Literal["beaten", "impossible", "failed"]
-    """beaten: by a sequential test. impossible: the remaining tasks cannot help. failed: no
-    reward."""
+    """beaten: by a test. impossible: the remaining tasks cannot help. failed: its evaluation
+    failed."""
     num_tasks: int
     """Tasks that it had rewards for."""
 
 
 class Race:
-    """One race, made by `start`. Its user owns and changes it.
-
-    To resume a race, start it again and tell it the same answers.
-    """
+    """One race, made by `start`. Its user owns and changes it. To resume a race, start it again and
+    tell it the same answers."""
 
     def __init__(
         self,

@@ -315,11 +315,10 @@ def _source(
 def _trials(
     clustered: NDArray[np.float64], num_showing: float, *, sizes: Sequence[int], plain: float
 ) -> float:
-    """Return the independent rows that give an equally exact mean; `plain` is the mean's variance
-    if all rows were independent.
+    """Return the independent rows that give an equally exact mean.
 
-    `num_showing` clusters show the dependence of rows; clusters of zeros do not. `POOLED` clusters
-    of identical rows are added.
+    `plain` is the mean's variance if all rows were independent. `num_showing` clusters show the
+    dependence of rows; clusters of zeros do not. `POOLED` clusters of identical rows are added.
     """
     num_rows = sum(sizes)
     if len(clustered) == num_rows:
@@ -440,10 +439,8 @@ _LOST = 1e-250
 
 
 class MeanTests:
-    """Tests of one null hypothesis, each on its own values. Its maker owns and changes it.
-
-    A proof stays valid, since a test may be looked at any time.
-    """
+    """Tests of one null hypothesis, each on its own values. Its maker owns and changes it. A proven
+    test stays proven: it is valid to look at any time."""
 
     def __init__(
         self,

@@ -134,11 +134,8 @@ class _Piece:
         return logits[self._rows, self._targets] - self._normalisers(logits)
 
     def _normalisers(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logsumexp over each target's kept tokens, or over the vocabulary if it has
-        none.
-
-        Rows are not padded: one nucleus of a whole vocabulary would enlarge all of them.
-        """
+        """Return the logsumexp over each target's kept tokens; over the vocabulary without any.
+        Rows are not padded: one nucleus of a whole vocabulary would enlarge all of them."""
         lengths = [len(kept) for kept in self._kept]
         flat = np.concatenate([np.asarray(kept, dtype=np.int64) for kept in self._kept])
         tokens = torch.from_numpy(flat).to(logits.device)

@@ -140,8 +140,7 @@ class LayerGroup:
 
 
 class FlatTensors(list[torch.Tensor]):
-    """Consecutive views of one tensor. `groups` has A [layers, rank, in] and B [layers, out,
-    rank]."""
+    """Views of one tensor. `groups` has A [layers, rank, in] and B [layers, out, rank] of each."""
 
     def __init__(self, whole: torch.Tensor, groups: Sequence[LayerGroup]) -> None:
         parts = iter(torch.split(whole, [size for group in groups for size in group.sizes]))

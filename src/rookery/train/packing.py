@@ -233,10 +233,8 @@ def _token_complaint(datum: Datum, shape: ModelShape) -> str:
 
 
 def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
-    """Whether stored kept tokens are in the vocabulary, each once, and include their target.
-
-    A nucleus may have thousands of tokens: Python loops over them only to word an error.
-    """
+    """Whether stored kept tokens are in the vocabulary, each once, and include their target. A
+    nucleus may have thousands of tokens: Python loops over them only to word an error."""
     if not isinstance(datum.kept, KeptTokens):
         return False
     flat = np.frombuffer(datum.kept.data, dtype=np.uint32).astype(np.int64)

@@ -55,10 +55,8 @@ class ScheduleConfig(Config):
 
 
 def learning_rate_at(step: int, *, config: ScheduleConfig, num_steps: int) -> float:
-    """Return the learning rate of step 0, 1, ..., num_steps - 1; no step has rate 0.
-
-    4 steps, half of them warm-up, rate 1: 0.5, 1, 1, 0.5 by cosine and by line.
-    """
+    """Return the learning rate of step 0, 1, ..., num_steps - 1; no step has rate 0. 4 steps, half
+    of them warm-up, rate 1: 0.5, 1, 1, 0.5 by cosine and by line."""
     num_warmup = round(config.warmup * num_steps)
     if step < num_warmup:
         return config.learning_rate * (step + 1) / num_warmup
@@ -79,10 +77,8 @@ def learning_rate_at(step: int, *, config: ScheduleConfig, num_steps: int) -> fl
 def order_batches(
     sizes: Sequence[int], *, rows: Iterator[int], batch_size: int, batch_tokens: int | None
 ) -> Iterator[list[int]]:
-    """Yield batches of `batch_size` rows, or of the rows that fit `batch_tokens`.
-
-    A row over `batch_tokens` is its own batch. `sizes` are the rows' tokens.
-    """
+    """Yield batches of `batch_size` rows, or of the rows that fit `batch_tokens`. A row over
+    `batch_tokens` is its own batch. `sizes` are the rows' tokens."""
     batch: list[int] = []
     num_tokens = 0
     for row in rows:

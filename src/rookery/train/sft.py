@@ -119,8 +119,7 @@ async def sft(
     """Train an adapter of `base` on the data; the gradient of a step is a mean over its tokens.
 
     `init` is the adapter read from `config.init_from`. The folder `checkpoints`, one per model,
-    keeps the trainer's state under a name that hashes all other inputs: the same call resumes from
-    it.
+    keeps the trainer's state under a hash of all other inputs, and the same call resumes from it.
     """
     training = prepare_sft(model, data, config, name=name, base=base, init=init)
     return await training.run(checkpoints=checkpoints, on_step=on_step)
@@ -265,8 +264,7 @@ async def _step(
 def sft_data(
     tasks: Sequence[Task], template: Template, *, end_token: int | None = None
 ) -> list[Datum]:
-    """Return a row per task: the prompt without weight, then the answer with the task's weight per
-    token.
+    """Return a row per task: the prompt without weight, then the answer with the task's weight.
 
     The answer is the right choice if the task has choices, else the reference: a string as it is,
     any other value as JSON. `end_token` is learned after the answer. A model that must stop by

@@ -98,10 +98,8 @@ def default_pass_tokens(model: SlottedModel) -> int:
 
 
 class SlottedTrainer(ABC, Generic[Trained]):
-    """A Trainer that computes in one thread, in the order of the calls.
-
-    A cancelled call may still run to its end there; the next call waits for it.
-    """
+    """A Trainer that computes in one thread, in the order of the calls. A cancelled call may still
+    run to its end there; the next call waits for it."""
 
     folder_name: ClassVar[str]
     """Prefix of its exports' folder names in checkpoints, before the step."""
@@ -160,9 +158,8 @@ class SlottedTrainer(ABC, Generic[Trained]):
         """Add gradients; a request that fails adds none.
 
         Reports `train/loss` and the loss's other values per unit of weight, the plain sum as
-        `train/loss_sum`, and maxima as `train/<key>_max`. `train/weight_sum` and `train/num_tokens`
-        (targets with a weight) say over how much. `merged_metrics` joins the reports of several
-        calls.
+        `train/loss_sum`, maxima as `train/<key>_max`, and the divisors `train/weight_sum` and
+        `train/num_tokens` (targets with a weight). `merged_metrics` joins several reports.
         """
         pairs = self._with_trainees(requests)
         return await self._in_turn(lambda: self.train_all(pairs))
@@ -375,10 +372,8 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
 
 class AdapterPublisher:
-    """A Publisher into any `Adapters`, such as the embedded engine.
-
-    Publish one version of a name at a time: await it before the next.
-    """
+    """A Publisher into any `Adapters`, such as the embedded engine. Publish one version of a name
+    at a time: await it before the next."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters

@@ -294,8 +294,7 @@ def _padded_rank(rank: int, model: SlottedModel) -> int:
 def _stack(
     bank: _Bank, layers: Sequence[str], members: Sequence[LoraTrainee], model: SlottedModel
 ) -> _Stack:
-    """Stack A [slots, rank, in] and scale * B [slots, out, rank] per layer, transposed as in
-    `SlottedLinear`."""
+    """Stack A [slots, rank, in] and scale * B [slots, out, rank] per layer, transposed."""
     bank_members = [members[slot] for slot in bank.slots]
     linear, shape = model.linears[layers[0]], (len(layers), len(bank_members))
     a = torch.zeros(*shape, linear.in_features, bank.rank, device=model.device)

@@ -157,10 +157,8 @@ class Trainee:
             )
 
     def save(self, path: Path, *, is_writer: bool = True) -> None:
-        """Write weights, moments, step count and unapplied gradients as one file.
-
-        If they are spread over processes, all processes call this and only the writer writes.
-        """
+        """Write weights, moments, step count and unapplied gradients as one file. If they are
+        spread over processes, all processes call this and only the writer writes."""
         tensors = dict(self._named("weights", self.parameters))
         tensors |= self._moments() if self.num_steps else {}
         if self.gradients is not None:

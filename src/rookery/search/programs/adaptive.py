@@ -202,8 +202,7 @@ class AdaptiveDatabase(ProgramDatabase):
         )
 
     def _find_due(self, *, num_lines: int, is_fresh: bool) -> dict[str, bool]:
-        """Return the drawable operators, and whether each is due; others go by fixed weight
-        only."""
+        """Return the drawable operators, and whether each is due or drawn by weight only."""
         can_be_drawn = {
             "best": True,
             "improver": bool(self._improvers),

@@ -89,10 +89,8 @@ class Change:
 
 
 class Front:
-    """The programs that no other dominates, at most `size` of them; None: no limit.
-
-    A full front drops its most crowded member. Of two with equal objectives the first stays.
-    """
+    """The programs that no other dominates, at most `size` of them; None: no limit. A full front
+    drops its most crowded member. Of two with equal objectives the first stays."""
 
     def __init__(
         self, *, size: int | None, members: Mapping[str, Sequence[float]] | None = None
@@ -144,10 +142,8 @@ class Front:
         return self._distances
 
     def draw(self, rng: np.random.Generator, *, among: Container[str]) -> str:
-        """Draw the less crowded of two random members, as NSGA-II selects within a front.
-
-        Only members of `among` take part, unless there are none.
-        """
+        """Draw the less crowded of two random members, as NSGA-II selects within a front. Only
+        members of `among` take part, unless there are none."""
         places = [place for place, id in enumerate(self._ids) if id in among]
         places = places or list(range(len(self._ids)))
         first, second = (places[int(drawn)] for drawn in rng.integers(len(places), size=2))
@@ -265,9 +261,7 @@ class Grid:
 
     def replace_all(self, placed: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Replace all holders by (id, cell) pairs, best first: the first of a cell keeps it.
-
-        Returns the ids that lost their cell.
-        """
+        Returns the ids that lost their cell."""
         self._holders, self._cells = {}, {}
         losers = []
         for id, cell in placed:

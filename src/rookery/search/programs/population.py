@@ -157,10 +157,8 @@ class ProgramPopulation:
             self._migrate_if_due()
 
     def _place(self, member: Member, island: Island, *, is_migrant: bool) -> None:
-        """Join the island, and take the cell if it is free or its holder scores lower.
-
-        A holder that lost its cell to a better program leaves the island.
-        """
+        """Join the island, and take the cell if it is free or its holder scores lower. A holder
+        that lost its cell to a better program leaves the island."""
         cell = self.space.cell(member.features)
         holder = island.grid.holder(cell)
         island.add(member, is_migrant=is_migrant)

@@ -133,8 +133,7 @@ def numeric_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def score_of(metrics: Mapping[str, float], *, features: Collection[str] = ()) -> float | None:
-    """Return the combined score if there is one, else the mean of the metrics that are not
-    features.
+    """Return the combined score if there is one, else the mean of the non-feature metrics.
 
     If all metrics are features, it is the mean of all. None without metrics, or if a number that
     counts is NaN or infinite: ignoring it would reward a broken evaluation.

@@ -66,9 +66,7 @@ class LossOutput:
     """Scalar to differentiate."""
     sums: Mapping[str, torch.Tensor]
     """Detached scalars, reported as `train/<key>` per unit of weight over all passes of a request.
-
-    Passes of sums 6 and 2 and weights 3 and 1 report 2.
-    """
+    Passes of sums 6 and 2 and weights 3 and 1 report 2."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Detached scalars; their maximum over a request's passes is reported as `train/<key>_max`."""
     totals: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -62,10 +62,8 @@ def sequence_means(
 
 
 class CorrectionConfig(Config):
-    """Multiplies the objective of every token, but not its KL term, by the bounded mismatch.
-
-    With maximum 3, mismatches 0.5, 1.2 and 8 become 0.5, 1.2 and 3 (truncate) or 0 (mask).
-    """
+    """Multiplies the objective of every token, but not its KL term, by the bounded mismatch. With
+    maximum 3, mismatches 0.5, 1.2 and 8 become 0.5, 1.2 and 3 (truncate) or 0 (mask)."""
 
     level: Literal["token", "sequence"] = "token"
     """Mismatch of each token, or the product over its sequence."""
@@ -182,8 +180,7 @@ class PolicyLoss(Config, ABC):
         return tuple(column for column, is_wanted in wanted.items() if is_wanted)
 
     def learns_from(self, datum: Datum) -> bool:
-        """Whether it has weights, and a KL term or an advantage: groups of equal rewards have
-        none."""
+        """Whether it has weights, and a KL term or advantages other than 0."""
         is_held = self.kl is not None and self.kl.weight > 0
         return any(datum.weights) and (is_held or any(datum.advantages))
 
