@@ -268,7 +268,7 @@ class Run(RunView):
 
     @staticmethod
     def view(path: Path) -> RunView:
-        """Open a run for reading, whoever owns it."""
+        """Open a run for reading, even if another process owns it."""
         path = require_run(path)
         with ExitStack() as undo:
             log = EventView.view(path / EVENTS)

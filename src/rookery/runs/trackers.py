@@ -4,7 +4,7 @@
         ...                                        # run.log_metrics(3, {"reward/mean": 0.5})
 
 tensorboard    event files in the run's folder
-wandb          Weights & Biases, offline unless told otherwise
+wandb          Weights & Biases, offline by default
 trackio        a local database
 
 | stage    | consumes                   | produces          | waits for                          |

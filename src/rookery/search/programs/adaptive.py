@@ -77,7 +77,7 @@ class AdaptiveDatabase(ProgramDatabase):
         """The best program of each line beside the main one, by island."""
         self._num_lines = 0
         self._failed: deque[tuple[int, FailedRecord]] = deque(maxlen=NUM_FAILED)
-        """Failed programs without an attempt at repair, each with the attempts told before."""
+        """Failed programs without an attempt at repair, with the number of attempts before each."""
         self._watched: deque[FailedRecord | None] = deque(maxlen=NUM_WATCHED)
 
     @property

@@ -219,7 +219,7 @@ class OperatorRecord:
 
 @dataclass(slots=True)
 class OperatorBandit:
-    """Shares of operators, as a function of the told attempts in their order."""
+    """Shares of operators, as a function of earlier attempts in their order."""
 
     records: dict[str, OperatorRecord] = field(default_factory=dict)
     num_told: int = 0

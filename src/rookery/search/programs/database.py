@@ -283,7 +283,7 @@ class ProgramDatabase:
 
     @property
     def best(self) -> Member | None:
-        """The program of the highest score, the first told of equals."""
+        """The program of the highest score, the earliest of equals."""
         return self._population.best
 
     def problem_with(self, metrics: Mapping[str, float]) -> str | None:

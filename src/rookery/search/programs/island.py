@@ -30,7 +30,7 @@ Key = tuple[float, int, str]
 
 
 class Ranking:
-    """A sorted list of members: best first, of equal scores the one told first."""
+    """A sorted list of members: best first, of equal scores the earlier one."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self._keys = sorted(_key(member) for member in members)
@@ -289,7 +289,7 @@ class IslandState:
     cells: dict[str, str]
     """{cell: id of its holder}."""
     num_children: int = 0
-    """Programs told on this island, except those that the search started from."""
+    """Children added to this island."""
 
 
 class Island:

@@ -88,7 +88,7 @@ class PopulationState:
     """A population as a value."""
 
     members: tuple[Member, ...] = ()
-    """In the order they were told."""
+    """In the order of `add`."""
     islands: tuple[IslandState, ...] = ()
     archive: tuple[str, ...] = ()
     front: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class ProgramPopulation:
 
     @property
     def best(self) -> Member | None:
-        """The program of the highest score, the first told of equals."""
+        """The program of the highest score, the earliest of equals."""
         bests = [self._members[island.ranking[0]] for island in self.islands if len(island)]
         return min(bests, key=lambda member: member.rank, default=None)
 

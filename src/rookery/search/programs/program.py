@@ -90,11 +90,11 @@ class FailedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A record in the database, with values derived when it was told."""
+    """A record in the database, with values derived by `tell`."""
 
     record: ScoredProgram
     serial: int
-    """Programs told before it."""
+    """Number of programs told before it."""
     score: float
     features: tuple[float, ...]
     """In the order of `feature_dimensions`."""
@@ -105,7 +105,7 @@ class Member:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sort key, best first; of equal scores the one told first."""
+        """Sort key, best first; of equal scores the earlier one."""
         return (-self.score, self.serial)
 
 
