@@ -1,9 +1,9 @@
-"""Tasks of several turns: a game that talks to the model, and what the exchange is worth.
+"""Tasks of several turns: a game talks to the model and returns a reward.
 
-chat.py           what a game calls for the model's next reply; drawn tokens are never encoded again
-game.py           a Python function as a game; groups of games to train on, and to measure models by
-atropos.py        how a training gets its groups from environments of Atropos and verifiers
-verifiers/        what plays those of verifiers, in an interpreter of its own
+chat.py           the model's replies in a game; sampled tokens are never encoded again game.py
+a Python function as a game; groups of games for training, and evaluations by games atropos.py
+configs of Atropos and verifiers environments verifiers/        plays the environments of verifiers,
+in their own interpreter
 """
 
 from rookery.environments.chat import Chat, Conversation

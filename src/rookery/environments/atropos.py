@@ -1,4 +1,4 @@
-"""How a training gets its groups from environments of Atropos, and of `verifiers` played so."""
+"""Configs of trainings on environments of Atropos, and of `verifiers` through the same gateway."""
 
 import json
 from pathlib import Path
@@ -12,44 +12,41 @@ __all__ = ["AtroposConfig", "EnvironmentCommand", "VerifiersConfig"]
 
 
 class EnvironmentCommand(Config):
-    """A program that plays: an Atropos environment, or anything that speaks its API."""
+    """A program that plays: an Atropos environment, or any program that speaks its API."""
 
     command: tuple[str, ...] = Field(min_length=1)
-    """As a list of words. `{gateway}`, `{engine}`, `{model}` and `{key}` become the gateway's URL
-    (with the key, where it asks for one), the engine's URL with /v1, the model's folder, and the
-    key."""
+    """Words of the command. Replaced are `{gateway}` and `{engine}` by URLs (the gateway's with its
+    key, if it needs one; the engine's with /v1), `{model}` by the model's folder, and `{key}`."""
     folder: Path = Path()
-    """Where it is started."""
+    """Working directory of the command."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables."""
     restarts: int = Field(default=3, ge=0)
-    """How often it is started again when it ends with an error."""
+    """Restarts after it ends with an error."""
 
 
 class AtroposConfig(Config):
-    """Groups of Atropos environments in place of tasksets and scorers."""
+    """Groups of Atropos environments instead of tasksets and scorers."""
 
     type: Literal["atropos"] = "atropos"
     url: str = ""
-    """A gateway or a `run-api` that runs elsewhere; empty: the gateway is started here."""
+    """URL of a gateway or a `run-api` that runs elsewhere; empty starts a gateway here."""
     host: str = "127.0.0.1"
-    """The address to listen on; one beyond this machine needs a key."""
+    """Address to listen on; an address beyond this machine needs a key."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Of the gateway; 0 takes a free one. The engine's routes are there too."""
+    """Port of the gateway, which also serves the engine's routes; 0 takes a free one."""
     engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()
-    """Further ports for the same routes: some environments ask 9001, others 9004 to 9007."""
+    """Further ports for the same routes: some environments use 9001, others 9004 to 9007."""
     key_env: str = ""
-    """The environment variable with the key that clients must send; beyond this machine's own
-    address the gateway needs one."""
+    """Environment variable with the key that clients must send; needed beyond this machine."""
     environments: tuple[EnvironmentCommand, ...] = ()
-    """Programs that are started with the run, watched, and stopped with it. When all have ended the
-    run goes on as long as others play at its gateway."""
+    """Programs that the run starts, watches and stops. The run outlives them while others play."""
     max_token_len: int = Field(default=2048, ge=2)
-    """The longest sequence, prompt and answers; at most what the model reads."""
+    """Longest sequence, prompt and answers, in tokens; at most the model's context."""
     batch_s: float = Field(default=3600.0, gt=0)
-    """How long a batch may take to come together."""
+    """Most seconds to collect a batch."""
     body_mib: float = Field(default=64.0, gt=0)
-    """The largest request, after decompression."""
+    """Largest request in MiB, after decompression."""
 
     @model_validator(mode="after")
     def _check(self) -> "AtroposConfig":
@@ -66,7 +63,7 @@ class AtroposConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> "AtroposConfig":
-        """With its paths taken from the folder of its file."""
+        """Resolve its paths against the folder of its file."""
         return self.model_copy(
             update={
                 "environments": tuple(
@@ -85,25 +82,25 @@ class VerifiersConfig(Config):
 
     type: Literal["verifiers"] = "verifiers"
     python: str
-    """The interpreter that has verifiers 0.4 and the taskset."""
+    """Interpreter with verifiers 0.4 and the taskset installed."""
     taskset: str
-    """The taskset's id: an installed package, or a module in `folder`."""
+    """Id of the taskset: an installed package, or a module in `folder`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Further values of the taskset's config."""
     folder: Path = Path()
-    """Where it is played, and modules are found."""
+    """Working directory of the player, where modules are found."""
     harness: str = "rookery_chat"
-    """The harness's id; by default one chat without tools, in the same process."""
+    """Id of the harness; by default one chat without tools, in the same process."""
     groups_in_flight: int = Field(default=4, ge=1)
-    """Tasks that are played at the same time."""
+    """Tasks played at the same time."""
     max_token_len: int = Field(default=2048, ge=2)
-    """The longest sequence, prompt and answers."""
+    """Longest sequence, prompt and answers, in tokens."""
     batch_s: float = Field(default=3600.0, gt=0)
-    """How long a batch may take to come together."""
+    """Most seconds to collect a batch."""
 
     def as_atropos(self, *, group_size: int, temperature: float, max_tokens: int) -> AtroposConfig:
-        """The gateway, with the player as its environment."""
-        told = {
+        """Return the gateway's config, with the player as its environment."""
+        player_options = {
             "taskset": {"id": self.taskset, **self.options},
             "harness": self.harness,
             "group_size": group_size,
@@ -111,7 +108,14 @@ class VerifiersConfig(Config):
             "max_token_len": self.max_token_len,
             "sampling": {"temperature": temperature, "max_tokens": max_tokens},
         }
-        words = (self.python, str(PLAYER), "{gateway}", "{engine}", "{model}", json.dumps(told))
+        words = (
+            self.python,
+            str(PLAYER),
+            "{gateway}",
+            "{engine}",
+            "{model}",
+            json.dumps(player_options),
+        )
         command = EnvironmentCommand(command=words, folder=self.folder)
         return AtroposConfig(
             port=0,
@@ -121,5 +125,5 @@ class VerifiersConfig(Config):
         )
 
     def from_folder(self, folder: Path) -> "VerifiersConfig":
-        """With its paths taken from the folder of its file."""
+        """Resolve its paths against the folder of its file."""
         return self.model_copy(update={"folder": (folder / self.folder).resolve()})

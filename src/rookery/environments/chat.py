@@ -1,4 +1,4 @@
-"""What a game calls to get the model's next reply.
+"""The chat: a game calls it to get the model's next reply.
 
 async def play(task: Task, chat: Chat) -> float:
     reply = await chat("Guess a number from 1 to 9.")
@@ -29,7 +29,7 @@ from rookery.types import (
 
 __all__ = ["Chat", "Conversation", "DrawReply", "Seat", "draw_reply"]
 
-# The tokens of one exchange between a game and a model: what was drawn is never encoded again.
+# The tokens of an exchange between a game and a model; sampled tokens are never encoded again.
 #
 #     conversation = Conversation(template)
 #     prompt = conversation.ask((Message(role="user", content="Guess."),))
@@ -37,16 +37,16 @@ __all__ = ["Chat", "Conversation", "DrawReply", "Seat", "draw_reply"]
 #     prompt = conversation.ask((Message(role="user", content="Higher."),))
 #     conversation.sequences                         # to train on
 #
-# The template writes the whole chat as a text. Where that begins with the text so far and the
-# reply, only the rest is encoded, and follows the drawn tokens:
+# The template renders the whole chat as a text. If that begins with the previous text and the
+# reply, only the rest is encoded and appended to the drawn tokens:
 #
-#     text so far     <user>Guess.<end><assistant>
+#     previous text   <user>Guess.<end><assistant>
 #     reply           5<end>                             drawn: kept as it is
 #     the whole chat  <user>Guess.<end><assistant>5<end><user>Higher.<end><assistant>
 #     encoded                                           <user>Higher.<end><assistant>
 #
-# Where it does not, the template has rewritten what was said, such as thinking that it leaves out:
-# the model reads another text from then on, and a new sequence begins.
+# Otherwise the template has rewritten earlier messages, such as by dropping thinking. The model
+# then reads another text, and a new sequence begins.
 
 
 ASSISTANT = "assistant"
@@ -59,10 +59,10 @@ class Conversation:
         self._template = template
         self._finished: list[TokenSequence] = []
         self._text = ""
-        """What the tokens before the last reply stand for."""
+        """Text of the tokens before the last reply."""
         self._reply = ""
         self._reply_end = ""
-        """The special token that ended the last reply, if one did."""
+        """Special token that ended the last reply; empty if none did."""
         self._start()
         self.messages: list[Message] = []
         self.num_drawn = 0
@@ -75,16 +75,16 @@ class Conversation:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Everything that was read and drawn. Tokens that follow the last drawn one are not in."""
+        """All read and drawn tokens, without tokens after the last drawn one."""
         return (*self._finished, *self._current())
 
     @property
     def text(self) -> str:
-        """The exchange, for people to read."""
+        """The exchange as text for people."""
         return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
     def ask(self, messages: tuple[Message, ...]) -> TokenIds:
-        """Add what the game says; the tokens that the model is to continue."""
+        """Add the game's messages and return the tokens that the model continues."""
         self.messages += messages
         if self._template.chat:
             self._ask_chat()
@@ -93,14 +93,14 @@ class Conversation:
         return tuple(self._tokens)
 
     def add(self, completion: Completion) -> None:
-        """The model's reply, drawn after what `ask` returned."""
+        """Add the model's reply, drawn after the tokens that `ask` returned."""
         first = len(self._tokens)
         self._tokens += completion.tokens
         self._drawn += range(first, len(self._tokens))
         self._logprobs += completion.logprobs
         self._kept += KeptTokens.of(completion.kept).rows
         self.num_drawn += len(completion.tokens)
-        # As a chat template is given it, so that no reply can open a turn of its own.
+        # As rendered by a chat template, so that no reply can open its own turn.
         self._reply = self._template.without_special(completion.text)
         is_stopped = completion.finish_reason == "stop" and completion.tokens
         self._reply_end = self._template.special_text(completion.tokens[-1]) if is_stopped else ""
@@ -117,7 +117,7 @@ class Conversation:
         self._text, self._reply, self._reply_end = text, "", ""
 
     def _rest(self, text: str) -> str | None:
-        """What the text adds to the tokens so far; None when it does not begin as they do."""
+        """Return the text after the tokens so far; None if the text begins differently."""
         # Many templates strip replies: the drawn whitespace stays in the tokens.
         reply = self._reply
         for written in (reply, reply.rstrip(), reply.lstrip(), reply.strip()):
@@ -127,7 +127,7 @@ class Conversation:
         return None
 
     def _ask_plain(self, messages: tuple[Message, ...]) -> None:
-        """A model without a chat template reads the texts one after the other."""
+        """Without a chat template, the model reads the texts one after the other."""
         if any(message.role != "user" for message in messages):
             raise TaskError(
                 "The game gave messages with roles, and this model's tokenizer has no chat "
@@ -153,38 +153,37 @@ class Conversation:
 
 
 Said = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
-"""A text of the user's, a message, or several: {"role": "user", "content": "..."}."""
+"""A text of the user, a message, or several: {"role": "user", "content": "..."}."""
 
 DrawReply = Callable[[SampleRequest], Awaitable[Completion]]
-"""The one completion of a request."""
+"""Returns the one completion of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Who replies in a game, how, and how much."""
+    """The replying model of a game, with its sampling and limits."""
 
     draw: DrawReply
     template: Template
     model: ModelRef
     params: SamplingParams
-    """Of each reply; `max_tokens` is the longest one."""
+    """Sampling of each reply; `max_tokens` limits a single reply."""
     max_turns: int
     max_tokens: int
 
 
 class Chat:
-    """One exchange with one model. Calls are made one after the other."""
+    """One exchange with one model. Calls must not overlap."""
 
     def __init__(self, seat: Seat, *, seed: int, affinity: str) -> None:
         self.seed = seed
-        """Of this game alone: for a game that draws numbers itself, so that it can be repeated."""
+        """Seed of this game: a game that draws random numbers from it can be repeated."""
         self.conversation = Conversation(seat.template)
         self.completions: list[Completion] = []
         self.down: EngineDownError | FleetDownError | None = None
-        """Why nobody replies any more. A game must not take that for a reply of the model."""
+        """Why no engine replies any more. A game must not treat this as a reply of the model."""
         self.clock: asyncio.Timeout | None = None
-        """Ends the game; it stands still while the game waits for a reply, which may be long in
-        coming for reasons that are not the game's."""
+        """Time limit of the game, paused while the game waits for a reply."""
         self._seat = seat
         self._affinity = affinity
         self._is_answering = False
@@ -192,16 +191,16 @@ class Chat:
 
     @property
     def turns_left(self) -> int:
-        """Replies that may still be asked for."""
+        """Replies that may still be requested."""
         return self._seat.max_turns - len(self.completions)
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still be drawn: the next reply has no more."""
+        """Tokens that may still be drawn; also a limit of the next reply."""
         return self._seat.max_tokens - self.conversation.num_drawn
 
     async def __call__(self, said: Said) -> str:
-        """Say something, get the reply. TaskError when no turn or no token is left."""
+        """Send messages and return the reply. TaskError without turns or tokens left."""
         self._require_room()
         self._is_answering = True
         left_s = self._stop_clock()
@@ -215,11 +214,11 @@ class Chat:
         return completion.text
 
     def close(self) -> None:
-        """The game is over: what still calls is refused."""
+        """End the game; later calls are refused."""
         self._is_over = True
 
     def _stop_clock(self) -> float | None:
-        """The seconds that are left; None without a limit."""
+        """Pause the time limit and return the seconds left; None without a limit."""
         end_s = self.clock.when() if self.clock is not None else None
         if self.clock is None or end_s is None:
             return None
@@ -262,25 +261,26 @@ class Chat:
             )
 
 
-def _messages(said: Said) -> tuple[Message, ...]:
-    if isinstance(said, str):
-        return (Message(role="user", content=said),)
-    if isinstance(said, Message | Mapping):
-        said = [said]
-    return tuple(_message(one) for one in said)
+def _messages(messages: Said) -> tuple[Message, ...]:
+    if isinstance(messages, str):
+        return (Message(role="user", content=messages),)
+    if isinstance(messages, Message | Mapping):
+        messages = [messages]
+    return tuple(_message(one) for one in messages)
 
 
-def _message(said: Message | Mapping[str, str]) -> Message:
-    if isinstance(said, Message):
-        return said
-    if not isinstance(said, Mapping) or set(said) != {"role", "content"}:
+def _message(message: Message | Mapping[str, str]) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise TaskError(
-            f"The game said {said!r:.80}; a message is a text, or an object with role and content."
+            f"The game said {message!r:.80}; a message is a text, or an object with role and "
+            "content."
         )
-    return Message(role=said["role"], content=said["content"])
+    return Message(role=message["role"], content=message["content"])
 
 
 async def draw_reply(sampler: Sampler, request: SampleRequest) -> Completion:
-    """The completion of a request by itself."""
+    """Draw the only completion of a single request."""
     [[completion]] = await sampler.sample([request])
     return completion

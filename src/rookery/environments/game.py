@@ -4,8 +4,8 @@
 
     async def play(task: Task, chat: Chat) -> float: ...
 
-A number is the reward; a mapping has `reward` and whatever else is to be measured. A game that
-raises, takes too long or returns something else has failed: that costs its rollout, nothing more.
+The function returns the reward, or a mapping of `reward` and further metrics. A game that raises,
+takes too long or returns anything else has failed, which costs only its rollout.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ from rookery.types import (
 __all__ = ["Game", "GameConfig", "GameEvaluator", "GameSampler", "Rounds"]
 
 _METRIC = re.compile(r"[^/]+(/[^/]+)*")
-"""What may follow `game/` in the metrics of a run."""
+"""Names allowed after `game/` in the metrics of a run."""
 
 
 class GameConfig(Config):
@@ -70,17 +70,17 @@ class GameConfig(Config):
 
     type: Literal["python"] = "python"
     function: FunctionName
-    """`path/to/file.py:function`, or `package.module:function` of what is installed."""
+    """`path/to/file.py:function`, or `package.module:function` if it is installed."""
     max_turns: int = Field(default=16, ge=1)
-    """Replies of one game."""
+    """Replies per game."""
     max_tokens: int = Field(default=2048, ge=1)
-    """Tokens that are drawn in one game; `drawing.max_tokens` is the longest reply."""
+    """Tokens drawn per game; `drawing.max_tokens` limits a single reply."""
     limit_s: float = Field(default=600.0, gt=0.0)
-    """Seconds of one game, without those in which it waits for replies."""
+    """Seconds per game, without the time it waits for replies."""
 
 
 class Game:
-    """Plays with any model that replies. Games may run side by side."""
+    """Plays with any replying model. Games may run concurrently."""
 
     def __init__(self, config: GameConfig, *, template: Template) -> None:
         self.config = config
@@ -95,7 +95,7 @@ class Game:
     async def play(
         self, task: Task, model: ModelRef, *, draw: DrawReply, params: SamplingParams, seed: int
     ) -> Rollout:
-        """One game to its end, or to the reason why it has none. `draw` makes the replies."""
+        """Play one game until it ends or fails. `draw` draws the replies."""
         seat = Seat(
             draw=draw,
             template=self._template,
@@ -110,7 +110,7 @@ class Game:
         try:
             outcome = await self._finish(task, chat)
         except (EngineDownError, FleetDownError):
-            raise  # nobody can answer anything: the run ends, and goes on when somebody can
+            raise  # no engine answers: the run ends, and resumes once one does
         except RookeryError as failure:
             error = str(failure)
         finally:
@@ -143,7 +143,7 @@ class Game:
 
 
 def _read(returned: Any, name: str) -> dict[str, float]:
-    """The reward and what else was measured, all finite numbers."""
+    """Return the reward and other metrics, all finite numbers."""
     values = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in values:
         raise TaskError(f"{name} returned {list(values)}, and no reward among them: add `reward`.")
@@ -170,7 +170,7 @@ def _number(key: object, value: object, name: str) -> float:
 
 
 def _joined(chat: Chat) -> Completion:
-    """All that was drawn, and the whole exchange as its text."""
+    """Join all drawn tokens, with the whole exchange as text."""
     replies: Sequence[Completion] = chat.completions
     return Completion(
         model=replies[-1].model,
@@ -183,8 +183,8 @@ def _joined(chat: Chat) -> Completion:
 
 # Groups of games to train on: each task is played several times.
 #
-# sampler = GameSampler(game, engine=engine, params=SamplingParams(n=8))
-# groups = await sampler.draw(policy, [Draw(task=task, seed=7)])
+#   sampler = GameSampler(game, engine=engine, params=SamplingParams(n=8))
+#   groups = await sampler.draw(policy, [Draw(task=task, seed=7)])
 
 
 # Games that wait for one another, so that their replies are drawn together.
@@ -200,24 +200,24 @@ def _joined(chat: Chat) -> Completion:
 # | game  | a reply                | its next request | the round                   |
 # | round | a request of each game | all replies      | every game to ask or to end |
 #
-# An engine in this process computes the same numbers for the same requests together, and in the
-# last bits others for each by itself. With rounds, what is computed together does not depend on how
-# long each game thinks, and a game that is played again has the same log-probabilities.
+# In an engine of this process, the last bits of a result depend on which requests are batched. In
+# rounds, batches do not depend on the thinking time of games, and a repeated game has the same
+# log-probabilities.
 
 
 class Rounds:
-    """Draws the replies of a fixed number of games, a reply of each at a time."""
+    """Draws the replies of a fixed number of games, one reply per game at a time."""
 
     def __init__(self, sampler: Sampler, *, num_games: int) -> None:
         self._sampler = sampler
         self._num_playing = num_games
-        # Filled by the games, emptied by `run`; a game that is cancelled takes its own out.
+        # Filled by the games, drained by `run`; a cancelled game removes its own request.
         self._waiting: dict[int, tuple[SampleRequest, asyncio.Future[Completion]]] = {}
-        # Set by the games; `run` clears it.
+        # Set by the games, cleared by `run`.
         self._is_complete = asyncio.Event()
 
     async def draw(self, place: int, request: SampleRequest) -> Completion:
-        """The reply to a game, by its place among them."""
+        """Return the reply to the game with this place."""
         reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[place] = (request, reply)
         self._look()
@@ -228,7 +228,7 @@ class Rounds:
                 del self._waiting[place]
 
     def leave(self) -> None:
-        """A game has ended: nobody waits for it any more."""
+        """Remove a game that has ended, so that rounds no longer wait for it."""
         self._num_playing -= 1
         self._look()
 
@@ -273,10 +273,10 @@ def _fail(replies: Sequence[asyncio.Future[Completion]], error: RookeryError) ->
 
 
 class GameSampler:
-    """A GroupDrawer of games. `params.n` games make a group, each with its own random numbers.
+    """A GroupDrawer of games. `params.n` games form a group, each with its own random numbers.
 
-    An engine in this process gets the games' requests in rounds, so that a game that is played
-    again is the same to the last bit. Servers do not promise that: there no game waits for another.
+    An engine in this process gets the games' requests in rounds, so that a repeated game is
+    identical to the last bit. Servers do not guarantee that, so there no game waits for another.
     """
 
     def __init__(self, game: Game, *, engine: Engine, params: SamplingParams) -> None:
@@ -285,7 +285,7 @@ class GameSampler:
         self._params = params
 
     async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
-        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        """Return a group per draw, in order. A failed game is in its group, with the reason."""
         num = self._params.n
         games = [(draw, index) for draw in draws for index in range(num)]
         rollouts = await (
@@ -319,22 +319,21 @@ class GameSampler:
         return await self._game.play(draw.task, model, draw=reply, params=self._params, seed=seed)
 
 
-# Models measured by games, each game played once per model and kept in the run.
+# Evaluation of models by games; each game is played once per model and kept in the run.
 #
 #     evaluator = GameEvaluator(game, sampler=engine, tasksets=tasksets, log=RolloutLog(run))
 #     evaluations = await evaluator.evaluate(models, tasks)
 #
-# Replies are drawn as the taskset's `sampling` says: greedy unless it has a temperature. All models
-# get the same tasks and the same random numbers.
+# The taskset's `sampling` applies to replies: greedy unless it has a temperature. All models get
+# the same tasks and the same random numbers.
 
 
 MAX_GAMES = 1024
-"""Games at a time: their replies fill any engine's batch."""
+"""Concurrent games: their replies fill any engine's batch."""
 
 
 class GameEvaluator:
-    """An Evaluator over one game. Games that the log holds, failed ones included, are not played
-    again."""
+    """An Evaluator over one game. Games in the log, including failed ones, are not played again."""
 
     def __init__(
         self, game: Game, *, sampler: Sampler, tasksets: Sequence[Taskset], log: RolloutLog
@@ -347,7 +346,7 @@ class GameEvaluator:
         self._places = asyncio.Semaphore(MAX_GAMES)
 
     async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
-        """One evaluation per model, in their order; a task's reward is the mean of its games."""
+        """Return one evaluation per model, in order; a task's reward is its games' mean."""
         start = time.monotonic()
         # Models of equal weights play once.
         each = {model.version: model for model in models}
@@ -357,7 +356,7 @@ class GameEvaluator:
         return [_sum_up(model, by_version[model.version], seconds) for model in models]
 
     async def _model(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, list[Rollout]]:
-        """The games of each task, by its id."""
+        """Return the games of each task by its id."""
         played = await together(self._task(model, task) for task in tasks)
         return {task.id: rollouts for task, rollouts in zip(tasks, played, strict=True)}
 
@@ -379,13 +378,13 @@ class GameEvaluator:
             return rollout
 
     def _key(self, model: ModelRef, task: Task, index: int) -> str:
-        """Names the game with these weights. It holds what the task says: a row that was corrected
-        under its id is another game."""
-        how = [self._game.config.model_dump(mode="json"), asdict(self._params[task.source])]
-        said = repr((task.prompt, task.reference, task.choices))
+        """Name the game with these weights. The name covers the task's text: a row that was
+        corrected under its id is another game."""
+        settings = [self._game.config.model_dump(mode="json"), asdict(self._params[task.source])]
+        task_text = repr((task.prompt, task.reference, task.choices))
         digest = hashlib.blake2b(digest_size=12)
-        digest.update(json.dumps(how).encode())
-        digest.update(said.encode(errors="backslashreplace"))
+        digest.update(json.dumps(settings).encode())
+        digest.update(task_text.encode(errors="backslashreplace"))
         return f"{model.version}|{task.id}|{digest.hexdigest()}|{index}"
 
 

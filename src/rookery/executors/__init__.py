@@ -1,6 +1,6 @@
-"""Where jobs run: processes of this machine, the nodes of a Ray cluster, Modal.
+"""Executors of jobs: processes of this machine, the nodes of a Ray cluster, Modal.
 
-All three are one Executor port over one pool; `worker.py` says what a worker runs.
+All three implement the Executor port over one pool; `worker.py` defines what a worker runs.
 """
 
 from rookery.executors.folder import FolderPackage, pack_folder

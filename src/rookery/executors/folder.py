@@ -1,17 +1,17 @@
-"""A folder as one value that travels to workers: a tar archive named by the hash of its content.
+"""A folder as one value to send to workers: a tar archive named by the hash of its content.
 
     package = pack_folder(Path("problem/"))
     with hold_folder(package.digest, lambda: package.content) as path:   # on the worker's machine
         ...
 
-The same files give the same bytes, whatever their dates and owners. On a machine a package is
+The same files give the same bytes, whatever their dates and owners. On each machine a package is
 unpacked once, into a private folder of the user that all workers there share:
 
     /tmp/rookery-folders-1000/
-        3fa9...c1.lock      locked (shared) by everyone who uses the folder
+        3fa9...c1.lock      locked (shared) by all users of the folder
         3fa9...c1/          the files
 
-A lock ends with its process, so what a killed worker leaves is removed by the next one that comes.
+A lock ends with its process, so the next worker removes the folders of a killed one.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ from rookery.runtime.file_lock import FileLock
 __all__ = ["IGNORED", "MAX_FOLDER_BYTES", "FolderPackage", "hold_folder", "pack_folder"]
 
 IGNORED = (".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "*.pyc", "node_modules")
-"""Names that are not packed, at any depth."""
+"""Patterns of names that are not packed, at any depth."""
 MAX_FOLDER_BYTES = 256 << 20
-"""Of all files together: the archive is held in memory and sent to every machine."""
+"""Most bytes of all files: the archive is held in memory and sent to every machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class FolderPackage:
 def pack_folder(
     path: Path, *, ignored: Sequence[str] = IGNORED, left_out: Path | None = None
 ) -> FolderPackage:
-    """Pack the files of a folder now; later changes do not reach the workers.
+    """Pack the current files of a folder; later changes do not reach the workers.
 
-    `ignored` are patterns of names anywhere below it, `left_out` is one folder.
+    `ignored` are patterns of names at any depth, `left_out` is one folder.
     """
     with boundary(ConfigError, f"Packing the folder {path} for workers", foreign=(OSError,)):
         files = _list_files(path, ignored, left_out)
@@ -67,7 +67,7 @@ def pack_folder(
 def _list_files(
     path: Path, ignored: Sequence[str], left_out: Path | None
 ) -> list[tuple[str, Path]]:
-    """Names relative to the folder and their files, sorted; refuses what cannot travel."""
+    """Return sorted names, relative to the folder, with their files; refuse what cannot be sent."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder.")
     files: list[tuple[str, Path]] = []
@@ -98,7 +98,7 @@ def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
 
 
 def _check_size(file: Path) -> int:
-    """Bytes of a regular file or of the file that a link leads to."""
+    """Return the bytes of a regular file, or of the file that a link leads to."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         kind = "a link to a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
@@ -120,7 +120,7 @@ def _add(archive: tarfile.TarFile, name: str, file: Path) -> None:
 def hold_folder(
     digest: str, fetch: Callable[[], bytes], *, root: Path | None = None
 ) -> Iterator[Path]:
-    """The unpacked folder, kept for the block. Calls `fetch` only if this machine lacks it."""
+    """Yield the unpacked folder, kept for the block. `fetch` runs only if this machine lacks it."""
     root = root or Path(tempfile.gettempdir()) / f"rookery-folders-{os.getuid()}"
     with boundary(ExecutorError, f"Unpacking a folder for workers into {root}", foreign=(OSError,)):
         _make_private(root)
@@ -137,7 +137,7 @@ def hold_folder(
 
 
 def _make_private(root: Path) -> None:
-    """Others may write to the parent of `root`: a folder that is not ours is not used."""
+    """Make `root`, and refuse it if others own it: others may write to its parent."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -147,7 +147,7 @@ def _make_private(root: Path) -> None:
 
 
 def _lock_shared(path: Path) -> FileLock:
-    """Lock the file that is at `path`; it may be removed while this waits for the lock."""
+    """Lock the file at `path`, which may be removed while this waits for the lock."""
     while True:
         lock = FileLock(path, flags=os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         lock.wait(is_shared=True)
@@ -157,7 +157,7 @@ def _lock_shared(path: Path) -> FileLock:
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove the folders that nobody holds."""
+    """Remove the folders that no process holds."""
     for path in root.glob("*.lock"):
         with suppress(OSError), FileLock(path, flags=os.O_RDWR | os.O_NOFOLLOW) as lock:
             if lock.take():
@@ -168,7 +168,7 @@ def _remove_unused(root: Path) -> None:
 
 
 def _unpack(content: bytes, digest: str, root: Path) -> None:
-    """All of it or nothing: unpacked beside its place, then renamed."""
+    """Unpack all or nothing, beside the final place, then rename."""
     if hashlib.sha256(content).hexdigest() != digest:
         raise ExecutorError(f"The folder received does not have the hash {digest}.")
     draft = Path(tempfile.mkdtemp(prefix=f"{digest}.", dir=root))
@@ -178,5 +178,5 @@ def _unpack(content: bytes, digest: str, root: Path) -> None:
         draft.rename(root / digest)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
-        if not (root / digest).is_dir():  # another worker was not first: the disk is at fault
+        if not (root / digest).is_dir():  # no other worker was first: the disk is at fault
             raise

@@ -4,9 +4,9 @@
     async with open_local(spec, num_workers=8) as executor:
         outcome = await executor.submit(Job(attempt=1, epoch=0, payload=b"...", limit_s=60))
 
-Each worker is a new interpreter in a session of its own (not a fork: threads and locks of this
-process do not reach it), with two pipes to this process and no other connection. It ends, with all
-it started, when it is killed here, when the block ends, and when this process dies.
+Each worker is a new interpreter in its own session (not a fork, so it inherits no threads and locks
+of this process), connected to this process only by pipes. It ends, with all processes it started,
+if it is killed here, if the block ends, or if this process dies.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ from rookery.types import Job, Json, WorkerInfo
 __all__ = ["open_local"]
 
 _STDERR_TAIL_BYTES = 2_000
-"""How much of what a worker wrote last is kept, for the reason of its end."""
+"""Bytes kept from the end of a worker's stderr, for the reason of its end."""
 _OWN_EXIT_S = 1.0
-"""How long a worker that closed its pipe may take to end by itself: its code is the reason."""
+"""Seconds that a worker which closed its pipe may take to exit: its code is the reason."""
 _EXIT_S = 5.0
-"""How long a killed process may take to be gone."""
+"""Seconds that a killed process may take to be gone."""
 
 
 @asynccontextmanager
 async def open_local(
     spec: WorkerSpec, *, num_workers: int | None = None
 ) -> AsyncIterator[WorkerPool]:
-    """An Executor of `num_workers` processes, one per core if not given; one is ready."""
+    """Yield an Executor of `num_workers` processes, by default one per core, once one is ready."""
     check_num_workers(num_workers)
     async with AsyncExitStack() as stack:
         folder: Path | None = None
@@ -85,7 +85,7 @@ class LocalWorker:
         self._reading = loop.create_task(self._read())
 
     async def open(self, spec: WorkerSpec, folder: Path | None) -> None:
-        """The handshake: see local_worker.py."""
+        """Shake hands: see local_worker.py."""
         hello = (await self._answer).header
         self.info = replace(
             self.info, version=str(hello["version"]), cores=int(str(hello["cores"]))
@@ -111,7 +111,7 @@ class LocalWorker:
         )
 
     def kill(self) -> None:
-        # The id names the group as long as one process of it lives.
+        # The id names the group as long as one of its processes lives.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -133,13 +133,13 @@ class LocalWorker:
         if self.gone.done():
             raise WorkerGone(self.gone.result())
         self._answer = asyncio.get_running_loop().create_future()
-        with suppress(ConnectionError):  # `_read` sees the same, with the reason
+        with suppress(ConnectionError):  # `_read` sees the same error, with the reason
             self._stdin.write(frame.encode())
             await self._stdin.drain()
         return await self._answer
 
     async def _read(self) -> None:
-        """Hand every frame to who asked; at the end, whatever ends it, say why."""
+        """Pass each frame to its waiter; at the end, for any reason, set `gone`."""
         reason = "Its messages cannot be read."
         try:
             await self._hand_over()
@@ -154,11 +154,11 @@ class LocalWorker:
         with suppress(EOFError, ConnectionError):
             while True:
                 frame = await receive_frame(self._process.stdout)
-                if not self._answer.done():  # whoever asked may have given up
+                if not self._answer.done():  # the caller may have given up
                     self._answer.set_result(frame)
 
     async def _end(self) -> str:
-        """End what is left of the worker; how it ended."""
+        """End the rest of the worker and return how it ended."""
         for limit_s in (_OWN_EXIT_S, _EXIT_S):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), limit_s)
@@ -183,13 +183,13 @@ class LocalWorker:
 
 
 async def _start(name: str, spec: WorkerSpec, folder: Path | None) -> LocalWorker:
-    # -P: the current folder, which may hold any file, is not a place to import from.
+    # -P: do not import from the current folder, which may hold any file.
     command = (sys.executable, "-P", "-m", "rookery.executors.local_worker")
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
-    except OSError as error:  # no descriptors or processes left, for now
+    except OSError as error:  # out of descriptors or processes for now
         raise WorkerGone(f"The worker could not be started: {error.strerror}.") from error
     worker = LocalWorker(name, process)
     async with closed_unless_opened(worker):

@@ -1,12 +1,12 @@
-"""The program of a local worker process; started by local.py, speaks frames on its pipes.
+"""The program of a local worker process. local.py starts it; it exchanges frames on its pipes.
 
     worker -> hub   hello: version, cores
     hub -> worker   open: task, folder; settings as bytes
-    worker -> hub   ready; what it is as text   |   refused; the reason as text
+    worker -> hub   ready; description as text   |   refused; the reason as text
     hub -> worker   job; payload as bytes                         (one at a time, repeated)
     worker -> hub   answer: is_error, seconds; output as bytes
 
-It ends when the pipe from the hub is closed: the hub closed it, or died.
+It ends when the pipe from the hub closes, because the hub closed it or died.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from rookery.types import Json
 __all__ = ["main"]
 
 _PARENT_POLL_MS = 1_000
-"""A pipe stays open if a fork of the hub holds it: then only the parent's id tells."""
+"""If a fork of the hub holds the pipe open, only a changed parent id tells that the hub died."""
 
 
 def main() -> None:
-    """Serve until the hub is gone, then end every process of this one's group."""
+    """Serve until the hub is gone, then kill every process of this one's group."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # A task that prints or reads its input must not touch the messages.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -95,8 +95,8 @@ def _end_with_hub(pipe: int, loop: asyncio.AbstractEventLoop, serving: asyncio.T
 
 
 def _kill_group() -> None:
-    """This process and what its task started."""
-    if os.getpgrp() == os.getpid():  # else it was started by hand, in the group of a shell
+    """Kill this process and all that its task started."""
+    if os.getpgrp() == os.getpid():  # otherwise it was started by hand, in the group of a shell
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

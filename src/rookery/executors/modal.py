@@ -1,9 +1,9 @@
-"""Workers as containers of Modal: `modal_app.py` is deployed first.
+"""Workers as containers of Modal; deploy `modal_app.py` first.
 
     async with open_modal(spec, num_workers=64) as executor:
         outcome = await executor.submit(job)
 
-A slot of the pool is one call in flight; which container serves it is Modal's business. Written
+A slot of the pool is one call in flight; Modal chooses the container that serves it. Written
 against Modal's SDK and tested with it offline; not run against the hosted service.
 """
 
@@ -76,7 +76,7 @@ class ModalWorker:
         return result
 
     async def _first(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, unless the worker is killed first."""
+        """Return the result of `work`, unless the worker is killed first."""
         working = asyncio.create_task(work)
         try:
             await asyncio.wait({working, self.gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,10 +93,8 @@ class ModalWorker:
 
 @contextmanager
 def _lost_calls() -> Iterator[None]:
-    """What Modal itself raises: a container that died, a limit, a lost connection.
-
-    What a task raises is in the result of the call.
-    """
+    """Turn errors of Modal itself into WorkerGone: a dead container, a limit, a lost connection.
+    Errors of a task are in the result of the call."""
     import modal
 
     try:
@@ -109,7 +107,7 @@ def _lost_calls() -> Iterator[None]:
 async def open_modal(
     spec: WorkerSpec, *, num_workers: int = NUM_WORKERS
 ) -> AsyncIterator[WorkerPool]:
-    """An Executor of `num_workers` calls in flight to the deployed app; one container is ready."""
+    """Yield an Executor of `num_workers` calls to the deployed app, once one container is ready."""
     check_num_workers(num_workers)
     try:
         import modal

@@ -1,11 +1,11 @@
-"""The Modal app that `open_modal` calls: what is deployed, once per version of Rookery.
+"""The Modal app that `open_modal` calls; deploy it once per version of Rookery.
 
     pip install './rookery-0.1.0-py3-none-any.whl[modal]' && modal setup
     ROOKERY_MODAL_PACKAGES="scipy pandas" modal deploy -m rookery.executors.modal_app
 
 Its image has Rookery's core, bubblewrap and the named packages, for evaluators that import them.
-A container holds one task and runs one job at a time; Modal starts as many as there are calls.
-Modal retries nothing: what a lost container means is the caller's business.
+A container holds one task and runs one job at a time; Modal starts as many as there are calls. The
+caller handles lost containers, so Modal retries nothing.
 """
 # mypy: disable-error-code="untyped-decorator"
 # Modal is not installed where types are checked.
@@ -21,16 +21,16 @@ __all__ = ["APP_NAME", "FOLDERS_NAME", "ModalHost", "app"]
 
 APP_NAME = "rookery-executors"
 FOLDERS_NAME = "rookery-folders"
-"""The modal.Dict of packed folders, by digest. Modal removes what is not read for a week."""
+"""The modal.Dict of packed folders, by digest. Modal removes entries unread for a week."""
 MAX_JOB_S = 3600
-"""The most that Modal lets a job take; `Job.limit_s` ends it sooner."""
+"""Most seconds that Modal lets a job take; `Job.limit_s` ends it sooner."""
 MAX_CONTAINERS = 1_000
 IDLE_S = 120
-"""How long an idle container stays: a warm one saves the next job the start of its task."""
+"""Seconds that an idle container stays: a warm one saves the next job the start of its task."""
 
 
 def _make_image() -> modal.Image:
-    """With the sources of the deploying machine, and their version: no package is installed."""
+    """Build an image with this machine's sources and version; Rookery is not installed."""
     requirements = importlib.metadata.requires("rookery") or []
     core = [line for line in requirements if "extra ==" not in line]
     return (
@@ -53,23 +53,23 @@ app = modal.App(APP_NAME)
     scaledown_window=IDLE_S,
 )
 class ModalHost:
-    """A container: holds the task of one WorkerSpec, opened by the first call."""
+    """A container that holds the task of one WorkerSpec, opened by the first call."""
 
     task_name: str = modal.parameter()
     settings: bytes = modal.parameter()
     digest: str = modal.parameter()
-    """Of the folder; "" for none."""
+    """Digest of the folder; empty without one."""
 
     @modal.method()
     async def hello(self) -> tuple[str, int, bool, str]:
-        """Version, cores, whether the task can run, what it says of itself or why not."""
+        """Return version, cores, whether the task can run, and its description or the reason."""
         version = os.environ.get("ROOKERY_MODAL_VERSION") or read_version()
         _, is_open, text = await self._opened()
         return version, count_cores(), is_open, text
 
     @modal.method()
     async def run(self, payload: bytes) -> tuple[bool, bytes, float] | str:
-        """Whether it is an error, the output or the error, seconds; or why it cannot run."""
+        """Return (is_error, output or error, seconds); or a text if the task cannot run."""
         host, is_open, text = await self._opened()
         if not is_open:
             return text
@@ -82,8 +82,8 @@ class ModalHost:
         await host.close()
 
     async def _opened(self) -> tuple[WorkerHost, bool, str]:
-        # Modal makes the instance without __init__, and starts a container again without end if
-        # its enter hook fails: so the task is opened here, and a refusal is an answer.
+        # Modal makes the instance without __init__, and restarts a container endlessly if its enter
+        # hook fails. So the task is opened here, and a refusal is an answer.
         if "_state" not in vars(self):
             host = WorkerHost()
             is_open, text = await host.open(

@@ -1,9 +1,9 @@
-"""The executor over any kind of worker: who gets which job, and what becomes of lost ones.
+"""The executor over any kind of worker: it assigns jobs and handles lost workers.
 
     submit -> queue -> an idle worker -> outcome
 
-Each slot is a place for one worker: it starts a worker, gives it one job at a time, and starts
-another when that one ends.
+Each slot holds one worker: it starts a worker, gives it one job at a time, and starts another when
+that one ends.
 
 | waits                      | for                            | at most                           |
 |----------------------------|--------------------------------|-----------------------------------|
@@ -14,8 +14,8 @@ another when that one ends.
 | `submit`                   | an outcome                     | as long as there are slots        |
 | jobs while no slot is left | a new slot                     | `down_s`, then ExecutorError      |
 
-A worker that had a job is replaced at once when it ends. One that ends before its first job counts
-as a failed start; after `START_ATTEMPTS` of them in a row the slot ends with the reason.
+If a worker that had a job ends, it is replaced at once. If it ends before its first job, that is a
+failed start; after `START_ATTEMPTS` of these in a row the slot ends with the reason.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ from rookery.types import (
 __all__ = ["WorkerPool", "check_num_workers", "closed_unless_opened", "open_pool"]
 
 START_S = 120.0
-"""For an interpreter and its imports, on a busy machine."""
+"""Seconds for an interpreter and its imports, on a busy machine."""
 START_ATTEMPTS = 3
 RESTARTS = Backoff(first_s=1.0, longest_s=60.0)
-"""Of a slot whose worker failed."""
+"""Pauses of a slot whose worker failed."""
 
 _log = logging.getLogger(__name__)
 
 StartWorker = Callable[[str], Awaitable[Worker]]
-"""Start the worker of a slot. Raises WorkerGone, or WorkerRefused."""
+"""Starts the worker of a slot. Raises WorkerGone or WorkerRefused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,30 +66,30 @@ class _Entry:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """An Executor. Made by `open_pool`; uses the event loop of its opener only."""
+    """An Executor, made by `open_pool`. Use it only in the event loop that opened it."""
 
     start: StartWorker
     slots: asyncio.TaskGroup
     down_s: float
-    """How long jobs wait for a new slot when none is left."""
+    """Seconds that jobs wait for a new slot if none is left."""
     startup_s: float = 0.0
-    """How long a worker's task may take to open."""
+    """Seconds that a worker's task may take to open."""
     num_late: int = 0
     _in_flight: dict[int, _Entry] = field(default_factory=dict)
     _queue: OrderedDict[_Entry, None] = field(default_factory=OrderedDict)
-    """Jobs that wait, none of them resolved. Filled by `submit`, drained by `_dispatch`."""
+    """Waiting jobs, none of them resolved. Filled by `submit`, drained by `_dispatch`."""
     _idle: deque[asyncio.Future[_Entry]] = field(default_factory=deque)
-    """Slots that want a job. Cancelled ones are passed over."""
+    """Slots that want a job. Cancelled ones are skipped."""
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _ready: dict[str, Worker] = field(default_factory=dict)
     _refused: dict[str, WorkerInfo] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a worker is ready and when a slot ends."""
-    _unsaid: list[str] = field(default_factory=list)
-    """Warnings that are left out if no worker gets ready: its error says the same."""
+    _unlogged: list[str] = field(default_factory=list)
+    """Warnings to log once a worker is ready; otherwise the final error contains them."""
     _down_timer: asyncio.TimerHandle | None = None
     _down: str = ""
-    """Why nothing can be submitted any more; "" while it can."""
+    """Why nothing can be submitted any more; empty if it can."""
 
     @property
     def capacity(self) -> int:
@@ -97,7 +97,7 @@ class WorkerPool:
 
     @property
     def num_slots(self) -> int:
-        """Those with a worker or about to have one."""
+        """Slots with a worker, or about to have one."""
         return len(self._tasks)
 
     @property
@@ -112,7 +112,7 @@ class WorkerPool:
         self._tasks[name] = self.slots.create_task(self._serve(name), name=f"slot {name}")
 
     async def wait_ready(self) -> None:
-        """Return when one worker has its task open; raise ExecutorError when none can have."""
+        """Wait until a worker has its task open; raise ExecutorError if none can."""
         while not self._ready and not self._down:
             await self._changed.wait()
             self._changed.clear()
@@ -175,7 +175,7 @@ class WorkerPool:
                 self._end(entry, JobCancelled(reason="Its caller was cancelled."))
 
     def _end(self, entry: _Entry, outcome: JobCancelled) -> None:
-        """Resolve a job before its worker does, and kill what runs."""
+        """Resolve a job before its worker does, and kill the worker."""
         if not entry.outcome.done():
             self._resolve(entry, outcome)
             if entry.worker is not None:
@@ -190,11 +190,11 @@ class WorkerPool:
             entry.outcome.set_result(outcome)
 
     def _dispatch(self) -> None:
-        """Give waiting jobs to idle slots, each in order of arrival."""
+        """Give waiting jobs to idle slots, both in order of arrival."""
         while self._queue and self._idle:
-            wish = self._idle.popleft()
-            if not wish.done():
-                wish.set_result(self._queue.popitem(last=False)[0])
+            request = self._idle.popleft()
+            if not request.done():
+                request.set_result(self._queue.popitem(last=False)[0])
 
     async def _serve(self, slot: str) -> None:
         """Keep the worker of one slot running until it is refused or cannot be started."""
@@ -217,7 +217,7 @@ class WorkerPool:
                         raise WorkerRefused(reason, info=WorkerInfo(name=slot)) from None
                     await asyncio.sleep(RESTARTS.pause_s(num_failed))
         except WorkerRefused as error:
-            self._unsaid.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
+            self._unlogged.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
             self._refused[slot] = replace(error.info, refusal=str(error))
             self._warn_of_refusals()
         finally:
@@ -225,8 +225,8 @@ class WorkerPool:
             self._note_slot_ended()
 
     def _warn_of_refusals(self) -> None:
-        while self._ready and self._unsaid:
-            _log.warning("%s", self._unsaid.pop(0))
+        while self._ready and self._unlogged:
+            _log.warning("%s", self._unlogged.pop(0))
 
     async def _feed(self, slot: str, worker: Worker) -> None:
         """Give jobs to a worker until it ends. Raises WorkerGone if it ends without a job."""
@@ -244,16 +244,16 @@ class WorkerPool:
             await worker.close()
 
     async def _next(self, worker: Worker) -> _Entry | None:
-        """The next job for this worker; None when the worker ended."""
-        wish: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
-        self._idle.append(wish)
+        """Return the next job for this worker; None if the worker ended."""
+        request: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
+        self._idle.append(request)
         self._dispatch()
-        either: set[asyncio.Future[Any]] = {wish, worker.gone}
+        either: set[asyncio.Future[Any]] = {request, worker.gone}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not worker.gone.done():
-            return wish.result()
-        if not wish.cancel():  # a job came at the same moment: it is the next worker's
-            self._put_back(wish.result())
+            return request.result()
+        if not request.cancel():  # a job arrived at the same moment: the next worker gets it
+            self._put_back(request.result())
         return None
 
     def _put_back(self, entry: _Entry) -> None:
@@ -263,12 +263,12 @@ class WorkerPool:
             self._dispatch()
 
     async def _run(self, worker: Worker, entry: _Entry) -> bool:
-        """Run one job and deliver what became of it; whether the worker can take another."""
-        if entry.outcome.done():  # it was cancelled on its way here
+        """Run one job and deliver its outcome; return whether the worker can take another."""
+        if entry.outcome.done():  # cancelled on its way here
             return True
         entry.worker = worker
         outcome = await self._ask(worker, entry.job)
-        if entry.outcome.done():  # it was cancelled meanwhile, and the worker killed for that
+        if entry.outcome.done():  # cancelled meanwhile, which killed the worker
             self.num_late += not isinstance(outcome, WorkerLost)
             return False
         self._resolve(entry, outcome)
@@ -301,7 +301,7 @@ class WorkerPool:
             self._down_timer = None
 
     def _go_down(self) -> None:
-        """No worker is left: fail all waiting jobs, and those submitted later."""
+        """Fail all waiting and future jobs, because no worker is left."""
         named: dict[str, list[str]] = {}
         for worker in self._refused.values():
             named.setdefault(worker.refusal, []).append(worker.name)
@@ -313,7 +313,7 @@ class WorkerPool:
 
 
 def _ends_of(refusal: str) -> str:
-    """First and last line: of a traceback, what failed and how."""
+    """Return the first and last line: of a traceback, what failed and how."""
     lines = refusal.strip().splitlines()
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
@@ -326,7 +326,7 @@ def check_num_workers(number: int | None) -> None:
 
 @asynccontextmanager
 async def closed_unless_opened(worker: Worker) -> AsyncIterator[None]:
-    """Around its opening: a worker that fails then, or whose start is cancelled, is not left."""
+    """Kill and close a worker whose opening fails or is cancelled."""
     try:
         yield
     except BaseException:
@@ -339,7 +339,7 @@ async def closed_unless_opened(worker: Worker) -> AsyncIterator[None]:
 async def open_pool(
     start: StartWorker, *, down_s: float, startup_s: float = 0.0
 ) -> AsyncIterator[WorkerPool]:
-    """A pool without slots; all its workers are ended when the block is left."""
+    """Yield a pool without slots; leaving the block ends all its workers."""
     async with task_group() as slots:
         pool = WorkerPool(start=start, slots=slots, down_s=down_s, startup_s=startup_s)
         try:

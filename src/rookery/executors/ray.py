@@ -3,13 +3,13 @@
     async with open_ray(spec, address="auto", num_workers=64) as executor:
         outcome = await executor.submit(job)
 
-Ray places and connects; what a lost worker means is the caller's business, so Ray retries and
-restarts nothing. Each actor is bound to one node, round-robin over the nodes, one CPU each. Nodes
-that join are used; a node whose workers are refused gets no work. The folder of the spec is put
-into Ray's object store once and read from there by nodes that lack it: no shared disk is needed.
+Ray places actors and carries messages. The caller handles lost workers, so Ray retries and restarts
+nothing. Each actor is bound to one node, round-robin over the nodes, one CPU each. Nodes that join
+are used; a node whose workers are refused gets no work. The folder of the spec is put into Ray's
+object store once, and nodes that lack it read it from there: no shared disk is needed.
 
-A dead worker process is seen at once, a dead node when Ray sees it: seconds when its connections
-break, up to Ray's health check (`health_check_*` of its system config) when it only goes silent.
+A dead worker process is detected at once. A dead node is detected by Ray: within seconds if its
+connections break, by its health check (`health_check_*` of its system config) if it goes silent.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from rookery.types import Job, WorkerInfo
 
 __all__ = ["RayHost", "connect_ray", "open_ray"]
 
-# The connection to a Ray cluster, for whoever places work there.
+# The connection to a Ray cluster.
 #
-# async with connect_ray("auto", error=FleetError) as ray:
-#     ...
+#   async with connect_ray("auto", error=FleetError) as ray:
+#       ...
 
 
 REACH_S = 10.0
@@ -50,10 +50,8 @@ REACH_S = 10.0
 async def connect_ray(
     address: str, *, error: type[RookeryError], **options: object
 ) -> AsyncIterator[Any]:
-    """The module `ray`, connected to the cluster at `address`; "local" starts one.
-
-    A connection that this process has already is used and kept. Options are those of `ray.init`.
-    """
+    """Yield the module `ray`, connected to the cluster at `address`; "local" starts a cluster. An
+    existing connection of this process is used and kept. Options are those of `ray.init`."""
     try:
         import ray
     except ImportError as missing:
@@ -67,19 +65,19 @@ async def connect_ray(
         yield ray
     finally:
         if not was_connected:
-            # A cluster of our own dies with the thread that started it: it must not be met again.
+            # Our own cluster dies with the thread that started it, and must not be found again.
             await asyncio.to_thread(ray.shutdown)
 
 
 async def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes, in a thread that cannot be ended."""
+    """Check the address first: Ray itself tries for minutes, in a thread that cannot be ended."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():  # "auto" and "local"
         return
     try:
         async with asyncio.timeout(REACH_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError as cause:  # a timeout is one
+    except OSError as cause:  # includes timeouts
         raise ConnectionError(
             f"nothing answers there within {REACH_S:g} s. Start one with `ray start --head`, or "
             "name no address to start one on this machine"
@@ -88,17 +86,17 @@ async def _check_reachable(address: str) -> None:
 
 
 NODES_POLL_S = 2.0
-"""How soon a new node is used."""
+"""Seconds between looks for new nodes."""
 DOWN_S = 60.0
-"""How long jobs wait for a node when the last one is lost."""
+"""Seconds that jobs wait for a node after the last one is lost."""
 HEAD_S = 45.0
-"""How long the head may be silent. After 60 s Ray ends this process itself, from outside of Python:
-the caller is told before, to end in order."""
+"""Most seconds of silence of the head. After 60 s Ray ends this process itself, from outside of
+Python; failing earlier lets the caller end in order."""
 MAX_REASON_CHARS = 500
 
 
 class RayHost:
-    """The actor. Its event loop is Ray's."""
+    """The actor. It runs in Ray's event loop."""
 
     def __init__(self) -> None:
         self._host = WorkerHost()
@@ -109,7 +107,7 @@ class RayHost:
     async def open(
         self, task: str, settings: bytes, digest: str | None, content: list[Any]
     ) -> tuple[bool, str]:
-        """`content` holds a reference and not the folder: it is read only if the node lacks it."""
+        """`content` holds a reference, not the folder, which is read only if the node lacks it."""
         import ray
 
         return await self._host.open(
@@ -120,7 +118,7 @@ class RayHost:
         return await self._host.run(payload)
 
     async def stay(self) -> None:
-        """Never returns: the call fails when the actor ends."""
+        """Never return: the call fails when the actor ends."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
@@ -175,8 +173,8 @@ class RayWorker:
             await asyncio.wait({self._killing} if self._killing else (), timeout=CLOSE_S)
 
     async def _result(self, reference: Any) -> Any:
-        """What a call returns. Ray reports a dead actor late if its node went silent: a worker
-        that is known to be gone is not waited for."""
+        """Return the result of a call. Ray reports a dead actor late if its node went silent, so
+        this does not wait for a worker that is known to be gone."""
         answer = asyncio.wrap_future(reference.future())
         try:
             await asyncio.wait({answer, self.gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +196,7 @@ class RayWorker:
 
 
 def _shorten(error: BaseException | None) -> str:
-    """Ray's sentences without the addresses and traces that follow."""
+    """Return Ray's message, cut before most addresses and traces."""
     return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
@@ -206,10 +204,8 @@ def _shorten(error: BaseException | None) -> str:
 async def open_ray(
     spec: WorkerSpec, *, address: str | None = None, num_workers: int | None = None
 ) -> AsyncIterator[WorkerPool]:
-    """An Executor of at most `num_workers` actors, or one per CPU of the cluster; one is ready.
-
-    Without an address a cluster is started on this machine, and ended with the block.
-    """
+    """Yield an Executor of at most `num_workers` actors, by default one per CPU of the cluster. At
+    least one is ready. Without an address, a cluster is started here and ended with the block."""
     check_num_workers(num_workers)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
@@ -225,8 +221,8 @@ async def open_ray(
 
         async def start(slot: str) -> RayWorker:
             host = ray.remote(**_placed(node_ids[slot]))(RayHost)
-            # It asks the head, and blocks while that does not answer. An actor that nobody waits
-            # for any more ends with its handle.
+            # It asks the head, and blocks until that answers. An actor without waiters ends with
+            # its handle.
             actor = await asyncio.to_thread(host.remote)
             worker = RayWorker(slot, actor, ray)
             async with closed_unless_opened(worker):
@@ -256,17 +252,15 @@ def _placed(node_id: str) -> dict[str, Any]:
 async def _add_nodes(
     ray: Any, pool: WorkerPool, node_ids: dict[str, str], num_workers: int | None
 ) -> None:
-    """Give the pool a slot per CPU of every node that is there or joins, up to `num_workers`.
-
-    A slot that was given up, and noted in `node_ids`, is not tried again.
-    """
+    """Give the pool a slot per CPU of every present or new node, up to `num_workers`. A slot that
+    ended stays in `node_ids` and is not tried again."""
     while True:
         with boundary(ExecutorError, "Listing the nodes of the Ray cluster"):
             try:
                 listed = await asyncio.wait_for(asyncio.to_thread(ray.nodes), HEAD_S)
             except TimeoutError:
-                said = f"The head of the Ray cluster did not answer within {HEAD_S:g} s."
-                raise ExecutorError(said) from None
+                message = f"The head of the Ray cluster did not answer within {HEAD_S:g} s."
+                raise ExecutorError(message) from None
             nodes = [node for node in listed if node["Alive"]]
         for slot, node_id in _list_slots(nodes):
             is_full = num_workers is not None and pool.num_slots >= num_workers
@@ -277,7 +271,7 @@ async def _add_nodes(
 
 
 def _list_slots(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Slots and their nodes' ids, the first slot of every node before the second of any.
+    """Return (slot, node id), the first slot of every node before the second of any.
 
     `("10.0.0.2/1a2b3c4d/0", "1a2b3c4d...")`
     """

@@ -1,4 +1,4 @@
-"""A worker as the pool sees it, whatever carries its messages."""
+"""A worker as the pool sees it, independent of how messages travel."""
 
 import asyncio
 import importlib
@@ -38,58 +38,58 @@ __all__ = [
     "write_frame",
 ]
 
-# What a worker runs: a task of this package, opened once and given one payload at a time.
+# A worker's task: a task of this package, opened once and given one payload at a time.
 #
 #     async def open_evaluation(settings: bytes, folder: Path | None) -> WorkerTask: ...
 #
 #     spec = WorkerSpec(task=open_evaluation)
 #
-# A job names no function and carries no code: workers of an executor hold the one task of its
-# WorkerSpec, a function of this package. Payloads and outputs are bytes that only the task reads.
+# A job names no function and carries no code: all workers of an executor hold the one task of its
+# WorkerSpec, a function of this package. Only the task reads the bytes of payloads and outputs.
 
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of a payload and of an output: far above any program or result, far below what ends a hub."""
+"""Most bytes of a payload or an output: far above any program or result, and safe for the hub."""
 CLOSE_S = 3.0
-"""How long a task may take to close; then its worker is killed."""
+"""Seconds that a task may take to close before its worker is killed."""
 MAX_ERROR_CHARS = 4_000
-"""The end of a traceback, which names the error, is kept."""
+"""Characters kept from the end of a traceback, which names the error."""
 
 
 class WorkerTask(Protocol):
-    """One per worker, for as long as the worker lives; `run` is called for one job at a time."""
+    """One per worker, for the worker's lifetime; `run` is called for one job at a time."""
 
     @property
     def about(self) -> str:
-        """What a person wants to know of it, for example which sandbox it uses; or ""."""
+        """Description for people, such as the sandbox in use; may be empty."""
         ...
 
     async def run(self, payload: bytes) -> bytes:
-        """The output. Must not block the event loop; what it raises becomes JobFailed."""
+        """Return the output. Must not block the event loop; its exceptions become JobFailed."""
         ...
 
     async def close(self) -> None:
-        """End what it holds; also called after `run` was cancelled."""
+        """Release all resources; also called after `run` was cancelled."""
         ...
 
 
 OpenTask = Callable[[bytes, Path | None], Awaitable[WorkerTask]]
 """Takes the settings and the folder of the WorkerSpec. A RookeryError says why this machine cannot
-run it: the worker then gets no work."""
+run the task: the worker then gets no work."""
 PACKAGE = "rookery."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What every worker of an executor holds."""
+    """Specification of every worker of an executor."""
 
     task: OpenTask
-    """A function of a module of this package: a worker imports it, and nothing else."""
+    """A function in a module of this package: a worker imports nothing else."""
     settings: bytes = b""
     folder: FolderPackage | None = None
     """Unpacked on the worker's machine before the task is opened."""
     startup_s: float = 0.0
-    """How long the task may take to open, beyond the time for the worker's process."""
+    """Seconds that the task may take to open, beyond the start of the worker's process."""
 
     @property
     def task_name(self) -> str:
@@ -108,7 +108,7 @@ def _require_own(name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReply:
-    """What a worker sends back for one job."""
+    """A worker's reply to one job."""
 
     is_error: bool
     content: bytes
@@ -117,7 +117,7 @@ class JobReply:
 
 
 def read_version() -> str:
-    """Of the installed Rookery; `source` where it runs from a checkout that is not installed."""
+    """Return the version of the installed Rookery; `source` if it runs from a checkout."""
     try:
         return importlib.metadata.version("rookery")
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def read_version() -> str:
 
 
 def count_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # absent on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -140,7 +140,7 @@ async def open_task(name: str, settings: bytes, folder: Path | None) -> WorkerTa
 
 
 async def run_task(task: WorkerTask, payload: bytes) -> JobReply:
-    """Run one job; an exception of the task is an answer too."""
+    """Run one job; an exception of the task becomes a reply too."""
     start = time.perf_counter()
     try:
         content = await task.run(payload)
@@ -159,11 +159,11 @@ def _failed(error: str, start: float) -> JobReply:
 
 
 class WorkerGone(Exception):
-    """The worker ended, or could not be started; another one may be tried."""
+    """The worker ended or could not be started; another one may be tried."""
 
 
 class WorkerRefused(Exception):
-    """The worker's machine cannot run the task, and a second try would not change that."""
+    """The worker's machine cannot run the task, and a retry would not change that."""
 
     def __init__(self, reason: str, *, info: WorkerInfo) -> None:
         super().__init__(reason)
@@ -171,31 +171,31 @@ class WorkerRefused(Exception):
 
 
 class Worker(Protocol):
-    """A started worker that holds the task. Nobody but the pool speaks to it."""
+    """A started worker that holds the task. Only the pool calls it."""
 
     @property
     def info(self) -> WorkerInfo: ...
 
     @property
     def gone(self) -> asyncio.Future[str]:
-        """Resolves to the reason when the worker ends, also while it is idle."""
+        """Resolves to the reason when the worker ends, even while it is idle."""
         ...
 
     async def run(self, job: Job) -> JobReply:
-        """One job at a time. Raises WorkerGone, soon after `kill` at the latest."""
+        """Run one job at a time. Raises WorkerGone, at the latest soon after `kill`."""
         ...
 
     def kill(self) -> None:
-        """End it and what it runs, at once, without waiting. Idempotent."""
+        """Kill the worker and all it runs, without waiting. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Let it end in order within a few seconds, else kill it."""
+        """End the worker in order within a few seconds, else kill it."""
         ...
 
 
 def check_version(info: WorkerInfo) -> None:
-    """Refuse a worker whose messages and results another Rookery would make."""
+    """Refuse a worker of another Rookery version, whose messages and results may differ."""
     if info.version != read_version():
         raise WorkerRefused(
             f"It has Rookery {info.version}, this is {read_version()}. Install the same there.",
@@ -203,7 +203,7 @@ def check_version(info: WorkerInfo) -> None:
         )
 
 
-# The worker's side on machines that other programs start: holds the task and its folder.
+# The worker's side on machines where another program starts it: holds the task and its folder.
 
 
 class WorkerHost:
@@ -217,10 +217,8 @@ class WorkerHost:
     async def open(
         self, task: str, settings: bytes, *, digest: str | None, fetch: Callable[[], bytes]
     ) -> tuple[bool, str]:
-        """Whether this machine can run the task, and what the task says of itself or why not.
-
-        `fetch` is called in a thread, if this machine lacks the folder of that digest.
-        """
+        """Return whether this machine can run the task, with the task's description or the reason.
+        If this machine lacks the folder of that digest, `fetch` is called in a thread."""
         try:
             folder = None
             if digest is not None:
@@ -242,16 +240,16 @@ class WorkerHost:
         return await self._running
 
     async def close(self) -> None:
-        """Cancel the job that runs, close the task, let go of the folder."""
+        """Cancel the running job, close the task, release the folder."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
         await self._stack.aclose()
 
 
-# Messages over a pipe: a line of JSON, then as many bytes as its `size` says.
+# Messages over a pipe: a line of JSON, then `size` bytes.
 #
-# {"kind": "job", "size": 5}\nhello
+#   {"kind": "job", "size": 5}\nhello
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +265,13 @@ class Frame:
 
 
 def write_frame(stream: BinaryIO, frame: Frame) -> None:
-    """Write and flush."""
+    """Write a frame and flush."""
     stream.write(frame.encode())
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> Frame:
-    """Blocks. Raises EOFError when the other end is closed."""
+    """Read a frame, blocking. Raises EOFError if the other end is closed."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         raise EOFError
@@ -285,7 +283,7 @@ def read_frame(stream: BinaryIO) -> Frame:
 
 
 async def receive_frame(stream: asyncio.StreamReader) -> Frame:
-    """Raises EOFError when the other end is closed, ConnectionError when it sends no frame."""
+    """Read a frame. Raises EOFError if the other end is closed, ConnectionError for other data."""
     try:
         header = json.loads(await stream.readuntil(b"\n"))
         return Frame(header, await stream.readexactly(header["size"]))

@@ -1,4 +1,4 @@
-"""The run directory: event log, journal, blobs, metrics, lock, resume. Nothing else writes into it.
+"""The run directory: event log, journal, blobs, metrics, lock, resume; its only writer.
 
 with Run.create(Path("runs"), kind="genome", name="poet", config=document) as run:
     await run.append("evaluation", {"candidate": "c1", "score": 0.5}, key="0/c1")

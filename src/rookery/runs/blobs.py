@@ -4,13 +4,13 @@
     await run.append("candidate", {"id": "c7", "adapter": digest})
     run.blobs.path(digest)                             # a folder that a server can load from
 
-    with run.blobs.stage() as folder:                  # large: write in place, nothing is copied
+    with run.blobs.stage() as folder:                  # large: written in place, not copied
         await trainer.save(folder)
         digest = run.blobs.put_folder(folder)
 
-A blob is a file or a folder under `blobs/<digest>`, there as a whole or not at all, and durable
-when `put_*` returns: append the event that names it afterwards. Small puts take a few milliseconds
-(they wait for the disk); call `put_folder` for gigabytes through `asyncio.to_thread`.
+A blob is a file or a folder under `blobs/<digest>`, stored as a whole or not at all, and durable
+when `put_*` returns: append the event that names it afterwards. Small puts wait a few milliseconds
+for the disk; for gigabytes call `put_folder` through `asyncio.to_thread`.
 """
 
 import errno
@@ -38,7 +38,7 @@ class BlobView:
         self._folder = folder
 
     def path(self, digest: str, *, verify: bool = False) -> Path:
-        """The file or folder of a blob. `verify` reads it whole and compares the hash."""
+        """Return the file or folder of a blob. `verify` reads it whole and compares the hash."""
         path = self._place(digest)
         if not path.exists():
             raise RunError(f"{self._folder} holds no blob {digest}.")
@@ -53,7 +53,7 @@ class BlobView:
         return path
 
     def read_bytes(self, digest: str, *, verify: bool = False) -> bytes:
-        """The content of a blob that was put as bytes."""
+        """Return the content of a blob that was put as bytes."""
         path = self.path(digest, verify=verify)
         if not path.is_file():
             raise RunError(f"The blob {digest} is a folder: use path(digest).")
@@ -61,7 +61,7 @@ class BlobView:
             return path.read_bytes()
 
     def digests(self) -> list[str]:
-        """Every blob there is, sorted."""
+        """Return the digests of all blobs, sorted."""
         if not self._folder.is_dir():
             return []
         return sorted(p.name for p in self._folder.iterdir() if DIGEST.fullmatch(p.name))
@@ -73,7 +73,7 @@ class BlobView:
 
 
 class BlobStore(BlobView):
-    """The blobs of the process that owns the run: the only writer. Usable from several threads."""
+    """The blobs of the process that owns the run: the only writer. Thread-safe."""
 
     def __init__(self, folder: Path, *, scratch: Path, check_owner: Callable[[], None]) -> None:
         super().__init__(folder)
@@ -109,7 +109,7 @@ class BlobStore(BlobView):
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to fill and give to `put_folder`; removed if that does not happen."""
+        """Yield an empty folder to fill and pass to `put_folder`; it is removed otherwise."""
         self._check_owner()
         staged = new_scratch(self._scratch)
         with disk_boundary(f"Making {staged}"):
@@ -120,16 +120,16 @@ class BlobStore(BlobView):
             shutil.rmtree(staged, ignore_errors=True)
 
     def remove(self, digest: str) -> None:
-        """Delete a blob, whole: for checkpoints that no resume will ask for again."""
+        """Delete a blob as a whole, such as a checkpoint that no resume needs."""
         self._check_owner()
         self._remove([self.path(digest)])
 
     def prune(self, *, keep: Collection[str]) -> int:
-        """Delete every blob but these, each whole, and return how many: for rollouts behind the
-        last checkpoint. Name everything that a resume will ask for, the checkpoints too."""
+        """Delete all other blobs and return their number, such as rollouts before the last
+        checkpoint. `keep` must name all that a resume needs, including checkpoints."""
         self._check_owner()
         for digest in keep:
-            self.path(digest)  # refuses a misspelt one, for which the real one would be deleted
+            self.path(digest)  # refuses misspelt digests: their blobs would be deleted
         doomed = [self._place(digest) for digest in sorted(set(self.digests()) - set(keep))]
         self._remove(doomed)
         return len(doomed)
@@ -147,7 +147,7 @@ class BlobStore(BlobView):
                     scratch.unlink()
 
     def _seal(self, staged: Path) -> str:
-        """Force a staged folder to disk, hash what is there, and move it to its place."""
+        """Force a staged folder to disk, hash its files, and move it into place."""
         with disk_boundary(f"Storing {staged} in {self._folder}"):
             for name in _names(staged):
                 if (staged / name).is_symlink():
@@ -164,13 +164,13 @@ class BlobStore(BlobView):
         return digest
 
     def _sync(self) -> None:
-        """Also when the blob is there: a process killed before its own sync may have put it."""
+        """Sync even if the blob exists: a process killed before its own sync may have put it."""
         with disk_boundary(f"Writing {self._folder}"):
             sync_folder(self._folder)
 
 
 def _names(folder: Path) -> list[str]:
-    """The files below a folder as sorted relative paths; RunError for what cannot be a blob."""
+    """Return the files below a folder as sorted relative paths; RunError for others."""
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: for a single file use put_bytes.")
     names: list[str] = []
@@ -198,6 +198,6 @@ def _hash_file(path: Path) -> str:
 
 
 def _hash_folder(folder: Path) -> str:
-    """SHA-256 over the name and the SHA-256 of every file, in order of name."""
+    """Return the SHA-256 over the name and the SHA-256 of every file, in order of name."""
     manifest = [[name, _hash_file(folder / name)] for name in _names(folder)]
     return hashlib.sha256(b"folder\n" + json.dumps(manifest).encode()).hexdigest()

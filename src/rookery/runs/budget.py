@@ -1,12 +1,12 @@
-"""What a run may spend to find its result, and the round before which that is used up.
+"""The budget of a run's search, and the round before which it is exhausted.
 
     budget = Budget(config.budget, run)
     while await budget.has_room(step, tokens=spent + next_step, num_done=known):
         ...
 
-A round is a step, a generation, a position of a chain: what a loop does between two looks. It is
-begun only if it fits as it was at its dearest, and is then finished. The end is an event of the
-run, so that a resumed run ends where it ended.
+A round is a loop's work between two checks: a step, a generation, a position of a chain. It begins
+only if the cost of the dearest round so far would fit, and is then finished. The end is an event of
+the run, so that a resumed run ends at the same round.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,18 +26,16 @@ __all__ = [
 ]
 
 BUDGET = "budget"
-"""The event that says where a budget ended."""
+"""Kind of the event that records a budget's end."""
 
 
 class BudgetConfig(Config):
-    """The run ends before it would spend more; null: no limit. What is reported in the end comes
-    on top."""
+    """Limits after which the run ends; null: no limit. The final report costs extra."""
 
     max_answer_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of answers: drawn, chosen, or trained on. Prompts are not counted, as engines share
-    them."""
+    """Tokens of answers: sampled, chosen, or trained on. Prompts are shared and do not count."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The most hours that the run takes."""
+    """Most hours of the run."""
 
     @property
     def has_limit(self) -> bool:
@@ -45,14 +43,14 @@ class BudgetConfig(Config):
 
 
 def find_hours_over(budget: BudgetConfig, *, elapsed_s: float) -> str:
-    """Why the run has to end; empty while it may go on."""
+    """Return why the run has to end; empty if it may go on."""
     if budget.max_hours is None or elapsed_s < budget.max_hours * 3600:
         return ""
     return f"The budget of {budget.max_hours:g} hours is over."
 
 
 def find_tokens_over(budget: BudgetConfig, tokens: int) -> str:
-    """Why a round may not begin that would bring the run to so many; empty where it may."""
+    """Return why no round may begin that brings the run to `tokens`; empty if one may."""
     most = budget.max_answer_tokens
     if most is None or tokens <= most:
         return ""
@@ -66,15 +64,14 @@ def find_share(
     elapsed_s: float,
     further: Iterable[tuple[float, float | None]] = (),
 ) -> float | None:
-    """The part of the tightest limit that is spent; None without limits. `further` are other spent
-    amounts, each with its limit."""
+    """Return the spent share of the tightest limit, if any; `further` are (spent, limit)."""
     hours = (elapsed_s / 3600, budget.max_hours)
     limits = ((tokens, budget.max_answer_tokens), hours, *further)
     return max((spent / most for spent, most in limits if most), default=None)
 
 
 def find_stop_reason(run: Run) -> str:
-    """Why the first part of a run ended early; empty where none did."""
+    """Return why the first part of a run ended early; empty if none did."""
     return next((str(event.payload["reason"]) for event in run.events(BUDGET)), "")
 
 
@@ -89,21 +86,21 @@ class Budget:
         key: str = "run",
         elapsed_s: Callable[[], float] | None = None,
     ) -> None:
-        """`elapsed_s` tells the seconds of that part; None: those of the run."""
+        """`elapsed_s` returns the seconds of that part; None: those of the run."""
         self._config, self._run, self._key = config, run, key
         self._elapsed_s = elapsed_s or (lambda: run.elapsed_s)
         self._end = run.get(BUDGET, key)
         self.share = 0.0
-        """The part that is spent when the round is over that was asked for last."""
+        """Share of the budget that is spent after the round asked for last."""
 
     @property
     def stop_reason(self) -> str:
-        """Why it ended; empty while it has not."""
+        """Why the budget ended; empty if it has not."""
         return "" if self._end is None else str(self._end.payload["reason"])
 
     async def has_room(self, number: int, *, tokens: int = 0, num_done: int = 0) -> bool:
-        """Whether round `number`, counted from 0, may begin: `tokens` are all that the run will
-        have spent when it is over. `num_done` rounds were made before, and are repeated."""
+        """Whether round `number`, counted from 0, may begin. `tokens` is the run's total at its
+        end. The first `num_done` rounds were done before and are only repeated."""
         if self._end is not None:
             return number < int(self._end.payload["round"])
         if not self._config.has_limit or number < num_done:

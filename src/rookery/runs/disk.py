@@ -2,10 +2,10 @@
 
     write_file(run / "report.json", data, scratch=run / ".tmp")
 
-A file is written under a scratch name, forced to disk, renamed over its place, and then the folder
-is forced to disk. What a crash leaves in the scratch folder is removed at the start.
+A file is written under a scratch name, forced to disk and renamed into place; then the folder is
+forced to disk. The next start removes files that a crash left in the scratch folder.
 
-    lock = RunLock.acquire(run / "run.lock")     # RunError names the owner when there is one
+    lock = RunLock.acquire(run / "run.lock")     # RunError names the owner if there is one
     lock.check()                                 # before every write: still ours?
     lock.release()
 
@@ -71,7 +71,7 @@ REMEDIES = {
 
 @contextmanager
 def disk_boundary(what: str) -> Iterator[None]:
-    """Turn an OSError into a RunError that says what to do about it."""
+    """Turn an OSError into a RunError with a remedy."""
     try:
         yield
     except OSError as cause:
@@ -80,7 +80,7 @@ def disk_boundary(what: str) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes, *, scratch: Path) -> None:
-    """Put `data` at `path`: a reader sees the old file or the new one, and never a part."""
+    """Write `data` to `path`: a reader sees the old file or the new one, never a part."""
     temporary = new_scratch(scratch)
     with disk_boundary(f"Writing {path}"):
         try:
@@ -97,14 +97,14 @@ def write_file(path: Path, data: bytes, *, scratch: Path) -> None:
 
 
 def new_scratch(scratch: Path) -> Path:
-    """A path in the scratch folder that nobody else uses; the folder is made when missing."""
+    """Return an unused path in the scratch folder, which is made if missing."""
     with disk_boundary(f"Making {scratch}"):
         scratch.mkdir(parents=True, exist_ok=True)
     return scratch / secrets.token_hex(12)
 
 
 def sweep(scratch: Path) -> None:
-    """Remove what a process that was killed left half-written."""
+    """Remove half-written files of a killed process."""
     with disk_boundary(f"Clearing {scratch}"), suppress(FileNotFoundError):
         shutil.rmtree(scratch)
 
@@ -119,20 +119,18 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk: without it a rename may not survive a power cut."""
+    """Force the names in a folder to disk: otherwise a rename may not survive a power cut."""
     try:
         sync_file(path)
     except OSError as error:
-        # Some network file systems cannot sync a folder and keep names durable by themselves.
+        # Some network file systems cannot sync a folder, but keep names durable themselves.
         if error.errno != errno.EINVAL:
             raise
 
 
 def sync_tree(path: Path) -> None:
-    """Force a folder to disk with everything below it.
-
-    Files with a further name elsewhere are left out: they were synced when they got their first.
-    """
+    """Force a folder to disk with everything below it. Files with a second hard link are skipped:
+    they were synced under their first name."""
     for parent, _, names in os.walk(path, topdown=False):
         for name in names:
             file = os.path.join(parent, name)
@@ -141,7 +139,7 @@ def sync_tree(path: Path) -> None:
         sync_folder(Path(parent))
 
 
-# A document: JSON text that every parser reads, and that reads back as what was written.
+# JSON text that every parser reads, and that reads back as the value written.
 #
 #     encode({"score": 0.5}, what="the report")     '{"score": 0.5}'
 #     encode({"score": math.nan}, what="the report")
@@ -152,11 +150,11 @@ def sync_tree(path: Path) -> None:
 
 
 PLAIN = frozenset({str, int, bool, type(None)})
-"""Types that need no look: payloads are mostly these, and the look is on every append."""
+"""Types that need no check: payloads are mostly these, and every append checks."""
 
 
 def encode(value: object, *, what: str, indent: int | None = None) -> str:
-    """JSON text of dicts, lists, tuples (read back as lists), text, numbers, booleans and None."""
+    """Return JSON of dicts, lists, tuples (read as lists), text, numbers, booleans and None."""
     try:
         if problem := _problem(value):
             raise RunError(f"{what}: {problem[0] or 'it'} {problem[1]}.")
@@ -170,7 +168,7 @@ def encode(value: object, *, what: str, indent: int | None = None) -> str:
 
 
 def decode(text: str | bytes, *, what: str) -> Any:
-    """The value of a document. Text that does not parse is a RunError, as `what` is damaged."""
+    """Return the value of a document. RunError says that `what` is damaged if it does not parse."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -180,7 +178,7 @@ def decode(text: str | bytes, *, what: str) -> Any:
 
 
 def canonical(text: str) -> str:
-    """One spelling per value: {"a": 1, "b": 2} equals {"b": 2, "a": 1}; 1 and 1.0 differ."""
+    """Return one spelling per value: {"a": 1, "b": 2} equals {"b": 2, "a": 1}; 1 and 1.0 differ."""
     return json.dumps(json.loads(text), sort_keys=True)
 
 
@@ -194,7 +192,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _problem(value: object) -> tuple[str, str] | None:
-    """What JSON cannot hold, and where: ('["scores"][3]', "is nan; ..."). None if all is well."""
+    """Return what JSON cannot hold, and where: ('["scores"][3]', "is nan; ..."). None if valid."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -218,7 +216,7 @@ def _problem(value: object) -> tuple[str, str] | None:
 
 
 def _is_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all is well at a glance, as with the long lists of numbers that most of it is."""
+    """Whether all values are valid, by a fast check for long lists of numbers."""
     kinds = set(map(type, values))
     # A sum of floats is finite only if all of them are.
     return kinds <= PLAIN or (kinds == {float} and math.isfinite(sum(values)))
@@ -240,23 +238,23 @@ def _remedy(value: object) -> str:
     )
 
 
-# Replacing a folder as a whole: whoever looks sees the old one or the new one.
+# Replaces a folder as a whole: a reader sees the old one or the new one.
 #
 #     replace_folder(staged, run / "best", root=run, old=run / ".old")
 #     recover_folders(run, old=run / ".old")      # at the start, after a crash
 #
-# Linux and macOS exchange two folders in one step. Where the file system cannot, the old folder is
-# moved to `old` first: the place is empty for the moment between two renames, and after a crash in
-# that moment `recover_folders` puts the old folder back.
+# Linux and macOS exchange two folders atomically. If the file system cannot, the old folder is
+# first moved to `old`: its place is empty between two renames, and after a crash in between
+# `recover_folders` restores the old folder.
 
 
 SLASH = "+"
-"""Stands for the slash of a nested folder's name in `old`; no name of a run's folder has it."""
+"""Replaces the slash of a nested folder's name in `old`; no name of a run's folder contains it."""
 NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give each of two paths what the other had, in one step. False where that is not possible."""
+    """Exchange two paths atomically. Return False if that is not supported."""
     call = _system_call()
     if call is None:
         return False
@@ -282,8 +280,8 @@ def _system_call() -> Callable[[bytes, bytes], int] | None:
 
 
 def replace_folder(staged: Path, target: Path, *, root: Path, old: Path) -> None:
-    """Put `staged` at `target`, which is below `root`. What was there is removed, or is left at
-    `staged` for the caller to remove."""
+    """Move `staged` to `target`, which is below `root`. The previous folder is removed, or is left
+    at `staged` for the caller to remove."""
     target.parent.mkdir(parents=True, exist_ok=True)
     retired = old / SLASH.join(target.relative_to(root).parts)
     if not target.exists():
@@ -301,7 +299,7 @@ def replace_folder(staged: Path, target: Path, *, root: Path, old: Path) -> None
 
 
 def recover_folders(root: Path, *, old: Path) -> None:
-    """Put folders back that a killed process had taken away and not yet replaced."""
+    """Restore folders that a killed process had moved away but not yet replaced."""
     with disk_boundary(f"Recovering folders of {root}"):
         for retired in sorted(old.iterdir()) if old.is_dir() else ():
             target = root.joinpath(*retired.name.split(SLASH))
@@ -313,7 +311,7 @@ def recover_folders(root: Path, *, old: Path) -> None:
 
 
 LOOK_S = 0.2
-"""A reader that asks whether a run is locked holds the lock for microseconds: try again."""
+"""Seconds to retry: a reader that checks the lock holds it for microseconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -325,15 +323,15 @@ class LockOwner:
     pid: int
     host: str
     since: str
-    """When it took the lock: "2026-03-01T09:30:00+00:00"."""
+    """Time it took the lock: "2026-03-01T09:30:00+00:00"."""
     namespace: str
-    """Which table of processes `pid` belongs to (containers have their own); "" if unknown."""
+    """Process namespace of `pid` (containers have their own); "" if unknown."""
     process_start: str
-    """Start time of the process in kernel ticks: tells it from a later one with the same pid."""
+    """Start time of the process in kernel ticks: it tells apart processes that reuse a pid."""
 
     @property
     def has_ended(self) -> bool:
-        """True only when it is certain: same host, same process table, and no such process."""
+        """True only if certain: same host and process namespace, but no such process."""
         here = _describe_self()
         if (self.host, self.namespace) != (here.host, here.namespace):
             return False
@@ -365,7 +363,7 @@ class RunLock:
         return cls(lock)
 
     def check(self) -> None:
-        """Raise a RunError unless this process still holds the lock that others would see."""
+        """Raise a RunError unless this process holds the lock on the current file."""
         path = self.lock.path
         if self.lock.descriptor < 0:
             raise RunError(
@@ -379,7 +377,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Free the lock; a second call does nothing."""
+        """Free the lock. Idempotent."""
         if self.lock.descriptor >= 0:
             with self.lock:
                 os.ftruncate(self.lock.descriptor, 0)
@@ -388,7 +386,7 @@ class RunLock:
 def is_locked(path: Path) -> bool:
     """Whether a process, here or on another host, holds the lock."""
     try:
-        with FileLock(path, flags=os.O_RDONLY | os.O_NONBLOCK) as lock:  # a pipe has no end
+        with FileLock(path, flags=os.O_RDONLY | os.O_NONBLOCK) as lock:  # a FIFO blocks
             return not _take(lock, is_shared=True)
     except FileNotFoundError:
         return False
@@ -397,16 +395,13 @@ def is_locked(path: Path) -> bool:
 
 
 def require_free(path: Path) -> None:
-    """Raise the RunError of `RunLock.acquire` when another process holds the lock; change nothing.
-
-    For those who take the lock later, and need to know now.
-    """
+    """Raise the RunError of `RunLock.acquire` if another process holds the lock; change nothing."""
     if is_locked(path):
         raise RunError(_refusal(path))
 
 
 def read_owner(path: Path) -> LockOwner | None:
-    """Who wrote the lock file; None when nobody did or it is being written just now."""
+    """Return the owner in the lock file; None without one or while it is being written."""
     try:
         return LockOwner(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

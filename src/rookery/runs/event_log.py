@@ -1,13 +1,13 @@
-"""The event log of the process that owns a run: appended in order, durable before it is told.
+"""The event log of the process that owns a run: ordered appends, durable when they return.
 
     log = EventLog.open(run / "events.db")
     future = log.submit([NewEvent(kind="evaluation", payload={"score": 0.5}, key="3/c7")])
     log.append("evaluation", {"candidate": "c7", "score": 0.5}, key="3/c7")     # in a thread
     log.close()
 
-One thread writes, in groups (`GroupCommit`): an append that returned survives `kill -9` and a
-power cut, one that raised did not happen. It encodes the payloads too, so that an event loop that
-submits does neither. Reads have a connection of their own and never wait for a write.
+One thread encodes payloads and writes in groups (`GroupCommit`), so that the event loop does
+neither. An append that returned survives `kill -9` and a power cut; one that raised did not happen.
+Reads use their own connection and never wait for a write.
 """
 
 import re
@@ -43,13 +43,13 @@ __all__ = [
     "read_event",
 ]
 
-# The events of a run, to read: what happened, in order.
+# Read access to the events of a run, in order.
 #
 #     view = EventView.view(run / "events.db")
 #     [event.payload["score"] for event in view.events("evaluation")]
 #
-# Readers need no lock and see whole transactions, while another process or thread writes. Events
-# are read in pages: memory does not grow with their number.
+# Readers need no lock and see whole transactions while another process or thread writes. Events are
+# read in pages: memory does not grow with their number.
 
 
 EVENTS_FORMAT = FileFormat(
@@ -69,7 +69,7 @@ CREATE UNIQUE INDEX event_keys ON events (kind, key) WHERE key <> '';
 """,
 )
 PAGE_ROWS = 256
-"""Events are read in pages, as one long read would keep the write-ahead log from shrinking."""
+"""Rows per page of events: one long read would keep the write-ahead log from shrinking."""
 FIELD_ROWS = 4096
 COLUMNS = "seq, kind, key, payload, time_s"
 CLIP = 400
@@ -81,30 +81,30 @@ class Event:
     """One durable line of a run: `Event(seq=7, kind="evaluation", key="3/c7", ...)`."""
 
     seq: int
-    """1 for the first event of the run, 2 for the second, with no gaps."""
+    """1 for the first event of the run, 2 for the second, without gaps."""
     kind: str
     key: str
-    """Names the event within its kind, so that it can be appended only once; "" for no name."""
+    """Name within the kind, under which an event is appended only once; "" for no name."""
     payload: Mapping[str, Any]
-    """A JSON object, opaque here: only who appended the kind knows its shape."""
+    """A JSON object, opaque here: only the writer of this kind knows its shape."""
     time_s: float
     """Unix time of the append. Clocks step back: `seq` is the order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEvent:
-    """An event to be appended: `NewEvent(kind="label", key="task/3", payload={"label": True})`."""
+    """An event to append: `NewEvent(kind="label", key="task/3", payload={"label": True})`."""
 
     kind: str
     payload: Mapping[str, object]
-    """Not to be changed after it was given: it is encoded in another thread."""
+    """Must not change after submission: another thread encodes it."""
     key: str = ""
     first_wins: bool = False
-    """When the key exists with another payload: return the stored event. Otherwise an error."""
+    """If the key exists with another payload, return the stored event instead of raising."""
 
 
 class EventView:
-    """Read access to the event log, while another process may be writing it."""
+    """Read access to the event log, while another process may write it."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class EventView:
 
     @classmethod
     def view(cls, path: Path) -> "EventView":
-        """Open for reading. A run on a read-only disk can be viewed if it was closed cleanly."""
+        """Open for reading. On a read-only disk this needs a run that was closed cleanly."""
         with sqlite_boundary(path):
             view = cls(path, connect(path, mode="ro"))
             try:
@@ -124,16 +124,14 @@ class EventView:
                 wal = path.with_name(path.name + "-wal")
                 if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or wal.exists():
                     raise
-                # No log beside it, so no writer, but SQLite wants to make one: read as it is.
+                # No write-ahead log, so no writer, but SQLite wants to make one: read as it is.
                 view = cls(path, connect(path, mode="ro&immutable=1"))
                 EVENTS_FORMAT.check(view.connection, path)
             return view
 
     def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
-        """Events in order of `seq`, those of one kind or all, beginning behind seq `after`.
-
-        A damaged log gives the events before the damage, then a RunError.
-        """
+        """Yield events of one kind, or all, with `seq` above `after`, in order. A damaged log
+        yields the events before the damage, then raises RunError."""
         condition, values = ("", []) if kind is None else ("AND kind = ?", [kind])
         query = f"SELECT {COLUMNS} FROM events WHERE seq > ? {condition} ORDER BY seq LIMIT ?"
         num_rows = PAGE_ROWS
@@ -151,21 +149,20 @@ class EventView:
             after = rows[-1][0]
 
     def last(self, kind: str | None = None) -> Event | None:
-        """The newest event, of one kind or of all."""
+        """Return the newest event, of one kind or of all."""
         condition, values = ("", []) if kind is None else ("WHERE kind = ?", [kind])
         query = f"SELECT {COLUMNS} FROM events {condition} ORDER BY seq DESC LIMIT 1"
         rows = self._fetch(query, *values)
         return read_event(rows[0], self._path) if rows else None
 
     def get(self, kind: str, key: str) -> Event | None:
-        """The event that was appended under a key."""
+        """Return the event appended under a key."""
         query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key = ? AND key <> ''"
         rows = self._fetch(query, kind, key)
         return read_event(rows[0], self._path) if rows else None
 
     def fields(self, kind: str, names: Sequence[str], *, after: int = 0) -> Iterator[list[Any]]:
-        """The seq of each event of a kind with some numbers and texts of its payload, in order.
-        What else it holds is not decoded."""
+        """Yield each event's seq and these payload fields, in order, without decoding the rest."""
         columns = ", ".join("json_extract(payload, ?)" for _ in names)
         query = (
             f"SELECT seq, {columns} FROM events WHERE kind = ? AND seq > ? ORDER BY seq LIMIT "
@@ -177,7 +174,7 @@ class EventView:
             after = rows[-1][0]
 
     def keyed(self, kind: str, prefix: str) -> list[Event]:
-        """The events of a kind whose key begins so, in order of `seq`; only they are read."""
+        """Return the events of a kind whose key has this prefix, in order; only these are read."""
         query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key > ? AND key < ? AND key <> ''"
         rows = self._fetch(query, kind, prefix, f"{prefix}\U0010ffff")
         return [read_event(row, self._path) for row in sorted(rows)]
@@ -185,8 +182,8 @@ class EventView:
     def page(
         self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100
     ) -> tuple[int, list[tuple[int, str, str, str, float]]]:
-        """How many events there are of a kind ("" for all) that hold a text, and some of them as
-        rows of COLUMNS, payloads cut to their first CLIP characters: nothing is decoded."""
+        """Return the number of events that match, and a page of them as rows of COLUMNS. `kind` ""
+        matches all. Payloads are cut to CLIP characters and not decoded."""
         tests, values = [], []
         if kind:
             tests, values = ["kind = ?"], [kind]
@@ -200,18 +197,18 @@ class EventView:
         return total, self._fetch(query, *values, limit, offset)
 
     def time_s(self, seq: int) -> float:
-        """When the event of this number was appended."""
+        """Return the Unix time of this event's append."""
         rows = self._fetch("SELECT time_s FROM events WHERE seq = ?", seq)
         if not rows:
             raise RunError(f"{self._path} has no event {seq}.")
         return float(rows[0][0])
 
     def counts(self) -> dict[str, int]:
-        """How many events there are of each kind."""
+        """Return the number of events of each kind."""
         return dict(self._fetch("SELECT kind, count(*) FROM events GROUP BY kind ORDER BY kind"))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the log. Idempotent."""
         with self._mutex:
             self._is_closed = True
             self.connection.close()
@@ -224,22 +221,22 @@ class EventView:
 
 
 def read_event(row: tuple[int, str, str, str, float], path: Path) -> Event:
-    """The event of a row of COLUMNS."""
+    """Return the event in a row of COLUMNS."""
     seq, kind, key, text, time_s = row
     payload = decode(text, what=f"Event {seq} of {path}")
     return Event(seq=seq, kind=kind, key=key, payload=payload, time_s=time_s)
 
 
 FORMER = "former/"
-"""Begins the kind of an event that no longer counts."""
+"""Prefix of the kind of an event that no longer counts."""
 
 KIND = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
 PAYLOAD_CHARACTERS = 200_000_000
-"""SQLite holds a gigabyte, and a character has up to 4 bytes."""
+"""SQLite holds a gigabyte, and a character takes up to 4 bytes."""
 
 
 class EventLog(EventView):
-    """The only writer. Made by `open`."""
+    """The only writer of the log. Made by `open`."""
 
     def __init__(self, path: Path, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
         super().__init__(path, reader)
@@ -250,10 +247,8 @@ class EventLog(EventView):
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
-        """Open for writing: drop what a crash left half-written, and check the file as a whole.
-
-        The check reads the file once, about a second per gigabyte.
-        """
+        """Open for writing: drop half-written data of a crash, and check the whole file. The check
+        reads the file once, about a second per gigabyte."""
         with sqlite_boundary(path):
             writer = open_writer(path, EVENTS_FORMAT, create=create)
             try:
@@ -264,10 +259,10 @@ class EventLog(EventView):
                 raise
 
     def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
-        """Have events stored, all or none; the future ends when they are durable.
+        """Queue events to be stored, all or none; the future completes when they are durable.
 
-        The same kind and key again gives the first event and stores nothing; with another payload
-        it is a RunError, as one of the two would be lost, unless the event says `first_wins`.
+        If the same kind and key exist, the stored event is returned and nothing is stored. If its
+        payload differs, that is a RunError, unless the event sets `first_wins`.
         """
         return self._group.submit(list(news))
 
@@ -276,14 +271,14 @@ class EventLog(EventView):
         return self.append_many([NewEvent(kind=kind, payload=payload, key=key)])[0]
 
     def append_many(self, news: Sequence[NewEvent]) -> list[Event]:
-        """Store all of them, or none, and wait once for the disk; in the order given."""
+        """Store all events or none, waiting once for the disk; return them in their order."""
         return self.submit(news).result()
 
     def set_aside(
         self, kinds: Collection[str], *, keep: Callable[[Event], bool], key: Callable[[Event], str]
     ) -> None:
-        """Give events of these kinds, but for those to keep, the kind former/KIND and another key,
-        all or none. A key then finds the newest that was set aside under it."""
+        """Rename events of these kinds, except those to keep, to the kind former/KIND with another
+        key, all or none. A key then finds the newest event set aside under it."""
         moves = [
             (f"{FORMER}{kind}", key(event), event.seq)
             for kind in kinds
@@ -297,7 +292,7 @@ class EventLog(EventView):
                 self._writer.execute("UPDATE events SET kind = ?, key = ? WHERE seq = ?", move)
 
     def close(self) -> None:
-        """Store what still waits and fold the write-ahead log into the file. Idempotent."""
+        """Store queued events and fold the write-ahead log into the file. Idempotent."""
         self._group.close()
         super().close()
         with sqlite_boundary(self._path):
@@ -308,8 +303,8 @@ class EventLog(EventView):
             return [self._store(batch) for batch in batches]
 
     def _store(self, news: Sequence[NewEvent]) -> list[Event] | RunError:
-        """The stored events; a RunError of the events themselves leaves nothing of them."""
-        if len(news) == 1:  # refused before it is inserted: nothing to take back
+        """Return the stored events; RunError if one is invalid, and then none is stored."""
+        if len(news) == 1:  # refused before its insert: nothing to roll back
             try:
                 return [self._insert(news[0], _check_new(news[0]))]
             except RunError as refusal:
@@ -342,7 +337,7 @@ class EventLog(EventView):
         return read_event((cursor.lastrowid or 0, new.kind, new.key, text, now_s), self._path)
 
     def _find(self, new: NewEvent) -> Event | None:
-        """The event of this key, also one of the transaction that is being written."""
+        """Return the event of this key, even from the transaction in progress."""
         query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key = ? AND key <> ''"
         row = self._writer.execute(query, (new.kind, new.key)).fetchone()
         return None if row is None else read_event(row, self._path)
@@ -356,10 +351,8 @@ def _check_no_gaps(writer: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_new(new: NewEvent) -> str:
-    """The payload as text, or a RunError that names what is wrong with the event.
-
-    Nothing else may be raised: it would end the thread that writes, and with it the run.
-    """
+    """Return the payload as text, or raise a RunError about the event. Any other exception would
+    end the writing thread, and with it the run."""
     if not isinstance(new.kind, str) or not KIND.fullmatch(new.kind):
         raise RunError(
             f"Got the event kind {new.kind!r}: a kind is a noun such as 'evaluation' or "
@@ -370,7 +363,7 @@ def _check_new(new: NewEvent) -> str:
     what = f"The payload of a {new.kind!r} event"
     if not isinstance(new.payload, Mapping):
         raise RunError(f"{what} is {type(new.payload).__name__}: a payload is a dict.")
-    with boundary(RunError, what):  # a dict that another thread changes, a mapping of the caller's
+    with boundary(RunError, what):  # another thread may change the dict
         text = encode(dict(new.payload), what=what)
     if len(text) > PAYLOAD_CHARACTERS:
         raise RunError(

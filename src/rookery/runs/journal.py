@@ -1,4 +1,4 @@
-"""The journal of a run: requests that a server has taken, until a snapshot contains them.
+"""The journal of a run: requests that a server accepted, until a snapshot contains them.
 
     journal = run.open_journal()
     seq = await journal.append(request_bytes)           # durable when this returns
@@ -6,26 +6,25 @@
     digest = await asyncio.to_thread(run.blobs.put_folder, snapshot)
     await run.append("snapshot", {"blob": digest, "journal": seq})
     await journal.cut(through=seq)                       # the file shrinks
-    await journal.empty([seq + 2])                       # one entry: its number stays
+    await journal.empty([seq + 2])                       # drops an entry's data, keeps its number
 
     snapshot = run.last("snapshot")                      # after a crash: load it, then
     for entry in journal.entries(after=snapshot.payload["journal"]):
         apply(entry.data)
 
-The event log never shrinks; the journal holds only what is newer than the last snapshot. Appends
-share their waits for the disk (`GroupCommit`). A kill between the snapshot's event and the cut
-leaves entries that `entries(after=...)` passes over. A cut goes in slices, and appends are stored
-between them.
+The event log never shrinks; the journal holds only entries after the last snapshot. Appends share
+their waits for the disk (`GroupCommit`). A kill between the snapshot's event and the cut leaves
+entries that `entries(after=...)` skips. A cut works in slices, between which appends are stored.
 
-A SQLite file of a run: how it is opened and checked, and its errors as sentences.
+The SQLite files of a run: how they are opened and checked, and their errors as sentences.
 
     with sqlite_boundary(path):
         writer = open_writer(path, FORMAT, create=True)
         with transaction(writer):
             writer.execute(...)
 
-Files are in WAL mode with `synchronous=FULL`: a transaction that was committed survives `kill -9`
-and a power cut, and what a crash cut short is dropped at the next opening.
+Files are in WAL mode with `synchronous=FULL`: a committed transaction survives `kill -9` and a
+power cut, and the next opening drops an unfinished one.
 """
 
 import asyncio
@@ -75,7 +74,7 @@ DAMAGED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """What a file is, as marked in it."""
+    """Format of a SQLite file, as marked in it."""
 
     what: str
     """"an event log", for messages."""
@@ -85,10 +84,10 @@ class FileFormat:
     schema: str
     """SQL that makes the tables of an empty file."""
     can_shrink: bool = False
-    """Whether `PRAGMA incremental_vacuum` gives the space of deleted rows back to the disk."""
+    """Whether `PRAGMA incremental_vacuum` returns the space of deleted rows to the disk."""
 
     def check(self, connection: sqlite3.Connection, path: Path) -> None:
-        """Raise a RunError unless the file is of this format, or of an older version of it."""
+        """Raise a RunError unless the file has this format, or an older version of it."""
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
@@ -107,7 +106,7 @@ class FileFormat:
 
     @property
     def script(self) -> str:
-        """The schema and the marks, all or nothing."""
+        """SQL that sets the schema and the marks, all or nothing."""
         return (
             f"BEGIN;\n{self.schema}\nPRAGMA application_id = {self.application_id};\n"
             f"PRAGMA user_version = {self.version};\nCOMMIT;"
@@ -115,7 +114,7 @@ class FileFormat:
 
 
 def connect(path: Path, *, mode: str) -> sqlite3.Connection:
-    """A connection in autocommit, for any thread; `mode` is "ro", "rw", "rwc", "ro&immutable=1"."""
+    """Connect in autocommit, for any thread; `mode` is "ro", "rw", "rwc", "ro&immutable=1"."""
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
@@ -126,10 +125,8 @@ def connect(path: Path, *, mode: str) -> sqlite3.Connection:
 
 
 def open_writer(path: Path, form: FileFormat, *, create: bool = False) -> sqlite3.Connection:
-    """Open for writing: drop what a crash left half-written, and check the file as a whole.
-
-    The check reads the file once, about a second per gigabyte.
-    """
+    """Open for writing: drop half-written data of a crash, and check the whole file. The check
+    reads the file once, about a second per gigabyte."""
     connection = connect(path, mode="rwc" if create else "rw")
     try:
         _prepare(connection, path, form, create=create)
@@ -160,12 +157,12 @@ def _prepare(connection: sqlite3.Connection, path: Path, form: FileFormat, *, cr
 def transaction(
     connection: sqlite3.Connection, *, begin: str = "BEGIN IMMEDIATE"
 ) -> Iterator[None]:
-    """All of the block, durable at its end, or nothing; "BEGIN" for one that only reads."""
+    """Commit the block as a whole, durably, or roll it back; with "BEGIN" only read."""
     connection.execute(begin)
     try:
         yield
         connection.execute("COMMIT")
-    except BaseException:  # whatever it is: all of it or nothing
+    except BaseException:  # any error: all or nothing
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
@@ -173,7 +170,7 @@ def transaction(
 
 @contextmanager
 def sqlite_boundary(path: Path) -> Iterator[None]:
-    """Turn an error of SQLite into a RunError that says what to do about it."""
+    """Turn an error of SQLite into a RunError with a remedy."""
     try:
         yield
     except sqlite3.Error as cause:
@@ -184,36 +181,36 @@ def sqlite_boundary(path: Path) -> Iterator[None]:
 
 
 def damage(path: Path, detail: str) -> RunError:
-    """The error of a file that is damaged."""
+    """Return the error for a damaged file."""
     return RunError(f"{path}: {DAMAGED} ({detail}).")
 
 
-# Group commit: many who wait for the disk share one wait, made in a thread of its own.
+# Group commit: concurrent writers share one wait for the disk, made in a thread.
 #
 #     group = GroupCommit(store_all, name="events")      # store_all([item, ...]) -> [result, ...]
 #     await asyncio.wrap_future(group.submit(item))      # from an event loop
 #     group.submit(item).result()                        # from a thread
-#     group.close()                                      # stores what still waits
+#     group.close()                                      # stores queued items
 #
 # Items are stored in the order of `submit`. While one group waits for the disk the next one
-# gathers, so a single item costs one wait and 500 together cost one wait for all. Who stops waiting
-# does not take the item back: it is stored all the same.
+# gathers, so one item costs one wait and 500 together also cost one. Cancelling a wait does not
+# undo the submission.
 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 GROUP_ITEMS = 4096
-"""The most items of one commit: bounds how long the first of them waits for the last."""
+"""Most items of one commit: bounds how long the first of them waits for the last."""
 
 
 class GroupCommit(Generic[Item, Result]):
     """One thread that stores items in groups.
 
-    `commit` stores a group and returns an outcome per item: its result, or a RunError for an item
-    that was refused and left nothing behind. When `commit` raises, nothing of the group is stored:
-    all who wait get the error, and so does everybody after them, because a later item may build on
-    one that was lost. What is stored is always a beginning of what was submitted.
+    `commit` stores a group and returns an outcome per item: its result, or a RunError for a refused
+    item, of which nothing is stored. If `commit` raises, nothing of the group is stored. All
+    waiting and all later callers then get the error, since a later item may build on a lost one. So
+    the stored items are always a prefix of the submitted ones.
     """
 
     def __init__(
@@ -221,33 +218,33 @@ class GroupCommit(Generic[Item, Result]):
     ) -> None:
         self._commit = commit
         self._name = name
-        # Filled by `submit`, drained by the thread. Unbounded: who fills it waits for the result.
+        # Filled by `submit`, drained by the thread. Unbounded: each submitter waits for its result.
         self._queue: queue.SimpleQueue[tuple[Item, Future[Result]] | None] = queue.SimpleQueue()
         self._state = threading.Lock()
-        """Held to submit, to close and to note a failure: nothing enters the queue after them."""
+        """Held to submit, close or record a failure: then nothing enters the queue any more."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._failure: BaseException | None = None
         self._is_closed = False
 
     def submit(self, item: Item) -> "Future[Result]":
-        """Have an item stored. The future ends when it is durable, or with a RunError."""
+        """Queue an item. The future completes when it is durable, or with a RunError."""
         future: Future[Result] = Future()
-        future.set_running_or_notify_cancel()  # cannot be cancelled any more
+        future.set_running_or_notify_cancel()  # cannot be cancelled from here on
         with self._state:
             if self._is_closed:
                 raise RunError(f"{self._name} was closed: open the run again.")
             if self._failure is not None:
                 raise _later(self._failure)
             if self._thread is None:
-                # A daemon: a process that forgets to close ends all the same.
+                # A daemon: a process that forgets to close still ends.
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
             self._queue.put((item, future))
         return future
 
     def close(self) -> None:
-        """Store what still waits, then end the thread. Idempotent."""
+        """Store queued items, then end the thread. Idempotent."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread, and must not write
         with self._state:
@@ -269,14 +266,14 @@ class GroupCommit(Generic[Item, Result]):
                 return
 
     def _gather(self) -> tuple[list[tuple[Item, "Future[Result]"]], bool]:
-        """All that wait now, at least one, and whether the queue was closed behind them."""
+        """Return all queued items, at least one, and whether the queue was closed behind them."""
         group: list[tuple[Item, Future[Result]]] = []
         entry = self._queue.get()
         while entry is not None:
             group.append(entry)
             if len(group) == GROUP_ITEMS or self._queue.empty():
                 return group, False
-            entry = self._queue.get()  # at once: only this thread takes from the queue
+            entry = self._queue.get()  # does not block: only this thread takes from the queue
         return group, True
 
     def _store(self, group: Sequence[tuple[Item, "Future[Result]"]]) -> None:
@@ -296,7 +293,7 @@ class GroupCommit(Generic[Item, Result]):
             if entry is not None:
                 waiting.append(entry[1])
         for future in waiting:
-            # An error of its own for each: an exception raised in many tasks mixes their traces.
+            # A separate error for each: an exception raised in many tasks mixes their traces.
             future.set_exception(_copy(error))
 
 
@@ -314,22 +311,22 @@ JOURNAL_FORMAT = FileFormat(
     what="a journal",
     application_id=0x524F4F4A,  # "ROOJ"
     version=1,
-    # AUTOINCREMENT: a number is not given again after its entry was cut.
+    # AUTOINCREMENT: the number of a cut entry is never reused.
     schema="CREATE TABLE entries (seq INTEGER PRIMARY KEY AUTOINCREMENT, data BLOB NOT NULL);",
     can_shrink=True,
 )
 ENTRY_BYTES = 500_000_000
-"""SQLite holds a gigabyte in a row."""
+"""SQLite holds a gigabyte per row."""
 PAGE_BYTES = 1 << 24
 """Entries are read in pages of about this size, so that replaying needs little memory."""
 
 SLICE_BYTES = 1 << 21
-"""A cut drops entries in slices of about this size (or of one larger entry), and gives the space
-back in others: about 20 ms each, for which appends wait."""
+"""A cut drops entries in slices of about this size (or of one larger entry), and then returns the
+space in slices. Appends wait about 20 ms for each."""
 SLICE_ENTRIES = 1000
 SLICE_PAGES = SLICE_BYTES // 4096
 LOG_BYTES = 1 << 20
-"""What SQLite keeps of the write-ahead log after it was copied into the file."""
+"""Size that SQLite keeps of the write-ahead log once it was copied into the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,21 +339,21 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """A slice of the entries up to a number; its result are the numbers that were dropped."""
+    """Drop a slice of the entries up to a number; the result is the dropped numbers."""
 
     through: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Empty:
-    """A slice of these entries; its result are the numbers of those that had data."""
+    """Empty a slice of these entries; the result is the numbers of those that had data."""
 
     seqs: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shrink:
-    """A slice of the free space; its result is empty when there was none."""
+    """Return a slice of free space to the disk; the result is empty if there was none."""
 
 
 _Item = Sequence[bytes] | _Drop | _Empty | _Shrink
@@ -374,7 +371,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, *, create: bool = True) -> "Journal":
-        """Open or make the file; what a crash left half-written is dropped. Waits for the disk."""
+        """Open or make the file; drop half-written data of a crash. Waits for the disk."""
         with sqlite_boundary(path):
             writer = open_writer(path, JOURNAL_FORMAT, create=create)
             try:
@@ -386,16 +383,16 @@ class Journal:
                 raise
 
     async def append(self, data: bytes) -> int:
-        """Store an entry and return its number; it is durable then, also for who was cancelled."""
+        """Store an entry and return its number once durable. Cancelling does not undo it."""
         return (await self.append_many([data]))[0]
 
     async def append_many(self, data: Sequence[bytes]) -> list[int]:
-        """Store all of them, or none."""
+        """Store all entries or none."""
         return await asyncio.wrap_future(self.submit(data))
 
     def submit(self, data: Sequence[bytes]) -> "Future[list[int]]":
-        """Have entries stored, all or none, in the order of the calls, without waiting; the future
-        ends when they are durable. Whoever submits looks at it: it may end with a RunError."""
+        """Queue entries, all or none, in the order of the calls. The future completes when they are
+        durable; the caller must check it for a RunError."""
         for one in data:
             if not isinstance(one, bytes):
                 raise RunError(f"Got an entry that is {type(one).__name__}: an entry is bytes.")
@@ -407,27 +404,25 @@ class Journal:
         return self._group.submit(list(data))
 
     async def cut(self, *, through: int) -> None:
-        """Drop the entries up to this number, which a durable snapshot contains.
-
-        Appends go on meanwhile. What a cancelled or killed cut leaves, the next one drops.
-        """
+        """Drop the entries up to this number, which a durable snapshot contains. Appends continue
+        meanwhile. The next cut drops entries that a cancelled or killed one left."""
         await self._repeat(_Drop(through))
         await self._repeat(_Shrink())
 
     async def empty(self, seqs: Sequence[int]) -> None:
-        """Drop the data of these entries: an older one that is needed keeps them from being cut.
-        They are read as entries without data."""
+        """Drop the data of these entries, if an older entry that is needed prevents a cut. They
+        then read as entries without data."""
         await self._repeat(_Empty(seqs))
         await self._repeat(_Shrink())
 
     async def _repeat(self, item: _Item) -> None:
-        """Slice by slice, until there is nothing left to do."""
+        """Submit slices until there is nothing left to do."""
         while await asyncio.wrap_future(self._group.submit(item)):
             pass
 
     def entries(self, *, after: int) -> Iterator[Entry]:
-        """The entries behind number `after`, in order. A RunError when some of them were cut, also
-        while they are read, and when the journal ends before `after`."""
+        """Yield the entries after a number, in order. RunError if some of them were cut, even
+        during the iteration, or if the journal ends before `after`."""
         while True:
             page, last = self._page(after)
             if after > last:
@@ -448,23 +443,23 @@ class Journal:
 
     @property
     def last_seq(self) -> int:
-        """The number of the newest entry, be it cut or not; 0 before the first."""
+        """Number of the newest entry, even if it was cut; 0 before the first."""
         with self._reading, sqlite_boundary(self._path):
             return _last_seq(self._reader)
 
     def close(self) -> None:
-        """Store what still waits. Idempotent."""
+        """Store queued entries and close. Idempotent."""
         self._group.close()
         with sqlite_boundary(self._path):
             self._reader.close()
             self._writer.close()
 
     def _page(self, after: int) -> tuple[list[Entry], int]:
-        """The next entries, and the number of the last ever given when they were read."""
+        """Return the next entries, and the highest number assigned so far."""
         query = "SELECT seq, data FROM entries WHERE seq > ? ORDER BY seq"
         page: list[Entry] = []
         num_bytes = 0
-        # One transaction: both are of the same moment. Short, as it keeps the log from shrinking.
+        # One transaction, so that both agree. Short, because it keeps the log from shrinking.
         with self._reading, sqlite_boundary(self._path), transaction(self._reader, begin="BEGIN"):
             last = _last_seq(self._reader)
             cursor = self._reader.execute(query, (after,))
@@ -481,8 +476,8 @@ class Journal:
             with transaction(self._writer):
                 outcomes = [self._apply(item) for item in items]
             if any(isinstance(item, _Shrink) for item in items):
-                # As a script: `execute` ends after the first page that is given back. Passive: a
-                # reader in another process is not waited for.
+                # As a script: `execute` stops after the first returned page. Passive: does not wait
+                # for readers in other processes.
                 self._writer.executescript(
                     f"PRAGMA incremental_vacuum({SLICE_PAGES}); PRAGMA wal_checkpoint(PASSIVE)"
                 )
@@ -525,7 +520,7 @@ class Journal:
 
 
 def _slice(rows: Sequence[tuple[int, int]]) -> list[int]:
-    """The first of numbers and sizes, at least one, that have SLICE_BYTES together."""
+    """Return the numbers of the first rows within SLICE_BYTES together, at least one."""
     totals = accumulate(size_bytes for _, size_bytes in rows)
     slice_seqs = [seq for (seq, _), total in zip(rows, totals, strict=True) if total <= SLICE_BYTES]
     return slice_seqs or [seq for seq, _ in rows[:1]]

@@ -4,9 +4,9 @@
     metrics.log(3, {"loss/policy": 0.25, "reward/mean": 0.5})
     {"step": 3, "time_s": 1767225600.0, "loss/policy": 0.25, "reward/mean": 0.5}
 
-Lines survive `kill -9` but are forced to disk only on close: what a resume depends on is an event.
-A step that is logged again, as after a resume, replaces the values it names. NaN and infinities
-are real measurements here; they are written as the texts "NaN", "Infinity" and "-Infinity".
+Lines survive `kill -9` but are forced to disk only on close: a resume depends only on events. A
+step logged again, as after a resume, replaces the values it names. NaN and infinities are valid
+measurements, written as the texts "NaN", "Infinity" and "-Infinity".
 """
 
 import json
@@ -29,14 +29,14 @@ __all__ = ["MetricsFile", "MetricsRow", "read_metrics", "read_rows"]
 METRIC = re.compile(r"[^/\s][^/]*(/[^/]+)+")
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 1 << 24
-"""More than a line has: what is longer is damaged."""
+"""Most bytes of a line: a longer one is damaged."""
 DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What reading a line raises that no run wrote."""
+"""Errors from reading a line that no run wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
-    """What was measured at one step: `MetricsRow(step=3, time_s=..., values={"loss/kl": 0.1})`."""
+    """The metrics of one step: `MetricsRow(step=3, time_s=..., values={"loss/kl": 0.1})`."""
 
     step: int
     time_s: float
@@ -54,7 +54,7 @@ class MetricsFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open for appending; a last line that a crash cut short is removed."""
+        """Open for appending; removes a last line that a crash cut short."""
         with disk_boundary(f"Opening {path}"):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o644)
@@ -66,7 +66,7 @@ class MetricsFile:
         return cls(path, descriptor)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line: it is there as a whole, or not at all and a RunError is raised."""
+        """Append one line as a whole; if that fails, nothing is written and RunError is raised."""
         line = _encode(step, metrics)
         with self._mutex, disk_boundary(f"Writing {self._path}"):
             if self._descriptor < 0:
@@ -81,7 +81,7 @@ class MetricsFile:
                 raise
 
     def close(self) -> None:
-        """Force the lines to disk; a second call does nothing."""
+        """Force the lines to disk and close. Idempotent."""
         with self._mutex, disk_boundary(f"Closing {self._path}"):
             if self._descriptor >= 0:
                 descriptor, self._descriptor = self._descriptor, -1
@@ -92,7 +92,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """One row per step, in order of step. A last line that is still being written is left out."""
+    """Return one row per step, in order of step. Skips a last line that is still being written."""
     rows: dict[int, MetricsRow] = {}
     for row in read_rows(path)[0]:
         earlier = rows[row.step].values if row.step in rows else {}
@@ -104,8 +104,8 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 def read_rows(
     path: Path, *, after_bytes: int = 0, most: int | None = None
 ) -> tuple[list[MetricsRow], int]:
-    """The lines behind so many bytes as they were written, `most` at a time, and how many bytes
-    are read then. A last line that is still being written is left for the next call."""
+    """Return up to `most` lines behind `after_bytes`, as written, and the offset behind them. A
+    last line that is still being written is left for the next call."""
     rows: list[MetricsRow] = []
     with disk_boundary(f"Reading {path}"):
         if not path.exists():
@@ -126,7 +126,7 @@ def read_rows(
 
 
 def _line_number(path: Path, offset_bytes: int) -> int:
-    """Of the line that begins there; 1 is the first."""
+    """Return the number of the line at an offset; 1 is the first."""
     with path.open("rb") as file:
         blocks = (min(CHUNK_BYTES, offset_bytes - at) for at in range(0, offset_bytes, CHUNK_BYTES))
         return sum(file.read(size).count(b"\n") for size in blocks) + 1

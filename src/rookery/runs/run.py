@@ -5,13 +5,12 @@
         run.log_metrics(0, {"score/best": 0.5})
         run.finish()
 
-    with Run.open(Path("runs/poet")) as run:           # the process was killed: go on
+    with Run.open(Path("runs/poet")) as run:           # after a crash
         done = {event.key for event in run.events("evaluation")}
 
-One process owns a run at a time; `Run.view` reads it meanwhile. Appends are awaited and wait for
-the disk in a thread. `create`, `open`, `finish`, `close` and `write_*` wait for the disk where they
-are called: in an event loop call them through `asyncio.to_thread`, at least when others use the
-loop. Forked children may not write.
+One process owns a run at a time; `Run.view` reads it meanwhile. Awaited appends wait for the disk
+in a thread. `create`, `open`, `finish`, `close` and `write_*` block until the disk is done: in a
+shared event loop, call them through `asyncio.to_thread`. Forked children may not write.
 """
 
 import asyncio
@@ -83,7 +82,7 @@ CREATED, OPENED, FINISHED = "run/created", "run/opened", "run/finished"
 
 
 class RunView:
-    """A run to look at. Needs no lock and changes nothing; the owner may be writing meanwhile."""
+    """Read access to a run, without lock or changes; its owner may write meanwhile."""
 
     def __init__(self, path: Path, log: EventView, blobs: BlobView) -> None:
         self.path = path
@@ -96,7 +95,7 @@ class RunView:
 
     @property
     def kind(self) -> str:
-        """What it executes: "genome", "grpo", "icm", "evolve", "eval", ..."""
+        """Kind of the run: "genome", "grpo", "icm", "evolve", "eval", ..."""
         return str(self.created.payload["kind"])
 
     @property
@@ -105,7 +104,7 @@ class RunView:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config it was created with, and with what `extend` changed."""
+        """The resolved config it was created with, including changes by `extend`."""
         document = self.read_json(CONFIG)
         if not isinstance(document, dict):
             raise RunError(f"{self.path / CONFIG} is damaged: it holds no JSON object.")
@@ -113,9 +112,9 @@ class RunView:
 
     @property
     def status(self) -> Status:
-        """How the last owner ended; while it did not say: running if it lives, else interrupted."""
+        """Outcome of the last owner; without one, `running` if it lives, else `interrupted`."""
         lock = self.path / LOCK
-        had_owner = is_locked(lock)  # asked before too: it may finish and leave meanwhile
+        had_owner = is_locked(lock)  # also asked first: the owner may finish and leave meanwhile
         ending = self.ending
         if ending is not None:
             outcome: Outcome = ending.payload["outcome"]
@@ -123,51 +122,50 @@ class RunView:
         return "running" if had_owner or is_locked(lock) else "interrupted"
 
     def require_free(self) -> None:
-        """Raise the RunError that `Run.open` would, when a process owns the run."""
+        """Raise the RunError of `Run.open` if a process owns the run."""
         require_free(self.path / LOCK)
 
     @property
     def ending(self) -> Event | None:
-        """What `finish` stored, {"outcome", "message"}; None when it was opened again since."""
+        """The event of `finish`, {"outcome", "message"}; None if the run was opened again since."""
         finished, opened = self.last(FINISHED), self.last(OPENED)
         if finished is None or (opened is not None and opened.seq > finished.seq):
             return None
         return finished
 
     def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
-        """Events in order of `seq`, of one kind or all, beginning behind seq `after`."""
+        """Yield events of one kind, or all, with `seq` above `after`, in order."""
         return self._log.events(kind, after=after)
 
     def last(self, kind: str | None = None) -> Event | None:
-        """The newest event, of one kind or of all."""
+        """Return the newest event, of one kind or of all."""
         return self._log.last(kind)
 
     def get(self, kind: str, key: str) -> Event | None:
-        """The event that was appended under a key."""
+        """Return the event appended under a key."""
         return self._log.get(kind, key)
 
     def fields(self, kind: str, names: Sequence[str], *, after: int = 0) -> Iterator[list[Any]]:
-        """The seq of each event of a kind with some numbers and texts of its payload, in order.
-        What else it holds is not decoded."""
+        """Yield each event's seq and these payload fields, see `EventView.fields`."""
         return self._log.fields(kind, names, after=after)
 
     def keyed(self, kind: str, prefix: str) -> list[Event]:
-        """The events of a kind whose key begins so, in order of `seq`; only they are read."""
+        """Return the events of a kind whose key has this prefix, in order; only these are read."""
         return self._log.keyed(kind, prefix)
 
     def page(
         self, kind: str = "", *, text: str = "", offset: int = 0, limit: int = 100
     ) -> tuple[int, list[tuple[int, str, str, str, float]]]:
-        """Some rows of a long list of events, see `EventView.page`."""
+        """Return a page of a long list of events, see `EventView.page`."""
         return self._log.page(kind, text=text, offset=offset, limit=limit)
 
     def counts(self) -> dict[str, int]:
-        """How many events there are of each kind."""
+        """Return the number of events of each kind."""
         return self._log.counts()
 
     @property
     def worked_s(self) -> float:
-        """Seconds from each opening of the run to the last event before the next one."""
+        """Seconds from each opening of the run to the last event before the next opening."""
         openings = [self.created, *self.events(OPENED)]
         newest = self.last() or self.created
         ends = [self._log.time_s(opening.seq - 1) for opening in openings[1:]] + [newest.time_s]
@@ -175,11 +173,11 @@ class RunView:
         return sum(max(0.0, end - opening.time_s) for opening, end in spans)
 
     def metrics(self) -> list[MetricsRow]:
-        """What `log_metrics` wrote, one row per step."""
+        """Return the logged metrics, one row per step."""
         return read_metrics(self.path / METRICS)
 
     def read_json(self, name: str) -> Any:
-        """A document that `write_json` wrote."""
+        """Return a document that `write_json` wrote."""
         check_name(name, what="file name")
         path = self.path / name
         with disk_boundary(f"Reading {path}"):
@@ -225,10 +223,10 @@ class Run(RunView):
     def create(
         cls, root: Path, *, kind: str, config: Mapping[str, object], name: str = ""
     ) -> "Run":
-        """Begin the run `root/name` and own it; without a name, one is made of kind and time.
+        """Begin the run `root/name` and own it. Without a name, kind and time make one.
 
         `config` is `config.model_dump(mode="json")`. A folder in which an earlier `create` was
-        killed is taken over; one that holds a run, or anything else, is refused.
+        killed is claimed again; a folder that holds a run, or anything else, is refused.
         """
         document = encode(dict(config), what="The config", indent=2)
         root = root.absolute()
@@ -253,7 +251,7 @@ class Run(RunView):
 
     @classmethod
     def open(cls, path: Path) -> "Run":
-        """Own an existing run, to resume it: repairs what a crash cut short, refuses damage."""
+        """Own an existing run to resume it: repair the effects of a crash, refuse damage."""
         path = require_run(path)
         with ExitStack() as undo:
             lock = RunLock.acquire(path / LOCK)
@@ -270,7 +268,7 @@ class Run(RunView):
 
     @staticmethod
     def view(path: Path) -> RunView:
-        """Look at a run, whoever owns it."""
+        """Open a run for reading, even if another process owns it."""
         path = require_run(path)
         with ExitStack() as undo:
             log = EventView.view(path / EVENTS)
@@ -282,13 +280,13 @@ class Run(RunView):
     async def append(self, kind: str, payload: Mapping[str, object], *, key: str = "") -> Event:
         """Store one event; durable when this returns. See `EventLog.submit` for keys.
 
-        Appends that wait at the same time share one wait for the disk, which a thread makes. Who is
-        cancelled while waiting does not take the event back.
+        Concurrent appends share one wait for the disk, in a thread. Cancelling a waiting append
+        does not undo it.
         """
         return (await self.append_many([NewEvent(kind=kind, payload=payload, key=key)]))[0]
 
     async def append_many(self, news: Sequence[NewEvent]) -> list[Event]:
-        """Store all of them or none."""
+        """Store all events or none."""
         return await asyncio.wrap_future(self.submit(news))
 
     def append_blocking(self, kind: str, payload: Mapping[str, object], *, key: str = "") -> Event:
@@ -301,8 +299,8 @@ class Run(RunView):
         return self.submit(news).result()
 
     def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
-        """Have events stored, all or none, without waiting; the future ends when they are durable.
-        Whoever submits looks at the future sooner or later: it may end with a RunError."""
+        """Queue events to be stored, all or none, without waiting; the future completes when they
+        are durable. The caller must check it, since it may hold a RunError."""
         for new in (news := list(news)):
             if new.kind.startswith("run/"):
                 raise RunError(f"Got the kind {new.kind!r}: kinds in run/ are written by the run.")
@@ -310,10 +308,11 @@ class Run(RunView):
         return self._log.submit(news)
 
     def open_journal(self) -> Journal:
-        """The run's journal, closed with the run. Waits for the disk the first time.
+        """Return the run's journal, which is closed with the run. The first call waits for the
+        disk.
 
-        A lost one is refused: a new one would count from 1 again, and a snapshot that names a
-        higher number would pass over its entries.
+        A lost journal is refused. A new one would count from 1 again, and a snapshot with a higher
+        number would skip its entries.
         """
         self._lock.check()
         if self._journal is None:
@@ -329,17 +328,17 @@ class Run(RunView):
         return self._journal
 
     def extend(self, config: Mapping[str, Any], *, may_change: Collection[str]) -> Changes:
-        """Go on under this config, complete as for `create`: how far it goes may have changed.
+        """Replace the config, complete as for `create`, to change how far the run goes.
 
-        `may_change` names the values, such as "steps" or "stages.*.generations"; another one that
-        differs from the run's config is a RunError. Returns what changed.
+        `may_change` names the allowed values, such as "steps" or "stages.*.generations"; any other
+        change is a RunError. Returns the changes.
         """
         self._lock.check()
         document = encode(dict(config), what="The config", indent=2)
         changes = find_changes(self.config, json.loads(document))
         check_changes(changes, may_change=may_change)
         if changes:
-            # The file is what counts: a crash before the event loses only the note.
+            # The file counts: a crash before the event loses only the note.
             write_file(self.path / CONFIG, document.encode() + b"\n", scratch=self._scratch)
             noted = {key: {"from": old, "to": new} for key, (old, new) in changes.items()}
             self._log.append(EXTENDED, {"changes": noted})
@@ -352,15 +351,15 @@ class Run(RunView):
         keep: Callable[[Event], bool] = lambda _: False,
         key: Callable[[Event], str] = lambda event: event.key,
     ) -> None:
-        """Let events of these kinds count no longer, and note it; they stay as former/KIND, under
-        the given keys. Before anything is appended."""
+        """Exclude events of these kinds, and record it; they are kept as former/KIND, under the
+        given keys. Call it before any append."""
         self._lock.check()
         self._log.set_aside(kinds, keep=keep, key=key)
         self._log.append(SET_ASIDE, {"kinds": sorted(kinds)})
 
     @property
     def elapsed_s(self) -> float:
-        """`worked_s` up to now: the last event may be long ago."""
+        """`worked_s` up to now, since the last event may be old."""
         newest = self.last() or self.created
         return self.worked_s + max(0.0, time.time() - newest.time_s)
 
@@ -370,21 +369,21 @@ class Run(RunView):
         self._metrics.log(step, metrics)
 
     def write_json(self, name: str, value: object) -> Path:
-        """Put a JSON document into the run directory, replacing it whole: `report.json`."""
+        """Write a JSON document into the run directory, replacing it as a whole: `report.json`."""
         return self.write_text(name, encode(value, what=name, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Put a text file into the run directory, replacing it whole: `report.html`."""
+        """Write a text file into the run directory, replacing it as a whole: `report.html`."""
         self._lock.check()
         check_free_name(name, what="file name")
         write_file(self.path / name, text.encode(errors="backslashreplace"), scratch=self._scratch)
         return self.path / name
 
     def write_folder(self, name: str, fill: Callable[[Path], object]) -> Path:
-        """Put a folder into the run directory, for people: `best`, `checkpoints/step_100`.
+        """Write a folder into the run directory, for people: `best`, `checkpoints/step_100`.
 
-        `fill` writes its files. A folder of that name is replaced whole, with all that is in it,
-        and is never absent or half-written (`replace_folder`).
+        `fill` writes its files. An existing folder of that name is replaced as a whole, and is
+        never absent or half-written (`replace_folder`).
         """
         target = self._folder(name)
         with self.blobs.stage() as staged, disk_boundary(f"Writing {target}"):
@@ -394,7 +393,7 @@ class Run(RunView):
         return target
 
     def remove_folder(self, name: str) -> None:
-        """Delete a folder that `write_folder` put there, as a whole. Idempotent."""
+        """Delete a folder of `write_folder` as a whole. Idempotent."""
         target = self._folder(name)
         with self.blobs.stage() as staged, disk_boundary(f"Removing {target}"):
             if target.exists():
@@ -402,7 +401,7 @@ class Run(RunView):
                 sync_folder(target.parent)
 
     def _folder(self, name: str) -> Path:
-        """Where a folder for people goes, for whoever may write."""
+        """Return the path of a folder for people, checking the lock and the name."""
         self._lock.check()
         first, *rest = name.split("/")
         check_free_name(first, what="folder name")
@@ -411,7 +410,7 @@ class Run(RunView):
         return self.path / name
 
     def finish(self, outcome: Outcome = "finished", *, message: str = "") -> None:
-        """Say how the run ended. Opening it again makes it a running one."""
+        """Record how the run ended. Opening it again makes it a running one."""
         if outcome not in get_args(Outcome):
             raise RunError(f"Got the outcome {outcome!r}: one of {', '.join(get_args(Outcome))}.")
         self._lock.check()
@@ -419,8 +418,7 @@ class Run(RunView):
         self._has_outcome = True
 
     def close(self) -> None:
-        """Store what still waits and give the run up. Without `finish` before, it counts as
-        interrupted. Idempotent."""
+        """Store queued events and release the run; interrupted without `finish`. Idempotent."""
         with ExitStack() as last_first:
             last_first.callback(self._lock.release)
             last_first.callback(self._log.close)
@@ -434,8 +432,7 @@ class Run(RunView):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """An error that leaves the block is recorded as the outcome: failed, or interrupted for
-        Ctrl-C and cancellation."""
+        """Record an error in the block: failed, or interrupted for Ctrl-C and cancellation."""
         try:
             if error is not None and not self._has_outcome:
                 outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"

@@ -1,18 +1,18 @@
-"""The folder of a run: which names it holds, who may begin a run in it, what it takes from another.
+"""The folder of a run: its names, how a run claims it, and references to other runs' folders.
 
-config.json     what was asked for, complete        run.lock        who owns it now
-events.db       what happened, in order (SQLite)    report.json     the result, and anything
+config.json     the complete config                 run.lock        the current owner
+events.db       all events in order (SQLite)        report.json     the result, and anything
 blobs/          adapters, checkpoints, programs     report.html     else by `write_*`
 metrics.jsonl   numbers per step                    journal.db      requests of a server
 .tmp/           half-written files                  .old/           folders being replaced
 
-A config takes `run:NAME/PART` wherever a file or a folder may stand:
+A config may write `run:NAME/PART` in place of any path to a file or a folder:
 
     resolve_references({"init": {"path": "run:tutor/trained"}}, find=in_folder(Path("runs")))
     find_sources(config)         [TakenPart(key="init.path", run=Path(".../tutor"), part="trained")]
 
-It becomes that path when a config is read, so that a run's own config.json names the path, and by
-it the run that it was made from.
+Reading a config replaces it by the path, so that a run's config.json names the path, and thereby
+the run that it was made from.
 """
 
 import fnmatch
@@ -57,13 +57,13 @@ __all__ = [
 ]
 
 
-# Which values of a run's config changed, and whether they may: a finished run can be extended.
+# Changes of a run's config, and whether they are allowed: a finished run can be extended.
 #
 #     find_changes({"steps": 100, "seed": 1}, {"steps": 200, "seed": 1})    {"steps": (100, 200)}
 #     check_changes(changes, may_change=["steps", "stages.*.generations"])
 #
-# A run has one config, as its result is a function of it. A loop may name values that only say how
-# far to go (evolve does): they may change when the run is opened again.
+# A run has one config, because its result is a function of it. A loop may name values that only say
+# how far to go (evolve does): these may change when the run is opened again.
 
 
 Changes = dict[str, tuple[Any, Any]]
@@ -71,7 +71,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, prefix: str = "") -> Changes:
-    """The values that differ. A key that one of them lacks counts as None there."""
+    """Return the values that differ. A missing key counts as None."""
     changes: Changes = {}
     for name in {**old, **new}:  # in their order
         key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
@@ -85,7 +85,7 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, prefix: str 
 
 
 def check_changes(changes: Changes, *, may_change: Collection[str]) -> None:
-    """Raise a RunError that names the values that may not change; names may have a `*`."""
+    """Raise a RunError that names values which may not change; patterns may contain `*`."""
     refused = {
         key: pair
         for key, pair in changes.items()
@@ -116,15 +116,16 @@ BLOBS, JOURNAL, OLD, SCRATCH = "blobs", "journal.db", ".old", ".tmp"
 FIRST_NAMES = frozenset(
     {CONFIG, EVENTS, f"{EVENTS}-wal", f"{EVENTS}-shm", f"{EVENTS}-journal", LOCK, BLOBS, SCRATCH}
 )
-"""What `create` makes before the first event: a folder with more than these has been a run."""
+"""Names made before the first event: a folder with more names has been a run."""
 OWN_NAMES = FIRST_NAMES | {METRICS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"}
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 def claim_folder(root: Path, *, kind: str, name: str) -> Path:
-    """root/name, made or empty; without a name root/genome-20260301-093000, or with -2 behind it.
+    """Make and return root/name. Without a name, it is root/genome-20260301-093000 or the like,
+    with -2 and so on if taken.
 
-    A folder in which an earlier `create` was killed is claimed again; one that holds a run, or
+    A folder in which an earlier `create` was killed is claimed again; a folder that holds a run, or
     anything else, is refused.
     """
     check_name(kind, what="kind of run")
@@ -163,7 +164,7 @@ def _new_folder(root: Path, kind: str) -> Path:
 
 
 def check_name(name: str, *, what: str) -> None:
-    """Raise a RunError unless it is one plain word."""
+    """Raise a RunError unless the name is one plain word."""
     if not PLAIN_NAME.fullmatch(name):
         raise RunError(
             f"Got the {what} {name!r}: it is one word of at most 200 letters, digits, '.', '_' and "
@@ -172,19 +173,19 @@ def check_name(name: str, *, what: str) -> None:
 
 
 def check_free_name(name: str, *, what: str) -> None:
-    """Raise a RunError for a name that is not plain, or that the run itself uses."""
+    """Raise a RunError if a name is not plain, or if the run itself uses it."""
     check_name(name, what=what)
     if name in OWN_NAMES:
         raise RunError(f"Got the {what} {name!r}: the run writes that {what.split()[0]} itself.")
 
 
 def taken(path: Path) -> RunError:
-    """The error of a folder that holds a run."""
+    """Return the error for a folder that already holds a run."""
     return RunError(f"{path} already holds a run: resume it, or choose another name.")
 
 
 def require_run(path: Path) -> Path:
-    """The path made absolute, so that it holds when the process changes its folder."""
+    """Return the run's absolute path, which stays valid if the process changes its folder."""
     if expanded(path / EVENTS).is_file():
         return path.absolute()
     if path.exists():
@@ -195,20 +196,20 @@ def require_run(path: Path) -> Path:
 
 PREFIX = "run:"
 REFERENCE = re.compile(r"run:(?P<name>\w[\w.-]*)(?:/(?P<part>[^?]*))?(?P<options>\?.*)?")
-"""A prompt may begin with `run: ` and is none."""
+"""A prompt may begin with `run: `, which is no reference."""
 HIDDEN = frozenset(
     {"blobs", "config.json", "entrants.json", "inputs.json", "metrics.jsonl", "run.lock",
      "progress.json", "steps.json"}
 )  # fmt: skip
-"""Of a run's folder, what nobody takes; neither what begins with `events.` or a dot."""
+"""Files not offered as parts of a run, besides names that begin with `events.db` or a dot."""
 
 Find = Callable[[str], Path | None]
-"""The folder of a run by its name; it need not exist. None: what refers to it stays as it is."""
+"""Run name -> its folder, which need not exist; None leaves the reference unresolved."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenPart:
-    """What a value of a config takes from another run."""
+    """A part of another run that a config value refers to."""
 
     key: str
     run: Path
@@ -216,15 +217,15 @@ class TakenPart:
 
 
 def in_folder(runs_dir: str | Path) -> Find:
-    """Runs by their names in a folder."""
+    """Find runs by name in a folder."""
     return lambda name: Path(runs_dir).absolute() / name
 
 
 def resolve_references(
     document: Any, *, find: Find, later: Collection[str] = (), key: str = ""
 ) -> Any:
-    """The document with the path in place of every reference; ConfigError where there is none.
-    Those in the sections `later` stay."""
+    """Return the document with every reference replaced by its path; ConfigError if that is
+    missing. Sections in `later` keep their references."""
     match document:
         case Mapping():
             return {
@@ -255,13 +256,13 @@ def _join(key: str, name: object) -> str:
 
 
 def resolve_text(text: str, *, find: Find, key: str) -> str:
-    """The path that a text refers to, or the text as it is. Options of a taskset stay behind it:
+    """Return the path that a text refers to, or the text itself. Options of a taskset are kept:
     `run:labels/sft.jsonl?bad_rows=skip`."""
     reference = REFERENCE.fullmatch(text)
-    found = None if reference is None else find(reference["name"])
-    if reference is None or found is None:
+    run_path = None if reference is None else find(reference["name"])
+    if reference is None or run_path is None:
         return text
-    folder, part = expanded(found), reference["part"] or ""
+    folder, part = expanded(run_path), reference["part"] or ""
     if not (folder / EVENTS).is_file():
         raise ConfigError(f"{key} is {text}: there is no run {folder}.{_nearest(folder)}")
     path = folder / part
@@ -288,7 +289,7 @@ def _ended(folder: Path) -> str:
 
 
 def _steps(folder: Path, part: str) -> str:
-    """Of a pipeline or a league, the steps that left it."""
+    """For a pipeline or a league, name its steps that have the part."""
     runs = sorted(folder.parent.glob(f"{folder.name}.*/{EVENTS}")) if part else []
     named = [f"{PREFIX}{path.parent.name}/{part}" for path in runs if (path.parent / part).exists()]
     return f" Its steps have: {', '.join(named)}." if named else ""
@@ -302,13 +303,13 @@ def _parts(folder: Path) -> list[str]:
 
 
 def find_names(document: Any) -> list[tuple[str, str, str]]:
-    """(key, reference, name of the run) of every reference in a document."""
+    """Return (key, reference, name of the run) of every reference in a document."""
     matches = [(key, REFERENCE.fullmatch(text)) for key, text in _texts(document, "")]
     return [(key, ref[0], ref["name"]) for key, ref in matches if ref is not None]
 
 
 def find_sources(config: Mapping[str, Any]) -> list[TakenPart]:
-    """What a run's config takes from other runs: each path in it that lies in a run's folder."""
+    """Return the config's paths that lie in other runs' folders."""
     return [source for key, text in _texts(config, "") if (source := _source(key, text))]
 
 

@@ -1,11 +1,11 @@
-"""Summaries of runs, for lists and pages: which there are, how they stand, what they hold.
+"""Summaries of runs, for lists and pages: which runs exist, their status and contents.
 
     for summary in list_runs(Path("runs")):
         summary.name, summary.status, summary.num_events
     with Run.view(Path("runs/poet")) as run:
         export_events(run, Path("poet.jsonl"))
 
-Nothing here takes a lock: runs that are in progress are summed up as they are at the moment.
+Nothing here takes a lock: a run in progress is summarised as it is now.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ __all__ = [
     "summarize",
 ]
 
-# The attempts of a run: what was planned, handed out, made, measured and decided, exactly once.
+# The attempts of a run: planned, leased, generated, evaluated and decided, exactly once.
 #
 #     log = AttemptLog(run)
 #     await log.record([Attempt(number=7, state="planned", data={"parent": "p3"})])
@@ -47,10 +47,10 @@ __all__ = [
 #     await log.record([Attempt(number=7, state="evaluated", epoch=1, data={"score": 0.5})])
 #     [kept] = await log.record([Attempt(number=7, state="committed", epoch=1, data={})])
 #
-# Each line is an event of the run, so there is no second file to keep in step with it. An attempt
-# is generated once, evaluated once, and either committed or failed: the first record of each wins,
-# and a second one, as from a worker that was thought dead, gets the first back. A lease is counted
-# by its epoch. Writing costs the same however many attempts there were.
+# Each record is an event of the run, so no second file must be kept consistent. An attempt is
+# generated once, evaluated once, and either committed or failed. The first record of each wins: a
+# second one, as from a worker that seemed dead, returns the first. Epochs count the leases. The
+# cost of a record does not grow with the number of attempts.
 
 
 KIND = "attempt"
@@ -64,7 +64,7 @@ class Attempt:
     number: int
     state: AttemptState
     epoch: int = 0
-    """Which lease it belongs to; 0 for none. A lease that ran out is followed by the next epoch."""
+    """Number of its lease; 0 for none. An expired lease is followed by the next epoch."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """A JSON object, opaque here. Large texts are blobs, named by their digest."""
 
@@ -82,17 +82,17 @@ class AttemptLog:
     """Writes attempts as events."""
 
     def __init__(self, run: Run, *, series: str = "") -> None:
-        """`series` names a second row of attempts, with numbers of its own."""
+        """`series` names a separate sequence of attempts with its own numbers."""
         self._run = run
         self._kind = _kind(series)
 
     async def record(self, attempts: Sequence[Attempt]) -> list[Attempt]:
-        """Store all or none; durable when this returns. What is given back is what counts: another
-        attempt than the one given was recorded first."""
+        """Store all or none; durable when this returns. Returns the records that count, which
+        differ from the given ones if others were first."""
         return [_attempt(event) for event in await asyncio.wrap_future(self.submit(attempts))]
 
     def submit(self, attempts: Sequence[Attempt]) -> "Future[list[Event]]":
-        """`record` without waiting. What is submitted first is durable first."""
+        """`record` without waiting. Records become durable in the order of submission."""
         news = [
             NewEvent(kind=self._kind, key=attempt.key, payload=_payload(attempt), first_wins=True)
             for attempt in attempts
@@ -100,7 +100,7 @@ class AttemptLog:
         return self._run.submit(news)
 
     def decision(self, number: int) -> Attempt | None:
-        """How an attempt was decided; None while it is not."""
+        """Return how an attempt was decided; None if it is not."""
         event = self._run.get(self._kind, f"{number}/decided")
         return None if event is None else _attempt(event)
 
@@ -108,11 +108,8 @@ class AttemptLog:
 def read_attempts(
     run: RunView, *, after: int = 0, series: str = ""
 ) -> Iterator[tuple[int, Attempt]]:
-    """Every record in order, each with the `seq` of its event, beginning behind seq `after`.
-
-    Read in pages, so that memory does not grow with their number; a loop that keeps a snapshot
-    reads only what came after it.
-    """
+    """Yield every record in order with the `seq` of its event, above `after`. Records are read in
+    pages, so memory does not grow with their number."""
     for event in run.events(_kind(series), after=after):
         yield event.seq, _attempt(event)
 
@@ -136,10 +133,9 @@ def _attempt(event: Event) -> Attempt:
 
 NUM_LAST_EVENTS = 10
 ELSEWHERE = ".elsewhere"
-"""The paths of runs that are kept outside of the folder of runs, a line each; hidden, so that it
-does not travel to workers."""
+"""File with the paths of runs kept elsewhere, one per line; hidden: workers do not get it."""
 ANY_NAME = "surrogateescape"
-"""How names of files that are not UTF-8 are read and written."""
+"""Error handler for file names that are not UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +149,11 @@ class RunSummary:
     started_s: float
     last_event_s: float
     worked_s: float
-    """Without the time between an ending and the next opening."""
+    """Seconds worked, without the time between an ending and the next opening."""
     num_events: int
     size_bytes: int
     message: str = ""
-    """What `finish` was told, or why the run is unreadable; then kind is "" and times are 0."""
+    """Message of `finish`, or why the run is unreadable; then kind is "" and times are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,16 +165,16 @@ class RunDetails:
     counts: Mapping[str, int]
     """Number of events of each kind."""
     latest_metrics: Mapping[str, float]
-    """The newest value of every metric."""
+    """Newest value of every metric."""
     last_events: tuple[Event, ...]
     """The newest few, oldest first."""
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """The runs directly below a folder and those noted there, the one with the newest event first.
+    """Return the runs in a folder and those noted there, by newest event first.
 
-    A damaged run is in the list with status "unreadable"; a folder that does not exist has none.
-    The name of a run that is elsewhere is its path.
+    A damaged run is listed with status "unreadable". A folder that does not exist has no runs. A
+    run elsewhere has its path as name.
     """
     summaries = []
     for path in find_runs(root):
@@ -191,7 +187,7 @@ def list_runs(root: Path) -> list[RunSummary]:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """The folders of the runs directly below a folder, then those noted there."""
+    """Return the folders of the runs in a folder, then those noted there."""
     if not expanded(root).exists():
         return []
     if not root.is_dir():
@@ -205,12 +201,12 @@ def find_runs(root: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """Not what this user may not look into."""
+    """Whether it holds a run that this user may read."""
     return os.path.isfile(path / EVENTS)
 
 
 def note_elsewhere(root: Path, path: Path) -> None:
-    """Have `list_runs(root)` list a run that is kept elsewhere."""
+    """Make `list_runs(root)` list a run that is kept elsewhere."""
     if path.parent == root.absolute():
         return
     with disk_boundary(f"Noting {path} in {root}"):
@@ -222,7 +218,7 @@ def note_elsewhere(root: Path, path: Path) -> None:
 
 
 def show(path: Path) -> RunDetails:
-    """Everything worth a page about one run."""
+    """Return the details of one run for a page."""
     with Run.view(path) as run:
         newest = run.last()
         after = max(0, newest.seq - NUM_LAST_EVENTS) if newest else 0
@@ -237,7 +233,7 @@ def show(path: Path) -> RunDetails:
 
 
 def summarize(run: RunView) -> RunSummary:
-    """How a run stands now."""
+    """Summarise the current state of a run."""
     ending = run.ending
     newest = run.last() or run.created
     return RunSummary(
@@ -255,10 +251,8 @@ def summarize(run: RunView) -> RunSummary:
 
 
 def export_events(run: RunView, path: Path) -> int:
-    """Write every event as a line of JSON and return their number; `path` appears when whole.
-
-    Of a damaged log, the events before the damage are written, and then a RunError is raised.
-    """
+    """Write every event as a line of JSON and return their number; `path` appears when complete. If
+    the log is damaged, the events before the damage are written, then RunError is raised."""
     partial = path.with_name(f".{path.name}.partial")
     with disk_boundary(f"Writing {path}"):
         try:
@@ -318,7 +312,7 @@ def _summarize_path(path: Path) -> RunSummary:
 
 
 def _size_bytes(folder: Path) -> int:
-    """The sizes of all files; one that goes away meanwhile counts nothing."""
+    """Sum the sizes of all files; a file removed meanwhile counts 0."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

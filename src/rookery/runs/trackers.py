@@ -1,10 +1,10 @@
-"""Trackers: programs that draw curves, fed with the metrics of a run by a thread of their own.
+"""Trackers: programs that draw curves, to which a thread sends the metrics of a run.
 
     with follow_metrics(run, ("tensorboard",)):
         ...                                        # run.log_metrics(3, {"reward/mean": 0.5})
 
 tensorboard    event files in the run's folder
-wandb          Weights & Biases, offline unless told otherwise
+wandb          Weights & Biases, offline by default
 trackio        a local database
 
 | stage    | consumes                   | produces          | waits for                          |
@@ -12,8 +12,8 @@ trackio        a local database
 | the run  | metrics                    | metrics.jsonl     | nothing                            |
 | a thread | new lines of metrics.jsonl | rows for trackers | the trackers; the next look, 1 s   |
 
-How far the trackers have been fed is kept in `tracked.json`. A resumed run goes on there: lines
-that were written and not yet delivered come, and a step that is measured again does not come twice.
+`tracked.json` stores how far metrics were delivered. A resumed run continues there: undelivered
+lines are sent, and a step that is measured again is not sent twice.
 """
 
 import hashlib
@@ -46,15 +46,15 @@ __all__ = [
 
 
 PROJECT = "rookery"
-"""What the runs are listed under, where a tracker has projects."""
+"""Project of the runs, for trackers that have projects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of the run it shows."""
+    """Description of a run for a tracker."""
 
     id: str
-    """The same when the run is resumed, and of no other run: letters, digits, `-`, `_` and `.`."""
+    """Unique to the run, and kept by its resume: letters, digits, `-`, `_` and `.`."""
     name: str
     path: Path
     config: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Tracker(Protocol):
     def log(self, row: MetricsRow) -> None: ...
 
     def flush(self) -> None:
-        """What was logged survives the end of this process."""
+        """Make logged rows survive the end of this process."""
         ...
 
     def close(self) -> None: ...
@@ -96,12 +96,12 @@ class TensorboardTracker:
         self._writer.close()
 
 
-# Trackio: a local database that `trackio show` draws; TRACKIO_SPACE_ID and its other variables
-# count as always.
+# Trackio: a local database that `trackio show` draws. TRACKIO_SPACE_ID and its other variables have
+# their usual effect.
 
 
 class TrackioTracker:
-    """A resumed run has the same name there, and so is the same run."""
+    """A resumed run keeps its name in Trackio, and so is the same run there."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -120,7 +120,7 @@ class TrackioTracker:
         self._run.log(dict(row.values), step=row.step)
 
     def flush(self) -> None:
-        """Its own thread writes within half a second."""
+        """Nothing to do: Trackio's thread writes within half a second."""
 
     def close(self) -> None:
         self._run.finish()
@@ -128,8 +128,8 @@ class TrackioTracker:
 
 # Weights & Biases: offline, in the folder `wandb` of the run, unless WANDB_MODE says otherwise.
 #
-# `wandb sync runs/NAME/wandb/offline-run-*` uploads what is there. WANDB_PROJECT and the other
-# variables of W&B count as always.
+# `wandb sync runs/NAME/wandb/offline-run-*` uploads it. WANDB_PROJECT and the other variables of
+# W&B have their usual effect.
 
 
 STEP = "run/step"
@@ -153,14 +153,14 @@ class WandbTracker:
             mode=mode,
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
-        # W&B drops rows whose own step falls, as those of searches side by side do.
+        # W&B drops rows whose own step falls, as with parallel searches.
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, row: MetricsRow) -> None:
         self._run.log({STEP: row.step, **row.values})
 
     def flush(self) -> None:
-        """Another process writes, which outlives this one."""
+        """Nothing to do: the writing process outlives this one."""
 
     def close(self) -> None:
         self._run.finish()
@@ -173,7 +173,7 @@ TRACKERS: Mapping[TrackerName, Callable[[TrackedRun], Tracker]] = {
     "trackio": TrackioTracker,
     "wandb": WandbTracker,
 }
-"""Each is named as its package."""
+"""Trackers by the name of their package."""
 
 
 def require_trackers(names: Iterable[TrackerName]) -> None:
@@ -187,9 +187,9 @@ def require_trackers(names: Iterable[TrackerName]) -> None:
 
 
 LOOK_EVERY_S = 1.0
-"""Curves are looked at by people."""
+"""Seconds between deliveries; only people watch the curves."""
 CLOSE_S = 60.0
-"""How long a tracker may take to end, such as one that uploads."""
+"""Most seconds that a tracker may take to close, such as to upload."""
 TRACKED = "tracked.json"
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def follow_metrics(run: Run, names: Sequence[TrackerName]) -> Iterator[None]:
-    """Everything logged in the block has come to the trackers when it ends."""
+    """Deliver everything logged in the block to the trackers before it ends."""
     if not names:
         yield
         return
@@ -214,7 +214,7 @@ def follow_metrics(run: Run, names: Sequence[TrackerName]) -> Iterator[None]:
 
 
 class _Follower:
-    """Lives in its thread, but for `is_over`."""
+    """Used only by its thread, except for `is_over`."""
 
     def __init__(self, run: Run, names: Sequence[TrackerName]) -> None:
         self.is_over = threading.Event()
@@ -224,9 +224,9 @@ class _Follower:
         known = run.read_json(TRACKED) if (run.path / TRACKED).exists() else {}
         self._read_bytes: int = known.get("read_bytes", 0)
         self._last: dict[str, int] = known.get("last", {})
-        """The highest step that was delivered, by the name of the metric."""
+        """Metric -> highest delivered step."""
         self._first = dict(self._last)
-        """The same when the run was opened: what comes again of these steps is left out."""
+        """`_last` when the run was opened: values of steps up to it are skipped."""
 
     def follow(self) -> None:
         tracked = _describe(self._run)
@@ -273,7 +273,7 @@ class _Follower:
 
 
 def _describe(run: Run) -> TrackedRun:
-    """Names are used again after a run was deleted, so its time is part of the id."""
+    """Names may be reused after a run was deleted, so the creation time is part of the id."""
     made = hashlib.blake2b(repr(run.created.time_s).encode(), digest_size=4).hexdigest()
     return TrackedRun(
         id=f"{run.name}-{made}", name=run.name, path=Path(run.path), config=run.config

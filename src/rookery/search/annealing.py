@@ -6,8 +6,8 @@
         options = constraints.repairs(state.labels, item=item, label=argmax_label(logprobs))
         state, decision = tell(state, [(o, assess(o)) for o in options], config=config, seed=seed)
 
-The item and the random number of an iteration depend on (seed, iteration) and on the labels alone,
-so that evaluations may be remembered, batched or guessed ahead without changing any decision.
+An iteration's item and random number depend only on (seed, iteration) and on the labels, so
+evaluations may be cached, batched or speculative without changing any decision.
 """
 
 import math
@@ -41,24 +41,24 @@ __all__ = [
     "temperature",
 ]
 
-# What a race asks next, also while answers are still out: whole blocks, the same for all.
+# The next questions of a race, even while answers are out: whole blocks, the same for all.
 #
-# waves = Waves(race, size=64)
-# asks = waves.next()          # candidate -> tasks; empty when everything has been asked for
+#   waves = Waves(race, size=64)
+#   asks = waves.next()          # candidate -> tasks; empty once everything was asked
 
 
 class Waves:
-    """The questions of one race. Owned and changed by whoever asks them."""
+    """The questions of one race. Its user owns and changes it."""
 
     def __init__(self, race: Race, *, size: int) -> None:
-        """`size` is the number of answers of a wave at least: what fills the engine."""
+        """`size` is the least number of answers per wave: enough to fill the engine."""
         self._race = race
         self._size = size
         self._asked = race.num_told
 
     def next(self) -> dict[str, tuple[str, ...]]:
-        """The next tasks of each live candidate; a candidate that came back after a rival failed is
-        also asked for what it missed. Empty when all are asked for."""
+        """Return the next tasks of each live candidate; empty once all were asked. A candidate that
+        came back because a rival failed also gets the tasks it missed."""
         tasks, block = self._race.tasks, self._race.config.block
         open_names = [name for name in self._race.live if self._asked[name] < len(tasks)]
         if not open_names:
@@ -75,9 +75,9 @@ class PaperSchedule(Config):
 
     type: Literal["paper"] = "paper"
     start: float = Field(default=10.0, gt=0)
-    """The first temperature."""
+    """Temperature at the start."""
     floor: float = Field(default=0.01, gt=0)
-    """The lowest temperature."""
+    """Lowest temperature."""
     beta: float = Field(default=0.99, ge=0)
     """How fast the temperature falls with the iterations."""
 
@@ -87,7 +87,7 @@ class CodeSchedule(Config):
 
     type: Literal["code"] = "code"
     start: float = Field(default=10.0, gt=0)
-    """The first temperature."""
+    """Temperature at the start."""
     factor: float = Field(default=2.0, ge=0)
     """How fast the temperature falls with the accepted changes."""
 
@@ -97,11 +97,11 @@ class ExponentialSchedule(Config):
 
     type: Literal["exponential"] = "exponential"
     start: float = Field(default=10.0, gt=0)
-    """The first temperature."""
+    """Temperature at the start."""
     decay: float = Field(default=0.99, gt=0, lt=1)
-    """The temperature is multiplied by this in every iteration."""
+    """Factor on the temperature per iteration."""
     floor: float = Field(default=0.01, gt=0)
-    """The lowest temperature."""
+    """Lowest temperature."""
 
 
 Schedule = Annotated[
@@ -113,18 +113,18 @@ class AnnealingConfig(Config):
     """The search over labellings."""
 
     iterations: int = Field(default=1500, ge=1)
-    """At most; it ends earlier when all items are labelled and none is frustrated."""
+    """Most iterations; the search ends once all items are labelled and none is frustrated."""
     num_start: int = Field(default=8, ge=1)
-    """Items that begin with random labels, as many of each label as possible."""
+    """Items with random labels at the start, as balanced as possible."""
     boost: float = Field(default=100.0, ge=1)
-    """How much likelier an unlabelled item is drawn when another of its group is labelled."""
+    """How much likelier an unlabelled item is drawn if another of its group is labelled."""
     schedule: Schedule = CodeSchedule()
     """How the temperature falls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annealing:
-    """Where the search stands. Best is the most complete labelling, then the highest utility."""
+    """State of the search. The best labelling is the most complete, then by utility."""
 
     labels: Labels
     utility: float
@@ -136,7 +136,7 @@ class Annealing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What became of the best option of one iteration."""
+    """The best option of one iteration, and whether it was accepted."""
 
     iteration: int
     labels: Labels
@@ -146,28 +146,27 @@ class Decision:
 
 
 def begin(labels: Labels, *, utility: float) -> Annealing:
-    """The state before the first iteration."""
     return Annealing(labels=labels, utility=utility, best_labels=labels, best_utility=utility)
 
 
 def start_labels(
     constraints: Constraints, *, num_items: int, num_labels: int, config: AnnealingConfig, seed: int
 ) -> Labels:
-    """Random labels of a few random items, balanced, made consistent by chance, not by a model."""
+    """Return random, balanced labels of a few random items, made consistent at random."""
     rng = stream(seed, "start")
     items = shuffled(range(num_items), rng=rng)[: config.num_start]
     drawn = shuffled([i % num_labels for i in range(len(items))], rng=rng)
     labels: Labels = (UNLABELLED,) * num_items
     for item, label in zip(items, drawn, strict=True):
         options = constraints.repairs(labels, item=item, label=label)
-        # Where one label is only possible with another, all ways are alike.
+        # If a label is only possible together with others, choose uniformly among the ways.
         if options:
             labels = options[int(rng.integers(len(options)))]
     return labels
 
 
 def ask(state: Annealing, *, groups: Sequence[int], config: AnnealingConfig, seed: int) -> int:
-    """The item of this iteration; `groups` holds the group of every item."""
+    """Return the item of this iteration; `groups` holds the group of every item."""
     begun = {groups[item] for item in labelled_items(state.labels)}
     weights = [
         config.boost if label == UNLABELLED and group in begun else 1.0
@@ -179,12 +178,12 @@ def ask(state: Annealing, *, groups: Sequence[int], config: AnnealingConfig, see
 
 
 def argmax_label(logprobs: Sequence[float]) -> int:
-    """The most likely label, the first of equals."""
+    """Return the most likely label, the first of equals."""
     return max(range(len(logprobs)), key=logprobs.__getitem__)
 
 
 def skip(state: Annealing) -> Annealing:
-    """The iteration proposed nothing new."""
+    """Count an iteration without a new proposal."""
     return replace(state, iteration=state.iteration + 1)
 
 
@@ -195,7 +194,7 @@ def tell(
     config: AnnealingConfig,
     seed: int,
 ) -> tuple[Annealing, Decision]:
-    """Take the best option that was tried or keep what is; the first of equals is the best."""
+    """Accept or reject the best option that was tried; the first of equals is the best."""
     labels, utility = max(tried, key=lambda option: option[1])
     heat = temperature(config.schedule, iteration=state.iteration, num_accepted=state.num_accepted)
     gain = utility - state.utility
@@ -217,7 +216,7 @@ def tell(
 
 
 def temperature(schedule: Schedule, *, iteration: int, num_accepted: int) -> float:
-    """The temperature of an iteration, the first of which is 0."""
+    """Return the temperature of an iteration, counted from 0."""
     match schedule:
         case PaperSchedule(start=start, floor=floor, beta=beta):
             return max(floor, start / (1.0 + beta * math.log(iteration + 1)))

@@ -1,10 +1,10 @@
-"""What search sees of a measurement, and the records of a generation.
+"""Fitness, and the records of a generation: candidates, and plans of new ones.
 
     fitness_of({"gsm8k": 0.4, "mmlu": 0.6}, weights={"gsm8k": 2, "mmlu": 1}, floors={"mmlu": 0.61})
 
-Bigger is better everywhere. A failed evaluation has no score, never a low one. A candidate was
-measured, a plan is of one that is to be made: plans name ids, weights and seeds, and whoever holds
-the tensors or programs carries them out.
+Bigger is always better. A failed evaluation has no score, never a low one. Candidates were
+measured; plans describe ones to make, by ids, weights and seeds, and the owner of the tensors or
+programs carries them out.
 """
 
 import math
@@ -41,13 +41,11 @@ __all__ = [
 ]
 
 
-# Ranks of values with ties shared: what rank selection, ES utilities and CMA-ES have in common.
-#
-# tied_ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
-
-
 def tied_ranks(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """0 for the smallest to n - 1 for the largest; equal values share the mean of their ranks."""
+    """Return 0 for the smallest to n - 1 for the largest; equal values share their mean rank.
+
+    tied_ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
+    """
     _, inverse, counts = np.unique(
         np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True
     )
@@ -61,11 +59,11 @@ class Fitness:
     """One candidate's measurement: `Fitness(score=0.47, objectives=(0.4, 0.6), violation=0.01)`."""
 
     score: float | None
-    """None when the evaluation failed."""
+    """None if the evaluation failed."""
     objectives: tuple[float, ...] = ()
-    """One value per objective, in a fixed order; empty when there is only the score."""
+    """One value per objective, in a fixed order; empty if there is only the score."""
     violation: float = 0.0
-    """How far constraints are missed, summed; 0 is feasible."""
+    """Sum of the amounts by which constraints are missed; 0 is feasible."""
 
     def __post_init__(self) -> None:
         numbers = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
@@ -83,7 +81,6 @@ class Fitness:
 
 
 FAILED = Fitness(score=None)
-"""The fitness of a candidate whose evaluation failed."""
 
 
 def fitness_of(
@@ -93,12 +90,12 @@ def fitness_of(
     floors: Mapping[str, float] | None = None,
     merits: Mapping[str, float] | None = None,
 ) -> Fitness:
-    """Weighted mean over sources, one objective per source in the order of `weights`.
+    """Return the weighted mean over sources, with one objective per source of `weights`, in order.
 
-    `floors` says "do not get worse than this on that source"; a source may have a floor and
-    weight 0. Worked example: means {"a": 0.5, "b": 0.25}, weights {"a": 3, "b": 1} and floors
-    {"b": 0.375} give score 0.4375, objectives (0.5, 0.25), violation 0.125. `merits` are means
-    that score and objectives are made of in place of `means`; floors hold of `means`.
+    `floors` are lower bounds of means; a source may have a floor and weight 0. If `merits` are set,
+    score and objectives use these means, while floors still use `means`. Means {"a": 0.5, "b":
+    0.25}, weights {"a": 3, "b": 1}, floors {"b": 0.375}: score 0.4375, objectives (0.5, 0.25),
+    violation 0.125.
     """
     total = math.fsum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
@@ -121,7 +118,7 @@ def fitness_of(
 
 
 def find_violation(means: Mapping[str, float], floors: Mapping[str, float]) -> float:
-    """By how much the floors are missed in all, of those sources that have a mean."""
+    """Return the sum of missed amounts over all floors whose source has a mean."""
     return math.fsum(max(0.0, floor - means[n]) for n, floor in floors.items() if n in means)
 
 
@@ -131,10 +128,10 @@ def score_factors(
     weights: Mapping[str, float] | None,
     task_weights: Sequence[float] | None = None,
 ) -> NDArray[np.float64]:
-    """By task, such that the mean of factor * reward is the score of `fitness_of`.
+    """Return a factor per task, such that the mean of factor * reward is the score of `fitness_of`.
 
-    `sources` and `task_weights` are the tasks' own; without weights all sources, or all tasks,
-    count alike. Two sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
+    `sources` and `task_weights` are per task. With neither weights, all tasks count alike. Two
+    sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
     """
     by_task: NDArray[np.float64] = np.array(task_weights or [1.0] * len(sources))
     by_source = np.full(len(sources), len(sources) / math.fsum(by_task))
@@ -150,7 +147,7 @@ def score_factors(
 
 
 def rank_key(fitness: Fitness) -> tuple[int, float]:
-    """Orders any two fitnesses: failed < infeasible (less violation is better) < feasible."""
+    """Return a sort key: failed < infeasible (less violation is better) < feasible."""
     if fitness.score is None:
         return (0, 0.0)
     if fitness.violation > 0:
@@ -159,18 +156,17 @@ def rank_key(fitness: Fitness) -> tuple[int, float]:
 
 
 def fitness_ranks(fitnesses: Sequence[Fitness]) -> list[float]:
-    """0 for the worst to n - 1 for the best by `rank_key`; equal ones share the mean rank."""
+    """Return 0 for the worst to n - 1 for the best by `rank_key`; equals share their mean rank."""
     keys = [rank_key(fitness) for fitness in fitnesses]
     level = {key: float(place) for place, key in enumerate(sorted(set(keys)))}
     return [float(rank) for rank in tied_ranks([level[key] for key in keys])]
 
 
 def comparable_scores(fitnesses: Sequence[Fitness]) -> list[float | None]:
-    """One number per candidate that selection rules can compare; None stays failed.
+    """Return one number per candidate for selection rules; None if it failed.
 
-    Feasible candidates keep their score. An infeasible one gets the worst feasible score (the
-    worst score of all when none is feasible) minus its violation, so it never beats a feasible
-    one and needs no penalty factor.
+    Feasible candidates keep their score. An infeasible one gets the worst feasible score (of all
+    scores, if none is feasible) minus its violation, so it never beats a feasible one.
     """
     feasible = [f.score for f in fitnesses if f.score is not None and f.violation == 0]
     alive = [f.score for f in fitnesses if f.score is not None]
@@ -183,13 +179,9 @@ def comparable_scores(fitnesses: Sequence[Fitness]) -> list[float | None]:
     ]
 
 
-# Several objectives at once.
-
-
 def first_front(fitnesses: Sequence[Fitness]) -> list[int]:
-    """Indices of those that no other one beats: at least as good in every objective and better in
-    one. Where all miss constraints, those with the least violation; failed ones are in no front.
-    """
+    """Return the indices of the Pareto front, or of the least violation if all are infeasible.
+    Failed candidates are never in it."""
     alive = [index for index, fitness in enumerate(fitnesses) if not fitness.is_failed]
     least = min((fitnesses[index].violation for index in alive), default=0.0)
     best = [index for index in alive if fitnesses[index].violation == least]
@@ -204,15 +196,13 @@ def first_front(fitnesses: Sequence[Fitness]) -> list[int]:
 
 
 def crowding(objectives: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Crowding distance of each row of one front [n, m]; infinite at the ends of an objective.
-
-    An objective on which all rows are equal says nothing and adds nothing.
-    """
+    """Return the crowding distance of each row of a front [n, m]; infinite at an objective's ends.
+    An objective whose values are all equal is ignored."""
     distance = np.zeros(len(objectives))
     for column in objectives.T:
         order = np.argsort(column, kind="stable")
         values = column[order]
-        # Halves keep the span of the largest floats finite.
+        # Halving avoids overflow of the largest floats.
         span = values[-1] / 2 - values[0] / 2
         if span == 0:
             continue
@@ -224,13 +214,13 @@ def crowding(objectives: NDArray[np.float64]) -> NDArray[np.float64]:
 
 BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE = "by_block", "cmaes", "random", "surrogate"
 COMBINATIONS = frozenset({BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE, "move"})
-"""Merges that plans name and no config: weighted sums of the parents, by block with weights of its
-own for every block of the model; "move" is in lineages of older runs."""
+"""Merges of plans that configs cannot name: weighted sums of the parents. `by_block` has separate
+weights for every block of the model; "move" is in lineages of older runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A member of a population. `sigma` is the strength of its last mutation, inherited."""
+    """A member of a population. `sigma`, the strength of its last mutation, is inherited."""
 
     id: str
     generation: int
@@ -246,8 +236,8 @@ class ChildPlan:
 
     `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
     weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
-    merge None and one parent; the merges "cmaes" and "random" are weighted sums, and so is
-    "by_block", with the weights of all parents in the first block, then in the second, and so on.
+    merge None and one parent. The merges "cmaes" and "random" are weighted sums, as is "by_block",
+    whose weights list all parents for the first block, then for the second, and so on.
     """
 
     id: str
@@ -257,13 +247,12 @@ class ChildPlan:
     weights: tuple[float, ...]
     mutation: str | None
     sigma: float
-    """Strength of the mutation."""
     seed_key: int
-    """Seed of everything random in carrying the plan out."""
+    """Seed of all randomness in carrying the plan out."""
 
     @property
     def operator(self) -> str:
-        """What made the child: "ties", "gaussian", or "ties+gaussian"."""
+        """The operators of the child: "ties", "gaussian", or "ties+gaussian"."""
         return "+".join(name for name in (self.merge, self.mutation) if name is not None)
 
 
@@ -271,8 +260,8 @@ class ChildPlan:
 class EsStep:
     """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES.
 
-    A centre is the centre before it plus one update, a trial is a centre plus one noise: the chain
-    costs as much per step at any step.
+    A centre is the previous centre plus one update, a trial is a centre plus one noise: the cost of
+    a step does not depend on the steps before it.
     """
 
     id: str
@@ -281,10 +270,10 @@ class EsStep:
     seeds: tuple[int, ...]
     amounts: tuple[float, ...]
     is_chained: bool = False
-    """The parent is an ES step, and its numbers are taken before they are rounded to its dtype:
-    small updates add up as if they were made at once."""
+    """Whether the parent is an ES step whose values are used before rounding to its dtype: small
+    updates then add up as if made at once."""
     rank: int | None = None
-    """Of the noise in each factor; None: a number of its own in every place."""
+    """Rank of the noise in each factor; None draws every element independently."""
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -300,4 +289,4 @@ class EsStep:
 
 
 Recipe = ChildPlan | EsStep
-"""How to make a candidate that is no founder."""
+"""How to make a candidate that is not a founder."""

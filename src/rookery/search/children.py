@@ -1,14 +1,14 @@
-"""Who is picked as a parent, and plans of children: operator, weights, strength of a mutation.
+"""Selection of parents, and plans of children: operator, weights, mutation strength.
 
     select(TournamentConfig(size=3), scores, count=2, distinct=True, rng=stream(seed, "parents"))
     plan_children(members, scores, config=ChildrenConfig(), at=Birth(generation=3), seed=7)
 
-A score of None is a failed candidate: it is picked only when every candidate failed, and then
-all are equal. Scores may be negative, all equal or all zero. With `distinct` each candidate is
-picked at most once, so fewer than `count` come back when fewer are left to pick.
+A score of None is a failed candidate: it is picked only if every candidate failed, and then all
+count as equal. Scores may be negative, all equal or all zero. With `distinct` each candidate is
+picked at most once, so the result may be shorter than `count`.
 
-Every child has a random stream of its own, keyed by its id: the plan of child 7 does not depend
-on how many siblings there are, but for a repetition of one of them, which is drawn again.
+Every child has its own random stream, keyed by its id: child 7's plan does not depend on the number
+of siblings, except that a plan equal to an earlier sibling's is drawn again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +48,6 @@ __all__ = [
 ]
 
 
-# Drawing indices in proportion to weights: what the proportional rules share.
-#
-# draw(np.array([0.0, 3.0, 1.0]), count=2, distinct=True, rng=rng)
-
-
 def draw(
     weights: NDArray[np.float64],
     *,
@@ -61,10 +56,12 @@ def draw(
     order: Sequence[int],
     rng: np.random.Generator,
 ) -> list[int]:
-    """`count` indices, each with probability proportional to its weight; one is above 0.
+    """Draw `count` indices in proportion to weights, at least one of which is above 0.
 
-    Distinct draws take what is drawn out of the urn. Once only weights of 0 are left, the rest
-    is taken in `order`, best first.
+    draw(np.array([0.0, 3.0, 1.0]), count=2, distinct=True, order=[1, 2, 0], rng=rng)
+
+    Distinct draws are without replacement. Once only weights of 0 are left, the rest is taken in
+    `order`, best first.
     """
     if not distinct:
         return [int(index) for index in _indices(weights, rng.random(count))]
@@ -82,21 +79,16 @@ def draw(
 def _indices(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     bounds = np.cumsum(weights)
     indices: NDArray[np.int64] = np.searchsorted(bounds, uniform * bounds[-1], side="right")
-    # A product rounded up to the total would fall behind the last candidate with weight.
+    # A product rounded up to the total would land behind the last candidate with weight.
     indices = np.minimum(indices, np.flatnonzero(weights)[-1])
     return indices
 
 
-# The best candidates, without chance.
-#
-# elites([0.2, None, 0.9], count=1) == (2,)
-
-
 def elites(scores: Sequence[float | None], *, count: int) -> tuple[int, ...]:
-    """Indices of the best `count`, best first, the earlier one on a tie.
+    """Return the indices of the best `count`, best first, the earlier one on a tie.
 
-    Failed candidates are left out, unless every candidate failed: then the first ones stand in,
-    so that a population never becomes empty.
+    elites([0.2, None, 0.9], count=1) == (2,). Failed candidates are left out. If all failed, the
+    first ones are returned, so that a population never becomes empty.
     """
     alive = [index for index, score in enumerate(scores) if score is not None]
     if not alive:
@@ -111,8 +103,8 @@ def _value(score: float | None) -> float:
 
 # Roulette: a candidate is picked in proportion to its score.
 #
-# Scores of 0 and above are used as they are. When one is negative, all are shifted so that the
-# worst has weight 0. All-zero and all-equal scores are equal weights.
+# Scores of 0 and above are used as they are. If one is negative, all are shifted so that the worst
+# has weight 0. All-zero and all-equal scores are equal weights.
 
 
 class RouletteConfig(Config):
@@ -129,13 +121,13 @@ def roulette(
     distinct: bool,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Indices drawn with the probabilities of `shares`."""
+    """Draw indices with the probabilities of `shares`."""
     order = [int(index) for index in np.argsort(-scores, kind="stable")]
     return draw(shares(scores), count=count, distinct=distinct, order=order, rng=rng)
 
 
 def shares(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights that sum to 1: (1, 3) gives (1/4, 3/4), (-2, 0, 2) gives (0, 1/3, 2/3)."""
+    """Return weights that sum to 1: (1, 3) gives (1/4, 3/4), (-2, 0, 2) gives (0, 1/3, 2/3)."""
     largest = np.abs(scores).max()
     scaled = scores / largest if largest > 0 else np.zeros_like(scores)
     shifted: NDArray[np.float64] = scaled - min(0.0, float(scaled.min()))
@@ -145,9 +137,9 @@ def shares(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     return shifted
 
 
-# Tournament: draw `size` candidates at random, the best of them is picked; repeat.
+# Tournament: draw `size` candidates at random and pick the best of them; repeat.
 #
-# Among equals the one drawn first wins, so ties are broken by chance and not by age.
+# Among equals the first drawn wins, so that chance breaks ties, not age.
 
 
 class TournamentConfig(Config):
@@ -155,10 +147,10 @@ class TournamentConfig(Config):
 
     type: Literal["tournament"] = "tournament"
     size: int = Field(default=2, ge=1)
-    """Candidates per tournament: 1 is no pressure, more press harder."""
+    """Candidates per tournament: 1 is no selection pressure, more is stronger."""
     replacement: bool = True
-    """Whether one candidate may be drawn twice into the same tournament. Without, the worst
-    `size` - 1 candidates never win, and a tournament larger than the pool picks the best."""
+    """Whether a candidate may be drawn twice into one tournament. If false, the worst `size` - 1
+    candidates never win, and a tournament larger than the pool picks the best."""
 
 
 def tournament(
@@ -169,7 +161,7 @@ def tournament(
     distinct: bool,
     rng: np.random.Generator,
 ) -> list[int]:
-    """The winners of `count` tournaments; with `distinct` a winner does not play again."""
+    """Return the winners of `count` tournaments; with `distinct` each wins at most once."""
     pool = list(range(len(scores)))
     picked: list[int] = []
     for _ in range(count):
@@ -191,7 +183,7 @@ RULES: Mapping[str, Callable[..., list[int]]] = {
     "roulette": roulette,
     "tournament": tournament,
 }
-"""Each is called as rule(config, scores, count=..., distinct=..., rng=...) with finite scores."""
+"""Rules by type: rule(config, scores, count=..., distinct=..., rng=...), with finite scores."""
 
 
 def select(
@@ -202,7 +194,7 @@ def select(
     rng: np.random.Generator,
     distinct: bool = False,
 ) -> tuple[int, ...]:
-    """Indices of the picked candidates, in the order they were picked."""
+    """Return the indices of the picked candidates, in the order they were picked."""
     if count < 0 or (count > 0 and not scores):
         raise ValueError(f"Got count {count} of {len(scores)} candidates: there is no such pick.")
     if count == 0:
@@ -225,16 +217,16 @@ def select(
 WeightRule = Literal["fitness", "free", "random", "uniform"]
 
 MIN_SHARE = 0.05
-"""A parent's smallest weight by fitness: at 0 the child would be a copy of the other one."""
+"""Smallest share of fitness that counts: with 0 the child would copy the other parent."""
 
 
 def parent_weights(
     rule: WeightRule, *, shares: Sequence[float], reach: float, rng: np.random.Generator
 ) -> tuple[float, ...]:
-    """One weight per parent, the fittest parent first; `shares` is their fitness, >= 0.
+    """Return one weight per parent, the fittest parent first; `shares` is their fitness, >= 0.
 
-    fitness: the ratio of shares. uniform: equal. random: anywhere in the convex hull.
-    free: each from 0 to 1 + reach on its own, so the sum is not 1.
+    fitness: the ratio of shares. uniform: equal. random: anywhere in the convex hull. free: each
+    from 0 to 1 + reach independently, so the sum is not 1.
     """
     count = len(shares)
     if rule == "random":
@@ -249,13 +241,13 @@ def parent_weights(
 
 
 def convex_weights(count: int, *, rng: np.random.Generator) -> tuple[float, ...]:
-    """Uniform on the simplex: the gaps between sorted uniform numbers; they sum to 1."""
+    """Draw from the simplex uniformly: gaps between sorted uniform numbers, which sum to 1."""
     cuts = [0.0, *sorted(float(cut) for cut in rng.random(count - 1)), 1.0]
     return tuple(high - low for low, high in pairwise(cuts))
 
 
 ATTEMPTS = 8
-"""Draws per child before a repetition of a sibling is accepted."""
+"""Draws per child before a duplicate of a sibling is accepted."""
 
 
 class CrossoverConfig(Config):
@@ -263,15 +255,15 @@ class CrossoverConfig(Config):
 
     type: Literal["crossover"] = "crossover"
     name: str = "linear"
-    """The merge that carries it out."""
+    """Merge method."""
     share: float = Field(default=1.0, ge=0.0)
-    """Its part of the children, relative to the shares of the other operators."""
+    """Share of the children, relative to the other operators' shares."""
     num_parents: int = Field(default=2, ge=2)
     """Parents per child, all different."""
     weights: WeightRule = "fitness"
     """fitness, uniform and random stay in the convex hull of the parents; free leaves it."""
     reach: float = Field(default=0.5, ge=0.0)
-    """How far: free draws each weight from 0 to 1 + reach."""
+    """Range of free weights: each is drawn from 0 to 1 + reach."""
 
 
 class MutationConfig(Config):
@@ -279,9 +271,9 @@ class MutationConfig(Config):
 
     type: Literal["mutation"] = "mutation"
     name: str = "gaussian"
-    """The mutation that carries it out."""
+    """Mutation method."""
     share: float = Field(default=1.0, ge=0.0)
-    """Its part of the children, relative to the shares of the other operators."""
+    """Share of the children, relative to the other operators' shares."""
     after_crossover: float = Field(default=0.15, ge=0.0, le=1.0)
     """Probability that a child of several parents is mutated too."""
 
@@ -290,17 +282,17 @@ OperatorConfig = Annotated[CrossoverConfig | MutationConfig, Field(discriminator
 
 
 class SigmaConfig(Config):
-    """Self-adaptive mutation strength: each mutation multiplies it by factor, 1 or 1 / factor,
-    and children inherit it, so strengths that make good children spread."""
+    """Self-adaptive mutation strength: each mutation multiplies it by factor, 1 or 1 / factor.
+    Children inherit it, so strengths that make good children spread."""
 
     start: float = Field(default=0.1, gt=0.0)
     """Strength of the founders, relative to each tensor's standard deviation."""
     factor: float = Field(default=1.3, ge=1.0)
-    """1 keeps the strength fixed."""
+    """Factor of a change; 1 keeps the strength fixed."""
     low: float = Field(default=0.001, gt=0.0)
-    """Never weaker than this."""
+    """Lower bound of the strength."""
     high: float = Field(default=1.0, gt=0.0)
-    """Never stronger than this."""
+    """Upper bound of the strength."""
 
     @model_validator(mode="after")
     def _check_order(self) -> "SigmaConfig":
@@ -316,11 +308,11 @@ class ChildrenConfig(Config):
     """How children are made."""
 
     count: int = Field(default=16, ge=1)
-    """How many per generation."""
+    """Children per generation."""
     selection: SelectionConfig = TournamentConfig()
     """How parents are picked."""
     operators: tuple[OperatorConfig, ...] = (CrossoverConfig(share=3.0), MutationConfig())
-    """What makes them: for each child one is drawn by share."""
+    """Operators; each child draws one by share."""
     sigma: SigmaConfig = SigmaConfig()
     """Mutation strength."""
 
@@ -336,11 +328,11 @@ class ChildrenConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """What the children of one generation have in common."""
+    """Values that the children of one generation share."""
 
     generation: int
     prefix: str = ""
-    """Put before their ids, to tell stages apart."""
+    """Prefix of their ids, to tell stages apart."""
 
 
 def plan_children(
@@ -351,7 +343,7 @@ def plan_children(
     at: Birth,
     seed: int,
 ) -> tuple[ChildPlan, ...]:
-    """`count` plans, or none when every operator needs more living parents than there are."""
+    """Return `count` plans, or none if every operator needs more living parents than there are."""
     if not _feasible(config, scores):
         return ()
     plans: list[ChildPlan] = []
@@ -394,14 +386,14 @@ def _recipe(
     config: ChildrenConfig,
     rng: np.random.Generator,
 ) -> _Recipe:
-    """Operator, parents, weights and mutation of one child, drawn in this order."""
+    """Draw operator, parents, weights and mutation of one child, in this order."""
     operators = _feasible(config, scores)
     operator = operators[_pick([operator.share for operator in operators], rng)]
     count = 1 if isinstance(operator, MutationConfig) else operator.num_parents
     picked = select(config.selection, scores, count=count, rng=rng, distinct=count > 1)
     if isinstance(operator, MutationConfig):
         return _Recipe(None, picked, (1.0,), operator.name)
-    # The fittest first; the sort keeps the order of the draw among equals.
+    # Fittest first; the sort keeps the order of the draw among equals.
     parents = tuple(sorted(picked, key=lambda index: -(scores[index] or 0.0)))
     part = _shares(scores)
     weights = parent_weights(
@@ -415,8 +407,7 @@ def _recipe(
 def _feasible(
     config: ChildrenConfig, scores: Sequence[float | None]
 ) -> list[CrossoverConfig | MutationConfig]:
-    """The operators with a share that have parents enough; failed ones are parents only when
-    all failed."""
+    """Return operators with enough parents; failed candidates are parents only if all failed."""
     alive = sum(score is not None for score in scores) or len(scores)
     return [
         operator
@@ -427,7 +418,7 @@ def _feasible(
 
 
 def _shares(scores: Sequence[float | None]) -> list[float]:
-    """Each candidate's part of all fitness; 0 for failed ones, equal when all failed."""
+    """Return each candidate's share of all fitness; 0 for failed ones, equal if all failed."""
     alive = [index for index, score in enumerate(scores) if score is not None]
     values = np.array([scores[index] for index in alive] or [0.0] * len(scores), dtype=np.float64)
     part = dict(zip(alive or range(len(scores)), shares(values), strict=True))
@@ -440,6 +431,6 @@ def _adapted(sigma: float, config: SigmaConfig, *, rng: np.random.Generator) -> 
 
 
 def _pick(weights: Sequence[float], rng: np.random.Generator) -> int:
-    """An index with probability proportional to its weight, all of them above 0."""
+    """Draw an index with probability proportional to its weight, all of which are above 0."""
     bounds = np.cumsum(weights)
     return min(len(weights) - 1, int(np.searchsorted(bounds, rng.random() * bounds[-1], "right")))

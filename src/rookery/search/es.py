@@ -5,9 +5,9 @@
     es = tell(es, fitness)
     centre += sum(u.weight * noise(u.seed) for u in es.updates[-1])
 
-`noise(seed)` is standard normal, drawn elsewhere, with a generator of its own for every tensor
-(the tensor's name belongs into its key, else tensors of one shape get the same noise). No tensor
-is stored: the centre is its start plus all `updates`, so any generation can be rebuilt.
+The caller draws `noise(seed)`, standard normal, with one generator per tensor, keyed by its name
+(else tensors of one shape get the same noise). No tensor is stored: the centre is its start plus
+all `updates`, so any generation can be rebuilt.
 """
 
 import math
@@ -46,9 +46,9 @@ class EsConfig(Config):
     """Mirrored evolution strategy with centred ranks."""
 
     num_pairs: int = Field(default=16, ge=1)
-    """Directions per generation; each is tried forth and back, so twice as many evaluations."""
+    """Directions per generation; each is tried with both signs, for twice as many evaluations."""
     sigma: float = Field(default=0.1, gt=0.0)
-    """Length of a trial step, in units of the noise: with noise scaled to each tensor's standard
+    """Length of a trial step, in units of the noise. With noise scaled to each tensor's standard
     deviation, 0.1 changes every weight by a tenth of it."""
     learning_rate: float = Field(default=1.0, gt=0.0)
     """Length of the update relative to the trial step: 1 moves by about sigma / 2 along a clear
@@ -75,12 +75,12 @@ class SeedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Es:
-    """The strategy as a value: what it asks next follows from the number of updates made."""
+    """The strategy as a value: its next trials follow from the number of updates made."""
 
     config: EsConfig
     seed: int
     updates: tuple[tuple[SeedWeight, ...], ...] = ()
-    """One per generation told."""
+    """One per finished generation."""
 
     @property
     def generation(self) -> int:
@@ -88,7 +88,7 @@ class Es:
 
 
 def ask(es: Es) -> tuple[Perturbation, ...]:
-    """The trials of this generation: every direction with both signs."""
+    """Return the trials of this generation: every direction with both signs."""
     trials = []
     for pair in range(es.config.num_pairs):
         seed = stream_seed(es.seed, "es", es.generation, pair)
@@ -99,10 +99,8 @@ def ask(es: Es) -> tuple[Perturbation, ...]:
 
 
 def tell(es: Es, fitness: Mapping[str, Fitness]) -> Es:
-    """Add the update that these measurements call for.
-
-    Failed trials share the lowest utility. When all are equal, or all failed, every weight is 0.
-    """
+    """Add the update that follows from these measurements. Failed trials share the lowest utility.
+    If all are equal, or all failed, every weight is 0."""
     trials = ask(es)
     if set(fitness) != {trial.id for trial in trials}:
         missing = sorted({trial.id for trial in trials} - set(fitness))
@@ -118,10 +116,8 @@ def tell(es: Es, fitness: Mapping[str, Fitness]) -> Es:
 
 
 def utilities(fitness: Mapping[str, Fitness]) -> dict[str, float]:
-    """Centred ranks: -0.5 for the worst to 0.5 for the best, ties share; their sum is 0.
-
-    Only the order counts, so one outlier cannot own the update.
-    """
+    """Return centred ranks: -0.5 for the worst to 0.5 for the best, ties share; their sum is 0.
+    Only the order counts, so an outlier cannot dominate the update."""
     middle = (len(fitness) - 1) / 2
     ranks = fitness_ranks(list(fitness.values()))
     return {
@@ -136,8 +132,8 @@ def utilities(fitness: Mapping[str, Fitness]) -> dict[str, float]:
 #     points = search.ask()                       # tuples of coefficients
 #     search.tell([evaluate(point) for point in points])
 #
-# What it asks follows from its start and what it was told: to go on from where another process was,
-# tell it the same again. It is never pickled.
+# Its points follow from its start and its measurements: to resume another process's search, tell it
+# the same measurements again. It is never pickled.
 
 
 Point = tuple[float, ...]
@@ -147,7 +143,7 @@ class CmaesConfig(Config):
     """Covariance matrix adaptation."""
 
     population: int | None = Field(default=None, ge=2)
-    """Points per generation; the default is 4 + 3 ln(number of coefficients), rounded down."""
+    """Points per generation; null: 4 + 3 ln(number of coefficients), rounded down."""
     sigma: float = Field(default=0.25, gt=0.0)
     """Standard deviation of the first points around the start."""
     low: float | None = Field(default=0.0)
@@ -166,22 +162,22 @@ class CmaesConfig(Config):
 
 
 def average_start(config: CmaesConfig, *, count: int) -> Point:
-    """The uniform average of so many, as near as the limits allow."""
+    """Return the uniform average of `count` coefficients, as near as the limits allow."""
     low = 0.0 if config.low is None else config.low
     high = max(1.0, low) if config.high is None else config.high
     return (min(high, max(low, 1.0 / count)),) * count
 
 
 def population_size(config: CmaesConfig, *, count: int) -> int:
-    """Points per generation over so many coefficients."""
+    """Return the points per generation over `count` coefficients."""
     return config.population or 4 + math.floor(3 * math.log(count))
 
 
 class Cmaes:
-    """The optimiser. Ranks are all it sees, so failed points simply rank last."""
+    """The optimiser. It only uses ranks, so failed points simply rank last."""
 
     def __init__(self, config: CmaesConfig, *, seed: int, start: Point) -> None:
-        """`start` is the first mean; at least two coefficients."""
+        """`start` is the first mean, of at least two coefficients."""
         self._config = config
         self._seed = seed
         self._num_told = 0
@@ -191,17 +187,16 @@ class Cmaes:
 
     @property
     def mean(self) -> Point:
-        """The centre of the search, the best guess under noise; inside the limits."""
+        """The centre of the search within the limits: the best guess under noise."""
         centre = self._optimiser.boundary_handler.repair(self._optimiser.mean)
         return tuple(float(value) for value in centre)
 
     @property
     def sigma(self) -> float:
-        """The size of its steps now."""
         return float(self._optimiser.sigma)
 
     def ask(self) -> tuple[Point, ...]:
-        """The points of this generation; the same ones until they are told."""
+        """Return the points of this generation; the same ones until they are measured."""
         if not self._points:
             self._normal = stream(self._seed, "cmaes", self._num_told)
             drawn = self._optimiser.ask()
@@ -209,7 +204,7 @@ class Cmaes:
         return self._points
 
     def tell(self, fitness: Sequence[Fitness]) -> None:
-        """Measurements of the points, in the order they were asked for."""
+        """Take the measurements of the points, in the order of `ask`."""
         points = self.ask()
         if len(fitness) != len(points):
             raise ValueError(
@@ -238,7 +233,7 @@ class Cmaes:
             "bounds": [config.low, config.high],
             "randn": self._draw,
             "seed": math.nan,  # nan: leave the global generator alone
-            "verbose": -10,  # below -9 no file is looked at either
+            "verbose": -10,  # below -9 it reads no files either
             "verb_log": 0,
             "popsize": population_size(config, count=len(start)),
         }
@@ -249,10 +244,10 @@ class Cmaes:
 
 
 def load_library() -> Any:
-    """The `cma` package; ConfigError where it is not installed."""
+    """Import the `cma` package; ConfigError if it is not installed."""
     try:
         with warnings.catch_warnings():
-            # It warns that matplotlib, which is not used here, is missing.
+            # It warns about missing matplotlib, which is not used here.
             warnings.simplefilter("ignore")
             import cma
     except ImportError:

@@ -1,4 +1,4 @@
-"""A labelling, and what labels may not be together.
+"""Labellings, and constraints on labels.
 
 labels = (0, UNLABELLED, 1)      # of three items, the first has label 0, the third label 1
 
@@ -6,9 +6,9 @@ labels = (0, UNLABELLED, 1)      # of three items, the first has label 0, the th
     constraints.num_violated((0, 0))                   # 1: both carry the label
     constraints.repairs((0, -1), item=1, label=0)      # ((1, 0), (0, 1), (1, 1))
 
-Constraints are known from the form of the items and never from the answer. Items that they tie
-together, directly or through others, form a component. What has labels of a component and is tied
-by labelled items is repaired as a whole: every consistent labelling of it is tried.
+Constraints follow from the form of the items, never from the answers. Items that they tie together,
+directly or through others, form a component. Labelled items of a component that are tied through
+labelled items are repaired as a whole: every consistent labelling of them is tried.
 """
 
 from bisect import bisect_left
@@ -51,28 +51,28 @@ UNLABELLED = -1
 
 
 def labelled_items(labels: Labels) -> tuple[int, ...]:
-    """The items that have a label, in item order."""
+    """Return the items that have a label, in item order."""
     return tuple(item for item, label in enumerate(labels) if label != UNLABELLED)
 
 
 def relabel(labels: Labels, item: int, label: int) -> Labels:
-    """The same labelling with one label changed: relabel((0, 1), 1, 0) is (0, 0)."""
+    """Return a copy with one label changed: relabel((0, 1), 1, 0) is (0, 0)."""
     return (*labels[:item], label, *labels[item + 1 :])
 
 
-# The order of the other items before each target, so that targets share the prefixes they can.
+# The order of the other items before each target, chosen so that targets share prefixes.
 #
 #     order = TreeOrder([(0, 1), (2, 3)])
 #     order.of(0)       # (2, 3, 1): the far half first, then the sibling
 #     order.of(1)       # (2, 3, 0)
 #
 # Leaving one item out of a fixed list shares half of the work. On a balanced tree a target's prefix
-# is, from the root down, the half it is not in; N contexts of N - 1 items then cost about
-# N log2 N items in place of N * N. An order never changes: unlabelled items are skipped.
+# is, from the root down, the half that it is not in. N contexts of N - 1 items then cost about N
+# log2 N items instead of N * N. An order never changes: unlabelled items are skipped.
 
 
 class IdOrder:
-    """All other items as they are numbered: what a plain loop over the data does."""
+    """All other items by number, as in a plain loop over the data."""
 
     def __init__(self, num_items: int) -> None:
         self.leaves = tuple(range(num_items))
@@ -82,18 +82,16 @@ class IdOrder:
 
 
 class TreeOrder:
-    """A balanced tree whose leaves are the items; a group of items is a subtree.
-
-    So the items that are tied to a target stand last, next to it.
-    """
+    """A balanced tree whose leaves are the items; a group of items is a subtree. Items that are
+    tied to a target therefore come last, next to it."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(tuple(group) for group in groups)
         self.leaves = tuple(item for group in self._groups for item in group)
-        """The items from left to right: asked in this order, a small cache is enough."""
+        """The items from left to right: asking in this order needs only a small cache."""
 
     def of(self, target: int) -> tuple[int, ...]:
-        """Every other item, the farthest first."""
+        """Return every other item, the farthest first."""
         return self._orders[target]
 
     @cached_property
@@ -117,7 +115,7 @@ Order = IdOrder | TreeOrder
 def _halves(
     groups: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Cut where both sides have as equal numbers of items as whole groups allow."""
+    """Cut at the group boundary where both sides have the most equal numbers of items."""
     if len(groups) == 1:
         middle = (len(groups[0]) + 1) // 2
         return (groups[0][:middle],), (groups[0][middle:],)
@@ -140,9 +138,9 @@ def _leaves(groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 #     cache.add(tokens)      # tokens to compute for this prompt: all of them the first time
 #     cache.add(tokens)      # only its last block
 #
-# The model of a paged cache: full blocks are found again by the tokens up to their end, the last
-# token of a prompt is always computed, and beyond `capacity_tokens` the blocks that were not used
-# for longest go first, the last ones of a prompt before the ones they build on.
+# This models a paged cache. Full blocks are looked up by the tokens up to their end, and the last
+# token of a prompt is always computed. Beyond `capacity_tokens` the least recently used blocks are
+# dropped, the last ones of a prompt before those they build on.
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -150,7 +148,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class PrefixCache:
-    """What is cached, by hash of the prefix that a block ends."""
+    """Cached blocks, by the hash of the prefix that each ends."""
 
     def __init__(self, *, block_tokens: int = 16, capacity_tokens: int | None = None) -> None:
         self._block = block_tokens
@@ -159,13 +157,13 @@ class PrefixCache:
         self._powers = np.ones(1, dtype=np.uint64)
 
     def add(self, tokens: TokenIds | NDArray[np.uint64], *, salt: int = 0) -> int:
-        """Take a prompt in; the number of its tokens that had to be computed.
+        """Add a prompt and return the number of its tokens that had to be computed.
 
-        `salt` tells models apart: their prefixes are not shared.
+        `salt` identifies the model: models do not share prefixes.
         """
         ends = self._ends(np.asarray(tokens, dtype=np.uint64), salt)
         known = self._known
-        # A block is never kept without those it builds on, so the known ones come first.
+        # A block is never kept without its predecessors, so the known blocks come first.
         num_known = bisect_left(ends, True, key=lambda end: end not in known)
         hits = min(num_known, (len(tokens) - 1) // self._block)
         known.update(dict.fromkeys(reversed(ends[num_known:])))
@@ -176,7 +174,7 @@ class PrefixCache:
         return len(tokens) - hits * self._block
 
     def _ends(self, tokens: NDArray[np.uint64], salt: int) -> list[int]:
-        """A hash per full block, of every token up to its end."""
+        """Return a hash per full block, over every token up to its end."""
         if len(tokens) > len(self._powers):
             powers = np.full(2 * len(tokens), _FACTOR, dtype=np.uint64)
             powers[0] = 1
@@ -188,18 +186,18 @@ class PrefixCache:
         return ends
 
 
-# Every way to give items labels so that all rules hold: propagation first, then trying.
+# Enumerates all labels of items that keep all rules: propagation first, then backtracking.
 #
 #     rules = [Rule(members=(0, 1), narrow=unlike)]
 #     list(assignments((0, 1), rules, num_labels=2))     # [(0, 1), (1, 0)]
 #
-# What an item may still be is a set of labels, as bits: 0b01 is label 0 alone, 0b11 is either of
-# two. A rule narrows these sets. With two labels and rules about pairs no choice has to be
-# undone; otherwise a search that finds nothing for `MAX_STEPS` steps gives up with a ValueError.
+# An item's allowed labels are bits: 0b01 is label 0 alone, 0b11 is either of two. A rule narrows
+# them. With two labels and rules about pairs no choice is ever undone. Otherwise a search without a
+# solution for `MAX_STEPS` steps raises ValueError.
 
 
 Allowed = Mapping[int, int]
-"""Item -> the labels it may still have, as bits. Items that are not in it have no label."""
+"""Item -> its allowed labels, as bits. Items that are missing have no label."""
 
 MAX_STEPS = 1000
 """Choices without a solution before a search gives up: a few seconds at most."""
@@ -207,17 +205,17 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What some items may be together."""
+    """A rule on the labels of some items."""
 
     members: tuple[int, ...]
     narrow: Callable[[Allowed], Iterable[tuple[int, int]]]
-    """Items and the labels that the rule leaves them; an item may come more than once."""
+    """Yields items with the labels that the rule leaves them; an item may come more than once."""
 
 
 def assignments(
     items: Sequence[int], rules: Sequence[Rule], *, num_labels: int
 ) -> Iterator[tuple[int, ...]]:
-    """The labels of the items in every way that keeps the rules, in lexicographic order."""
+    """Yield all labels of the items that keep the rules, in lexicographic order."""
     search = _Search(items, rules, num_labels)
     start = dict.fromkeys(items, (1 << num_labels) - 1)
     if not search.propagate(start, range(len(rules))) or search.is_refuted(start):
@@ -237,37 +235,37 @@ def assignments(
                 f"found in {MAX_STEPS} steps: the constraints contradict one another, or are too "
                 "entangled. Use smaller groups or fewer constraints."
             )
-        # The last label first: the stack gives the first one back first.
+        # Push the last label first, so that the stack pops the first one first.
         stack += reversed(list(search.children(allowed, item)))
 
 
 class _Search:
-    """The rules by item."""
+    """A backtracking search, with rules indexed by item."""
 
     def __init__(self, items: Sequence[int], rules: Sequence[Rule], num_labels: int) -> None:
         self._items = items
         self._rules = rules
         self._num_labels = num_labels
-        self._of: dict[int, list[int]] = {item: [] for item in items}
+        self._rules_of: dict[int, list[int]] = {item: [] for item in items}
         for index, rule in enumerate(rules):
             for member in rule.members:
-                if member in self._of:
-                    self._of[member].append(index)
+                if member in self._rules_of:
+                    self._rules_of[member].append(index)
 
     def undecided(self, allowed: Allowed) -> int | None:
-        """The first item that may still have more than one label."""
+        """Return the first item that still allows more than one label."""
         return next((item for item in self._items if allowed[item] & (allowed[item] - 1)), None)
 
     def children(self, allowed: Allowed, item: int) -> Iterator[dict[int, int]]:
-        """What is left with each label of the item that does not break a rule at once."""
+        """Yield the state for each label of the item that breaks no rule at once."""
         for label in range(self._num_labels):
             if allowed[item] >> label & 1:
                 child = {**allowed, item: 1 << label}
-                if self.propagate(child, self._of[item]):
+                if self.propagate(child, self._rules_of[item]):
                     yield child
 
     def propagate(self, allowed: dict[int, int], rules: Iterable[int]) -> bool:
-        """Narrow until nothing changes; False if an item is left without a label."""
+        """Narrow until nothing changes; return False if an item is left without a label."""
         waiting = dict.fromkeys(rules)
         while waiting:
             index = next(iter(waiting))
@@ -278,14 +276,14 @@ class _Search:
                     return False
                 if left != allowed[item]:
                     allowed[item] = left
-                    waiting.update(dict.fromkeys(self._of[item]))
+                    waiting.update(dict.fromkeys(self._rules_of[item]))
         return True
 
     def is_refuted(self, start: Allowed) -> bool:
         """Whether some item can have no label at all.
 
-        Labels that break nothing are taken up on the way: with two labels and rules about pairs
-        they cannot be what makes a later item impossible, so that this finds every contradiction.
+        Labels that break nothing are kept on the way. With two labels and rules about pairs they
+        cannot make a later item impossible, so that this finds every contradiction.
         """
         allowed = start
         while (item := self.undecided(allowed)) is not None:
@@ -297,12 +295,12 @@ class _Search:
 
 
 MAX_OPTIONS = 256
-"""Consistent labellings of one component at most: each of them costs an evaluation of all items."""
+"""Most consistent labellings of a component: each of them costs an evaluation of all items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exclusive:
-    """At most one member carries the label; when `is_exact`, exactly one of a labelled group."""
+    """At most one member has the label; if `is_exact`, exactly one of a fully labelled group."""
 
     members: tuple[int, ...]
     label: int
@@ -311,7 +309,7 @@ class Exclusive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implies:
-    """When the premise carries the label, so does the conclusion."""
+    """If the premise has the label, so does the conclusion."""
 
     premise: int
     conclusion: int
@@ -320,7 +318,7 @@ class Implies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualAnswer:
-    """Members with equal answers have equal labels; different answers never both carry `label`.
+    """Members with equal answers have equal labels; different answers never both have `label`.
 
     Four solutions of one problem that end in 26, 18, 18 and 7: the two 18s are both right or both
     wrong, and two that differ are not both right.
@@ -333,10 +331,8 @@ class EqualAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsymmetricPair:
-    """The two orders of one comparison: the label of one is the mirror of the other's.
-
-    mirror (1, 0): "first is better" and "first is not better" turn into each other.
-    """
+    """The two orders of one comparison: the label of one is the mirror of the other's. mirror (1,
+    0): "first is better" and "first is not better" turn into each other."""
 
     first: int
     second: int
@@ -347,10 +343,8 @@ Constraint = Exclusive | Implies | EqualAnswer | AsymmetricPair
 
 
 def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
-    """How many pairs break it; an exclusive group of which none carries the label counts as one.
-
-    What is not labelled breaks nothing, so labelling more items never lowers the number.
-    """
+    """Count the pairs that break it; an exact exclusive group without the label counts as one.
+    Unlabelled items break nothing, so labelling more items never lowers the number."""
     match constraint:
         case Exclusive(members=members, label=label, is_exact=is_exact):
             held = sum(labels[m] == label for m in members)
@@ -371,7 +365,7 @@ def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
 
 
 def _num_unlike(held: Counter[tuple[str, int]]) -> int:
-    """Pairs of equal answers and different labels."""
+    """Count pairs of equal answers and different labels."""
     sizes: Counter[str] = Counter()
     for (answer, _), number in held.items():
         sizes[answer] += number
@@ -379,13 +373,13 @@ def _num_unlike(held: Counter[tuple[str, int]]) -> int:
 
 
 def _num_both(held: Counter[tuple[str, int]], label: int) -> int:
-    """Pairs of different answers that both carry the label."""
+    """Count pairs of different answers that both have the label."""
     carriers = [number for (_, held_label), number in held.items() if held_label == label]
     return comb(sum(carriers), 2) - sum(comb(number, 2) for number in carriers)
 
 
 def _narrow(constraint: Constraint, allowed: Allowed) -> Iterator[tuple[int, int]]:
-    """The labels that a constraint leaves its labelled members, as bits."""
+    """Yield the labels that a constraint leaves its labelled members, as bits."""
     match constraint:
         case Exclusive(members=members, label=label, is_exact=is_exact):
             yield from _narrow_exclusive(members, 1 << label, is_exact, allowed)
@@ -435,7 +429,7 @@ def _narrow_equal(constraint: EqualAnswer, allowed: Allowed) -> Iterator[tuple[i
 
 
 class Constraints:
-    """All constraints over one list of items, and the components they tie together."""
+    """All constraints over one list of items, and their components."""
 
     def __init__(
         self, constraints: Sequence[Constraint], *, num_items: int, num_labels: int
@@ -453,18 +447,18 @@ class Constraints:
         self.contradictions = tuple(
             component for component in self.components if not self._num_options(component)
         )
-        """Components for which there is no consistent labelling."""
+        """Components without a consistent labelling."""
 
     def num_violated(self, labels: Labels) -> int:
-        """I(D): broken pairs of all constraints."""
+        """I(D): number of broken pairs of all constraints."""
         return sum(num_violations(constraint, labels) for constraint in self._all)
 
     def component(self, item: int) -> tuple[int, ...]:
-        """The items tied to this one, itself included."""
+        """Return the items tied to this one, itself included."""
         return self._component[item]
 
     def tied(self, labels: Labels, item: int) -> tuple[int, ...]:
-        """The labelled items that constraints between labelled items tie to this one."""
+        """Return the labelled items that constraints between labelled items tie to this one."""
         component = self._component[item]
         held = [member for member in component if labels[member] != UNLABELLED]
         if len(held) == len(component):
@@ -473,10 +467,10 @@ class Constraints:
         return next((part for part in parts if item in part), ())
 
     def repairs(self, labels: Labels, *, item: int, label: int) -> tuple[Labels, ...]:
-        """Every consistent way to take up a proposed label, the fewest other changes first.
+        """Return every consistent way to accept a proposed label, the fewest other changes first.
 
-        Where the proposal breaks nothing it is the only one. Otherwise all consistent labellings
-        of the items tied to it, `labels` itself left out: what is proposed is a change.
+        If the proposal breaks nothing, it is the only one. Otherwise these are all consistent
+        labellings of the items tied to it except `labels` itself, since a proposal is a change.
         """
         proposed = relabel(labels, item, label)
         if not self._is_broken(proposed, item):
@@ -485,10 +479,8 @@ class Constraints:
         return tuple(sorted(options, key=lambda o: (_num_changes(o, proposed), o)))
 
     def consistent(self, labels: Labels, *, item: int) -> Iterator[Labels]:
-        """The labellings that differ only in what is tied to the item by labelled items, unbroken.
-
-        In lexicographic order. Items without a label keep having none, and tie nothing.
-        """
+        """Yield unbroken labellings that differ only in the items tied to this one, in order. Only
+        labelled items tie. Unlabelled items stay unlabelled."""
         members = self.tied(labels, item)
         for values in self._assignments(members):
             option = list(labels)
@@ -497,10 +489,8 @@ class Constraints:
             yield tuple(option)
 
     def fewest(self, labels: Labels, label: int) -> int:
-        """How many of the labelled items must carry the label, whatever the others do.
-
-        Of an exclusive pair of which exactly one is true, one carries each label.
-        """
+        """Return how many of the labelled items must have the label, whatever the others have. In
+        an exact exclusive pair, one item has each label."""
         least, seen = 0, set[int]()
         for item in labelled_items(labels):
             if item not in seen:
@@ -521,7 +511,7 @@ class Constraints:
         return any(num_violations(constraint, labels) for constraint in constraints)
 
     def _num_options(self, component: tuple[int, ...]) -> int:
-        """Consistent labellings of a whole component, or a ValueError if there are too many."""
+        """Count a whole component's consistent labellings; ValueError if there are too many."""
         if len(component) == 1:
             return self._num_labels
         count = 0
@@ -548,7 +538,7 @@ def _members(constraint: Constraint) -> tuple[int, ...]:
 def _components(
     constraints: Sequence[Constraint], items: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The items in parts that constraints tie together; others tie nothing."""
+    """Split the items into parts that constraints tie together; other items tie nothing."""
     root = {item: item for item in items}
 
     def find(item: int) -> int:

@@ -1,11 +1,11 @@
-"""What an answer counts in a search, apart from the reward that is reported of it.
+"""Merits: what an answer counts in a search, while reports use its reward.
 
     merits_of({"t1": 1.0, "t2": 0.0}, {"t1": 0.9, "t2": 0.4}, merit="certainty",
               num_choices={"t1": 2, "t2": 2})
         -> {"t1": 0.9, "t2": 0.4}
 
-A reward of 0 or 1 says which choice was the likeliest; the probability of the right one also says
-by how much, so that the same answers tell candidates apart with less noise.
+A reward of 0 or 1 says whether the right choice was the likeliest. Its probability also says by how
+much, so the same answers distinguish candidates with less noise.
 """
 
 import math
@@ -29,44 +29,44 @@ __all__ = [
     "vote",
 ]
 
-# Floors in a race: which candidates are proven to keep them, to miss them, and by how much.
+# Floors in a race: which candidates are proven to keep or to miss them, and by how much.
 #
 #     floors = FloorTests(sources, floors={"mmlu": 0.6}, num_candidates=8, limits=(0.0, 1.0),
 #                         alpha=0.001)
 #     floors.see(rewards_N_K, rows=rows, first=0)       # the next K tasks of some candidates
 #     floors.standing(num_seen).is_feasible
 #
-# A floor holds of the mean over all tasks of its source. Each candidate has two sequential tests
-# per floor, above it and below it, and the bounds that the remaining tasks leave for certain.
+# A floor bounds the mean over all tasks of its source. Each candidate has two sequential tests per
+# floor, above and below it, and the bounds that the remaining tasks leave with certainty.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What is known of every candidate's violation on all tasks; arrays over candidates."""
+    """Bounds on every candidate's violation over all tasks; arrays over candidates."""
 
     is_feasible: NDArray[np.bool_]
-    """Proven, by a test or for certain, to keep every floor."""
+    """Proven, by a test or with certainty, to keep every floor."""
     is_infeasible: NDArray[np.bool_]
-    """Proven, by a test or for certain, to miss one."""
+    """Proven, by a test or with certainty, to miss a floor."""
     least: NDArray[np.float64]
-    """The smallest violation that the remaining tasks can leave."""
+    """Smallest violation that the remaining tasks can leave."""
     most: NDArray[np.float64]
-    """The largest; 0 is feasible for certain."""
+    """Largest violation that the remaining tasks can leave; 0 is certainly feasible."""
     so_far: NDArray[np.float64]
-    """Of the means on the tasks seen."""
+    """Violation of the means over the tasks seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Floor:
     value: float
     places: NDArray[np.int64]
-    """Of the source's tasks in the order of the race."""
+    """Places of the source's tasks in the order of the race."""
     above: MeanTests
     below: MeanTests
 
 
 class FloorTests:
-    """The tests of all candidates on all floors. Owned and changed by a race."""
+    """The tests of all candidates on all floors. Its race owns and changes it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FloorTests:
         limits: tuple[float, float],
         alpha: float,
     ) -> None:
-        """`sources` of the tasks in the order of the race; `alpha` of each single test."""
+        """`sources` are by task in the order of the race; `alpha` is per test."""
         low, high = self._limits = limits
         self._floors = []
         for source, value in floors.items():
@@ -89,11 +89,11 @@ class FloorTests:
         self._known = np.full(num_candidates, np.nan)
 
     def know(self, row: int, *, violation: float) -> None:
-        """The candidate's violation on all tasks is known before the race."""
+        """Set a candidate's violation on all tasks, known before the race."""
         self._known[row] = violation
 
     def see(self, rewards: NDArray[np.float64], *, rows: NDArray[np.int64], first: int) -> None:
-        """Rewards [rows, K] on the tasks from `first` on; each row has seen all before it."""
+        """Test rewards [rows, K] on the tasks from `first` on, which these rows see next."""
         last = first + rewards.shape[1]
         for floor in self._floors:
             start, stop = np.searchsorted(floor.places, (first, last))
@@ -102,7 +102,7 @@ class FloorTests:
             floor.below.see(-values, first=int(start), where=(rows,))
 
     def standing(self, num_seen: NDArray[np.int64]) -> Standing:
-        """Of candidates that have seen so many tasks each."""
+        """Return the bounds, given how many tasks each candidate has seen."""
         low, high = self._limits
         is_feasible = np.ones(len(num_seen), dtype=bool)
         is_infeasible = np.zeros(len(num_seen), dtype=bool)
@@ -132,7 +132,7 @@ class FloorTests:
 
 
 def violation_of(rewards: Iterable[tuple[str, float]], floors: Mapping[str, float]) -> float:
-    """As `fitness_of` has it; `rewards` are pairs of source and reward, of all tasks."""
+    """Return the violation as in `fitness_of`; `rewards` are (source, reward) of all tasks."""
     values: dict[str, list[float]] = {source: [] for source in floors}
     for source, reward in rewards:
         if source in values:
@@ -146,20 +146,19 @@ def violation_of(rewards: Iterable[tuple[str, float]], floors: Mapping[str, floa
 Array = NDArray[np.float64]
 
 Merit = Literal["certainty", "log_certainty", "mixed", "reward"]
-"""What candidates are compared by: the probability of the right choice, its logarithm, the reward
-alone, or the mean of these three. A task without choices counts by its reward in each of them."""
+"""Merit that candidates are compared by: probability of the right choice, its logarithm, the reward
+alone, or the mean of the three (`mixed`). A task without choices always counts by its reward."""
 
 MIXED: tuple[Merit, ...] = ("certainty", "log_certainty", "reward")
-"""Where certainty says little, such as of founders that are sure of wrong references, the reward
-still counts; where it says much, two thirds are made of it."""
+"""If certainty says little, as for founders that are sure of wrong references, the reward still
+counts; otherwise certainty makes up two thirds."""
 
 SHARPNESS = 3.0
-"""How fast a choice becomes right as its log-odds pass its limit: three times as fast as its
-probability."""
+"""Steepness of the reward around its limit, relative to the probability's, in log-odds."""
 
 LOG_SPAN = 4.0
-"""Halvings of the probability from 1 down to a log certainty of 0, of up to four choices. Of more
-it is twice as many as a guess among them has: below that all candidates would look alike."""
+"""Halvings of the probability from a log certainty of 1 to 0, for up to four choices. For more
+choices it is twice the halvings of a random guess, as candidates below would all look alike."""
 
 
 def merits_of(
@@ -169,23 +168,26 @@ def merits_of(
     merit: Merit,
     num_choices: Mapping[str, int],
 ) -> dict[str, float]:
-    """By task id; as many as there are rewards. `num_choices` of each task with a certainty."""
+    """Return merits by task id, one per reward. Tasks with a certainty need `num_choices`."""
     known = {task: certainties[task] for task in rewards if task in certainties}
     parts: dict[Merit, Mapping[str, float]] = {
         "reward": rewards,
         "certainty": known,
         "log_certainty": {t: _log_certainty(value, num_choices[t]) for t, value in known.items()},
     }
-    of = MIXED if merit == "mixed" else (merit,)
-    return {**rewards, **{t: math.fsum(parts[name][t] for name in of) / len(of) for t in known}}
+    names = MIXED if merit == "mixed" else (merit,)
+    return {
+        **rewards,
+        **{t: math.fsum(parts[name][t] for name in names) / len(names) for t in known},
+    }
 
 
 def merits_at(
     certainties: Array, *, merit: Merit, num_choices: Sequence[int], limits: Array
 ) -> Array:
-    """The merits of answers that are so certain, [..., tasks]; a task without choices is expected
-    to earn as much. A choice is right from its limit on, and its reward rises smoothly around it:
-    other tasks of the kind have theirs a little above or below."""
+    """Return the merits of these certainties, [..., tasks]. A task without choices is expected to
+    earn its value. A choice is right above its limit, and its reward rises smoothly around it,
+    because similar tasks have slightly other limits."""
     spans = np.array([_log_span(num) for num in num_choices])
     beyond = np.minimum(SHARPNESS * (_log_odds(limits) - _log_odds(certainties)), 700.0)
     parts: dict[Merit, Array] = {
@@ -205,7 +207,7 @@ def _log_odds(probabilities: Array) -> Array:
 
 
 def _log_certainty(probability: float, num_choices: int) -> float:
-    """From 1 at certainty down to 0 at 2 ** -span and below."""
+    """Return 1 at certainty, falling to 0 at 2 ** -span and below."""
     if probability <= 0.0:
         return 0.0
     return max(0.0, 1.0 + math.log2(probability) / _log_span(num_choices))
@@ -215,18 +217,13 @@ def _log_span(num_choices: int) -> float:
     return max(LOG_SPAN, 2.0 * math.log2(max(num_choices, 1)))
 
 
-# Majority vote over the answers of the best candidates, without looking at the reference.
-#
-# vote(["7", "12", "12"]) == "12"; vote(["7", "12"]) == "7"
-
-
 def vote(answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer; `answers` come from the best voter to the worst.
+    """Return the most frequent answer, without looking at the reference; best voters come first.
 
-    An answer is what the scorer reads of a text: texts that it reads alike vote together. On a tie
-    the answer whose first voter is best wins. None (no answer, or a failed one) does not vote;
-    when nobody votes the result is None.
+    vote(["7", "12", "12"]) == "12"; vote(["7", "12"]) == "7". Votes are answers as the scorer reads
+    them. On a tie the answer with the best first voter wins. None (no answer, or a failed one) does
+    not vote; without votes the result is None.
     """
     counts = Counter(answer for answer in answers if answer is not None)
-    # Counter keeps the order of first appearance and max returns the first of equals.
+    # Counter keeps the order of first appearance, and max returns the first of equals.
     return max(counts, key=lambda answer: counts[answer], default=None)

@@ -7,8 +7,8 @@
         population = tell(population, fitness, config=config, seed=seed)
     population.best
 
-What is asked follows from (population, config, seed) alone, so `tell` asks again instead of
-remembering: a population saved after any generation goes on as if it had never stopped.
+Plans follow from (population, config, seed) alone, so `tell` asks again instead of remembering. A
+population saved after any generation resumes as if it had never stopped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,11 +56,11 @@ __all__ = [
 
 
 MAX_STRENGTH = 1.5
-"""A single founder is tried in strengths up to this."""
+"""Largest strength that a single founder is tried in."""
 
 
 def pair_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
-    """`count` merges of two: every pair once before any comes again, weights always fresh."""
+    """Return `count` merges of two with random weights; all pairs come before any repeats."""
     if len(set(ids)) < 2:
         raise ConfigError(
             f"Got the founders {list(ids)}: a pair needs two different ones. Give more, "
@@ -76,8 +76,8 @@ def pair_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan,
 
 
 def random_weights(num_founders: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Of one sum: some founders, two at least, share a total from 1, their mean, up to their
-    number, their plain sum. The shares are uniform (Dirichlet), the total's logarithm is too."""
+    """Draw the weights of a sum of two or more of the founders. Their total lies between 1 (the
+    mean) and their number (the plain sum), log-uniform; their shares are uniform (Dirichlet)."""
     if num_founders == 1:
         return MAX_STRENGTH * rng.random(1)
     count = int(rng.integers(2, num_founders + 1))
@@ -88,7 +88,7 @@ def random_weights(num_founders: int, *, rng: np.random.Generator) -> NDArray[np
 
 
 def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
-    """`count` sums of founders: the uniform average, then random weights."""
+    """Return `count` sums of founders: first the uniform average, then random weights."""
     plans = []
     for index in range(count):
         drawn = random_weights(len(ids), rng=stream(seed, "random", index))
@@ -103,7 +103,6 @@ def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPla
 def _plan(
     parents: tuple[str, ...], weights: tuple[float, ...], *, name: str, seed: int
 ) -> ChildPlan:
-    """A linear merge without mutation."""
     return ChildPlan(
         id=name,
         generation=0,
@@ -123,12 +122,12 @@ _REMOVED = {
 
 
 class SurvivalConfig(Config):
-    """Who survives of parents and children together."""
+    """Selection of survivors among parents and children."""
 
     num_elites: int = Field(default=1, ge=1)
-    """The best so many always survive."""
+    """Number of best candidates that always survive."""
     rule: SelectionConfig | None = None
-    """Who fills the places after the elites; null takes the next best."""
+    """Rule that picks the other survivors; null takes the next best."""
 
 
 def survivors(
@@ -138,10 +137,10 @@ def survivors(
     config: SurvivalConfig,
     rng: np.random.Generator,
 ) -> tuple[int, ...]:
-    """Indices of those who live on: the elites, best first, then by the rule.
+    """Return the indices of the survivors: the elites, best first, then by the rule.
 
-    Failed candidates do not survive, unless all failed; then the pool is taken as all equal.
-    Fewer than `size` survive when fewer are alive.
+    Failed candidates do not survive, unless all failed; then all count as equal. If fewer than
+    `size` are alive, fewer survive.
     """
     kept = elites(scores, count=min(config.num_elites, size))
     alive = [index for index, score in enumerate(scores) if score is not None]
@@ -161,11 +160,11 @@ class PopulationConfig(Config):
     """How a population makes its next generation."""
 
     size: int = Field(default=16, ge=1)
-    """How many candidates live at a time."""
+    """Candidates alive at a time."""
     children: ChildrenConfig = ChildrenConfig()
-    """How the next ones are made."""
+    """How children are made."""
     survival: SurvivalConfig = SurvivalConfig()
-    """Who lives on of parents and children."""
+    """How survivors are picked among parents and children."""
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +183,7 @@ class PopulationConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The best candidate ever seen, and when."""
+    """The best candidate ever seen, and its generation."""
 
     id: str
     fitness: Fitness
@@ -193,7 +192,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """The living candidates after a generation, survivors first to last as they were picked."""
+    """The living candidates after a generation, in the order they were picked as survivors."""
 
     generation: int
     members: tuple[Candidate, ...]
@@ -202,7 +201,7 @@ class Population:
     num_evaluated: int
     """Evaluations so far, founders and failures included."""
     prefix: str = ""
-    """Begins the ids of its children; populations that share ids need different ones."""
+    """Prefix of its children's ids; populations that share ids need different ones."""
 
     @property
     def num_stale(self) -> int:
@@ -213,7 +212,7 @@ class Population:
 def make_population(
     fitness: Mapping[str, Fitness], *, config: PopulationConfig, seed: int, prefix: str = ""
 ) -> Population:
-    """Generation 0: the founders with their fitness, at most `size` of them."""
+    """Return generation 0: the founders with their fitness, at most `size` of them."""
     if not fitness:
         raise ValueError("Got no founders: a population starts with at least one candidate.")
     founders = [
@@ -225,8 +224,7 @@ def make_population(
 
 
 def ask(population: Population, *, config: PopulationConfig, seed: int) -> tuple[ChildPlan, ...]:
-    """The plans of the next generation; none when every operator needs more living parents than
-    there are."""
+    """Return the next generation's plans; none if every operator lacks living parents."""
     return plan_children(
         population.members,
         comparable_scores([member.fitness for member in population.members]),
@@ -243,7 +241,7 @@ def tell(
     config: PopulationConfig,
     seed: int,
 ) -> Population:
-    """The next generation, given the fitness of every plan asked for."""
+    """Return the next generation, given the fitness of every plan."""
     plans = ask(population, config=config, seed=seed)
     if set(fitness) != {plan.id for plan in plans}:
         missing = sorted({plan.id for plan in plans} - set(fitness))
@@ -273,7 +271,7 @@ def _settle(
     config: PopulationConfig,
     seed: int,
 ) -> Population:
-    """Survivors of the pool become the members; `measured` ones are counted and marked."""
+    """Make the pool's survivors the members; count `measured` and update the best."""
     rng = stream(seed, "survival", population.prefix, population.generation)
     scores = comparable_scores([candidate.fitness for candidate in pool])
     kept = survivors(scores, size=config.size, config=config.survival, rng=rng)

@@ -1,4 +1,4 @@
-"""Racing: evaluate all candidates on the same tasks block by block, drop those who cannot win.
+"""Racing: evaluate all candidates on the same tasks block by block, and drop sure losers.
 
     race = start(["a", "b", "c"], tasks, config=RaceConfig(), rng=stream(seed, "race", generation))
     waves = Waves(race, size=64)            # what to ask next: annealing.py
@@ -6,29 +6,27 @@
         tell(race, evaluate(asks))          # for each candidate a reward per task asked for
     race.leader, race.estimates
 
-**The promise.** The tasks come in random order. A candidate that evaluating everybody on every
-task would place among the best `keep` is dropped with probability at most 1 - `confidence`,
-however many blocks are looked at. The order is that of `fitness.rank_key`: those who keep all
-floors by score, then those who do not by violation. The score is made of rewards, or of what else
-is told as `merits`; floors always hold of rewards.
+**Guarantee.** Tasks come in random order. A candidate that a full evaluation would rank among the
+best `keep` is dropped with probability at most 1 - `confidence`, however many blocks are looked at.
+The order is that of `candidate.rank_key`: first the candidates that keep all floors, by score, then
+the others, by violation. The score uses `merits` if given, else rewards; floors use rewards.
 
-**The rule.** A rival counts against a candidate when it is proven to end above it:
+**Rule.** A rival counts against a candidate if it is proven to end above it:
   - the rival keeps every floor, and the candidate misses one or has the lower score; or
-  - the candidate's violation will exceed the rival's for certain, whatever the remaining tasks.
-A candidate is dropped when `keep` rivals count against it. Proofs are sequential tests
-(`sequential.MeanTests`): of a pair's differences, for the score; of a candidate's rewards on a
-source, for a floor. At most keep - 1 rivals end above a candidate among the best `keep`, so
-dropping it takes a false proof. The tests share 1 - confidence: the rivals' scores get all of it,
-or half when there are floors, whose tests get the other half.
+  - the candidate's violation will certainly exceed the rival's, whatever the remaining tasks.
+A candidate is dropped if `keep` rivals count against it. Proofs are sequential tests
+(`statistics.MeanTests`): of a pair's differences for the score, of a candidate's rewards on a
+source for a floor. At most keep - 1 rivals end above a candidate among the best `keep`, so dropping
+it takes a false proof. The tests share 1 - confidence: tests of scores get all of it, or half if
+there are floors, whose tests get the other half.
 
-**Asking ahead.** Looks are made after every `block` tasks, in order, however many answers are told
-at once. Answers beyond a look wait for theirs; a dropped candidate's count only if it comes back.
-So what is dropped, and when, depends neither on how much is asked at a time nor on which answers
-arrive together.
+**Asking ahead.** The race looks after every `block` tasks, in order, however many answers arrive at
+once. Later answers wait for their look; a dropped candidate's answers count only if it comes back.
+So decisions depend neither on how much is asked at a time nor on which answers arrive together.
 
-**Cost.** A reward is multiplied into its candidate's tests against the best
-max(`NUM_RIVALS`, 2 * keep) rivals so far, and not looked at again, but when rivals are picked anew:
-each time the number of tasks has doubled.
+**Cost.** A reward is multiplied once into its candidate's tests against the best
+max(`NUM_RIVALS`, 2 * keep) rivals so far. It is read again only when rivals are picked anew, each
+time the number of tasks has doubled.
 """
 
 import math
@@ -62,8 +60,8 @@ __all__ = [
 #
 #     paired_estimates([[1, 0, 1, 0], [0, 0]], leader=0, is_dropped=[False, True]) == [0.5, 0.0]
 #
-# The leader has 0.5 on all four tasks and on the two that the other saw, where that one is 0.5
-# below.
+# The leader has mean 0.5 on all four tasks, and 0.5 on the two tasks of the other, which is 0.5
+# below it there.
 
 
 Scores = Sequence[float] | NDArray[np.float64]
@@ -72,10 +70,10 @@ Scores = Sequence[float] | NDArray[np.float64]
 def paired_estimates(
     scores: Sequence[Scores], *, leader: int | None, is_dropped: Sequence[bool]
 ) -> list[float | None]:
-    """Each candidate's score on all tasks asked so far; None for those that saw none.
+    """Return each candidate's score on all tasks asked so far; None if it saw none.
 
-    A dropped one saw a prefix only: its estimate is the leader's mean on everything plus their mean
-    difference on that prefix, so that easy or hard tasks at the start cancel out.
+    A dropped candidate saw only a prefix. Its estimate is the leader's mean over all tasks plus
+    their mean difference on that prefix, so that easy or hard tasks at the start cancel out.
     """
     best = [] if leader is None else [float(score) for score in scores[leader]]
     if not best:
@@ -98,14 +96,15 @@ def _mean(scores: Scores) -> float:
 #
 #     rivals = RivalTests(shape=(num_candidates, num_tasks), num_followed=64, span=1.0, alpha=0.001)
 #     rivals.see(scores, rows=rows, seen=seen, end=32)  # those rows have seen 32 tasks now
-#     rivals.follow(order, scores=scores, seen=seen)    # who is worth comparing with
+#     rivals.follow(order, scores=scores, seen=seen)    # the best candidates to compare with
 #     rivals.is_proven                                  # [candidate, rival]: the rival is better
 #
-# Only pairs with a followed rival are played. A rival that is followed later plays what it missed.
+# Only pairs with a followed rival are tested. A rival that is followed later is tested on earlier
+# tasks, too.
 
 
 class RivalTests:
-    """Sequential tests of pairs of candidates. Owned and changed by a race."""
+    """Sequential tests of pairs of candidates. Its race owns and changes it."""
 
     def __init__(
         self, shape: tuple[int, int], *, num_followed: int, span: float, alpha: float
@@ -131,10 +130,8 @@ class RivalTests:
         seen: NDArray[np.int64],
         end: int,
     ) -> None:
-        """Let `rows` see the tasks up to `end`; `seen` counts every candidate's tasks before that.
-
-        A pair plays a task once both have seen it.
-        """
+        """Test `rows` on the tasks up to `end`; `seen` counts every candidate's earlier tasks. A
+        pair is tested on a task once both have seen it."""
         is_new = np.zeros(len(seen), dtype=bool)
         is_new[rows] = True
         cuts = [*np.unique(seen[seen < end]), end]
@@ -148,8 +145,8 @@ class RivalTests:
     def follow(
         self, order: NDArray[np.int64], *, scores: NDArray[np.float64], seen: NDArray[np.int64]
     ) -> None:
-        """Follow the first of `order`, best first, if the number of tasks has doubled since the
-        last pick: playing what newcomers missed then costs at most as much as was played."""
+        """Follow the best of `order` once the number of tasks has doubled since the last pick:
+        testing newcomers on earlier tasks then at most doubles the cost."""
         now = int(seen.max())
         if len(self._followed) == len(seen) or now < 2 * self._picked_at:
             return
@@ -176,7 +173,7 @@ class RivalTests:
         first: int,
         last: int,
     ) -> None:
-        """The tasks from `first` to `last`, each candidate with each followed rival."""
+        """Test candidates against followed rivals on the tasks from `first` to `last`."""
         rows = np.flatnonzero(candidates)
         columns = np.flatnonzero((self._followed >= 0) & rivals[self._followed])
         if not len(rows) or not len(columns):
@@ -191,26 +188,26 @@ class RivalTests:
 
 
 Rewards = Sequence[float | None]
-"""In the order of the tasks asked; None could not be measured."""
+"""In the order of the tasks asked; None if a reward could not be measured."""
 
 NUM_RIVALS = 64
-"""Rivals that are followed at least. Fewer tests than the confidence pays for are always sound:
-they only drop later. What any other rival would prove, one of the best 64 nearly always does."""
+"""Least number of followed rivals. Following fewer is always sound and only drops later. One of the
+best 64 nearly always proves what any other rival would."""
 
 
 class RaceConfig(Config):
     """When candidates are dropped before they have seen every task."""
 
     enabled: bool = True
-    """False evaluates everybody on every task."""
+    """If false, all candidates are evaluated on every task."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
-    """Probability that a candidate which belongs to the best `keep` is not dropped."""
+    """Probability that a candidate of the best `keep` is not dropped."""
     keep: int = Field(default=1, ge=1)
-    """Drop a candidate only when this many others are better: 1 looks for the winner, the size of
+    """Drop a candidate only if this many others are better. 1 searches for the winner, the size of
     the population for the survivors."""
     block: int = Field(default=16, ge=1)
-    """Tasks between two looks. Looks cost no confidence: small blocks drop earlier. Several blocks
-    are asked for at once where one does not fill the engine."""
+    """Tasks between two looks. Looks cost no confidence, so small blocks drop earlier. If one block
+    does not fill the engine, several are asked at once."""
     low: float = 0.0
     """The smallest possible reward."""
     high: float = 1.0
@@ -231,17 +228,15 @@ class Dropped:
     """Why and when a candidate left the race."""
 
     reason: Literal["beaten", "impossible", "failed"]
-    """beaten: by the sequential test; impossible: not even all remaining tasks would do; failed:
-    its evaluation failed."""
+    """beaten: by a test. impossible: the remaining tasks cannot help. failed: its evaluation
+    failed."""
     num_tasks: int
-    """Tasks it had rewards for."""
+    """Tasks that it had rewards for."""
 
 
 class Race:
-    """One race, owned and changed by whoever started it. Made by `start`.
-
-    To resume a race start it again and tell the same answers.
-    """
+    """One race, made by `start`. Its user owns and changes it. To resume a race, start it again and
+    tell it the same answers."""
 
     def __init__(
         self,
@@ -251,7 +246,7 @@ class Race:
         config: RaceConfig,
         factors: NDArray[np.float64],
     ) -> None:
-        """`tasks` in the order of the race; the score is the mean of reward times factor."""
+        """`tasks` are in the order of the race; the score is the mean of reward times factor."""
         self.config = config
         self.candidates = tuple(candidates)
         self.tasks = tuple(tasks)
@@ -262,24 +257,24 @@ class Race:
         self._rewards = np.full((count, len(self.tasks)), np.nan)
         self._scores = np.full((count, len(self.tasks)), np.nan)
         self._has_failed = np.zeros(count, dtype=bool)
-        self._told = np.zeros(count, dtype=int)
-        """Answers there; NaN from where the candidate failed."""
+        self._num_received = np.zeros(count, dtype=int)
+        """Number of answers received; all tasks once the candidate failed."""
         self._seen = np.zeros(count, dtype=int)
-        """Answers that were looked at."""
+        """Number of answers looked at."""
         self._totals = np.zeros((2, count))
-        """Sums of the scores seen: what was rounded off is in the second row."""
+        """Sums of the scores looked at, and their rounding errors."""
         self._rivals: RivalTests | None = None
         self._floors: FloorTests | None = None
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Those still in, in the order of the start."""
+        """Candidates that are not dropped, in their original order."""
         return tuple(id for id in self.candidates if id not in self.dropped)
 
     @property
     def num_told(self) -> dict[str, int]:
-        """How many tasks each candidate needs no answer for: told, or beyond its failure."""
-        return dict(zip(self.candidates, self._told.tolist(), strict=True))
+        """Tasks per candidate that need no answer: answered, or beyond its failure."""
+        return dict(zip(self.candidates, self._num_received.tolist(), strict=True))
 
     @property
     def rewards(self) -> dict[str, tuple[float, ...]]:
@@ -289,24 +284,23 @@ class Race:
 
     @property
     def num_evaluations(self) -> int:
-        """Rewards used so far; without racing it is candidates times tasks at the end."""
+        """Rewards used so far; without racing it ends at candidates times tasks."""
         return int(self._seen.sum())
 
     @property
     def leader(self) -> str | None:
-        """The live candidate that is ahead, the earlier one on a tie; None when all failed."""
+        """The best live candidate, the earlier one on a tie; None if all failed."""
         row = self._leader()
         return None if row is None else self.candidates[row]
 
     @property
     def estimates(self) -> dict[str, float | None]:
-        """Each candidate's score on all tasks asked so far, as `paired_estimates` has it; None for
-        failed ones."""
+        """Each candidate's score on all tasks so far, see `paired_estimates`; None if it failed."""
         return self._estimate(self._scores)
 
     @property
     def reward_estimates(self) -> dict[str, float | None]:
-        """The same of the rewards, where the score is made of merits."""
+        """As `estimates`, but of rewards even if the score uses merits."""
         return self._estimate(self._rewards * self._factors)
 
     def _estimate(self, values_N_T: NDArray[np.float64]) -> dict[str, float | None]:
@@ -327,7 +321,7 @@ class Race:
         return np.flatnonzero(is_live)
 
     def _order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows as they stand, best first: less violation, then the higher mean."""
+        """Return the rows best first: by less violation, then by the higher mean."""
         means = np.full(len(rows), -math.inf)
         np.divide(self._totals[0, rows], self._seen[rows], out=means, where=self._seen[rows] > 0)
         if self._floors is None:
@@ -340,7 +334,7 @@ class Race:
         return int(order[0]) if len(order) else None
 
     def open_tests(self, sources: Sequence[str], floors: Mapping[str, float]) -> None:
-        """Prepare to drop candidates, if there are enough to drop one; `sources` by task."""
+        """Prepare the tests if there are more candidates than `keep`; `sources` is by task."""
         config, count = self.config, len(self.candidates)
         if not config.enabled or config.keep >= count:
             return
@@ -368,7 +362,7 @@ class Race:
         merits: Mapping[str, float] | None,
         violation: float,
     ) -> None:
-        """The candidate's rewards on every task, and by how much it misses floors with them."""
+        """Take the rewards of a candidate known on every task, with its violation of floors."""
         in_order = None if merits is None else [merits[task] for task in self.tasks]
         self.take(id, [rewards[task] for task in self.tasks], merits=in_order)
         if self._floors is not None:
@@ -380,37 +374,37 @@ class Race:
         if row is None:
             raise ValueError(f"Got rewards of {id}: the race is of {sorted(self.candidates)}.")
         if self._has_failed[row]:
-            return  # asked for before its failure was told
-        told = int(self._told[row])
+            return  # asked before its failure arrived
+        num_received = int(self._num_received[row])
         values = np.array([None] if rewards is None else list(rewards), dtype=np.float64)
-        if told + len(values) > len(self.tasks):
-            room = len(self.tasks) - told
+        if num_received + len(values) > len(self.tasks):
+            room = len(self.tasks) - num_received
             raise ValueError(f"Got {len(values)} rewards of {id}: {room} tasks are open.")
         failed = np.flatnonzero(np.isnan(values))
-        end = told + (int(failed[0]) if len(failed) else len(values))
-        values = values[: end - told]
+        end = num_received + (int(failed[0]) if len(failed) else len(values))
+        values = values[: end - num_received]
         limits = (self.config.low, self.config.high) if self.config.enabled else None
-        check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
-        self._rewards[row, told:end] = values
+        check_rewards(values, id=id, tasks=self.tasks[num_received:end], limits=limits)
+        self._rewards[row, num_received:end] = values
         if merits is not None:
-            values = np.array(list(merits)[: end - told], dtype=np.float64)
-            check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
-        self._scores[row, told:end] = values * self._factors[told:end]
+            values = np.array(list(merits)[: end - num_received], dtype=np.float64)
+            check_rewards(values, id=id, tasks=self.tasks[num_received:end], limits=limits)
+        self._scores[row, num_received:end] = values * self._factors[num_received:end]
         self._has_failed[row] = len(failed) > 0
-        self._told[row] = len(self.tasks) if len(failed) else end
+        self._num_received[row] = len(self.tasks) if len(failed) else end
 
     def look_on(self) -> None:
-        """Make every look whose answers are there."""
+        """Look as often as the answers allow."""
         while self.look():
             pass
 
     def look(self) -> bool:
-        """Look at the next block if every live candidate's answers are there; else False."""
+        """Look at the next block if every live candidate's answers are there; else return False."""
         live = self._live()
         if not len(live):
             return False
         end = min(int(self._seen[live].max()) + self.config.block, len(self.tasks))
-        if (self._seen[live] == end).all() or (self._told[live] < end).any():
+        if (self._seen[live] == end).all() or (self._num_received[live] < end).any():
             return False
         first = int(self._seen[live].min())
         is_missing = np.isnan(self._rewards[live, first:end])
@@ -436,13 +430,13 @@ class Race:
         self._seen[rows] = end
 
     def _judge(self, rivals: RivalTests, *, is_settled: bool) -> None:
-        """Drop the hopeless, never the leader; unless `is_settled`, the dropped may come back."""
+        """Drop losers, but never the leader; unless `is_settled`, dropped ones may come back."""
         order = self._order(self._live())
         rivals.follow(order, scores=self._scores, seen=self._seen)
         failed = {id: fate for id, fate in self.dropped.items() if fate.reason == "failed"}
         judged = dict(self.dropped if is_settled else failed)
         beaten, certain = self._counts(rivals, failed=[self._index[id] for id in failed])
-        # Once a candidate has seen every task nothing is left to save, and its mean is complete.
+        # A candidate that has seen every task costs nothing more, and its mean is complete.
         is_spared = (beaten < self.config.keep) | (self._seen == len(self.tasks))
         is_spared[order[:1]] = True
         for row in np.flatnonzero(~is_spared):
@@ -452,13 +446,13 @@ class Race:
                 reason="impossible" if is_certain else "beaten", num_tasks=int(self._seen[row])
             )
             judged.setdefault(id, self.dropped.get(id, fate))
-        # Proofs hold with high probability, not always: they may go round in a circle.
+        # Proofs hold with high probability, not always: they may form a cycle.
         self.dropped = failed if len(judged) == len(self.candidates) else judged
 
     def _counts(
         self, rivals: RivalTests, *, failed: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How many rivals are proven, and how many are certain, to end above each candidate."""
+        """Count the rivals that are proven, and certain, to end above each candidate."""
         is_proven, is_certain = rivals.is_proven, rivals.is_certain
         if self._floors is not None:
             standing = self._floors.standing(self._seen)
@@ -484,13 +478,12 @@ def start(
     known: Mapping[str, Mapping[str, float]] | None = None,
     known_merits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Race:
-    """A race of all candidates over the tasks in random order.
+    """Start a race of all candidates over the tasks in random order.
 
-    `sources` names each task's source. With `weights` the score is the weighted mean of the
-    sources' means, else the mean of all rewards; with `task_weights` these are weighted means.
-    `floors` are plain means on a source that candidates must not fall below. Candidates in `known`
-    have a reward for every task, and a merit where the score is made of these: they race along and
-    need no answers.
+    `sources` is by task. With `weights` the score is the weighted mean of the sources' means, else
+    the mean of all rewards; with `task_weights` these are weighted means. `floors` are lower bounds
+    of plain means per source. Candidates in `known` have a reward for every task, and merits if the
+    score uses them: they take part and need no answers.
     """
     for what, ids in (("candidates", candidates), ("tasks", tasks)):
         if not ids or len(set(ids)) != len(ids):
@@ -526,12 +519,12 @@ def tell(
     *,
     merits: Mapping[str, Rewards] | None = None,
 ) -> Race:
-    """Hand over answers and make every look that they complete; the same race, changed.
+    """Take answers and make every look that they complete. Changes and returns the race.
 
-    For each candidate its next rewards in the order asked, as many as have arrived. None in place
-    of a reward, or of all of them, says that it could not be measured: the candidate fails when
-    that task is looked at. It is out then, and so is what it proved about others: who was dropped
-    on its account alone comes back. `merits` are what the score counts in place of the rewards.
+    `told` has each candidate's next rewards in the order asked, as many as have arrived. None
+    instead of a reward, or of all of them, is a failed measurement: the candidate fails when that
+    task is looked at. Then its proofs against others are void, and candidates dropped only because
+    of it come back. `merits` replace the rewards in the score.
     """
     for id, rewards in told.items():
         race.take(id, rewards, merits=(merits or {}).get(id))

@@ -4,20 +4,20 @@
     paired_difference(ours, theirs, rng=stream(seed, "report"))      # positive: ours is better
     proportion(is_right, clusters=questions)                         # for right-or-wrong answers
 
-Rewards are aligned by task. `Strata` names the source of each task: means are taken per source
-first, and resampling stays within a source.
+Rewards are aligned by task. `Strata` names the source of each task: means are first taken per
+source, and resampling stays within a source.
 
-**Clusters.** Eight rows of one question are not eight independent values. Rows of equal cluster
-become one value: their part in the mean, linearised, so that the values have the mean of the rows
-and, independent of one another, its spread. A row of its own cluster is its own value. Sources that
-share a cluster are resampled together. Clusters of unequal size count for fewer of equal size
-(Kish 1965): where two hold most rows, the others do not make the mean more exact.
+**Clusters.** Eight rows of one question are not eight independent values. The rows of a cluster
+become one value, their linearised part of the mean: the values are independent, and keep the rows'
+mean and its spread. A row alone in its cluster is its own value. Sources that share a cluster are
+resampled together. Clusters of unequal size count as fewer of equal size (Kish 1965): if two hold
+most rows, the others hardly make the mean more exact.
 
-**Small samples.** A bootstrap knows only what its sample shows: two right answers give [1, 1], and
-for eight sources of two tasks it holds the truth in 80 % of cases instead of 95 %. So an interval
-reaches as far as Student's does for the same values and `PRIOR` more at the ends of what a value
-can be (Agresti and Coull 1998), the spread of each source drawn towards that of all, with
-Satterthwaite's degrees of freedom. From some hundred values on the two agree.
+**Small samples.** A bootstrap only knows its sample: two right answers give [1, 1], and for eight
+sources of two tasks it covers the truth in 80 % of cases instead of 95 %. So an interval reaches at
+least as far as Student's for the same values plus `PRIOR` values at the limits (Agresti and Coull
+1998), with each source's spread shrunk towards the common one and Satterthwaite's degrees of
+freedom. From some hundred values on both agree.
 
 Sequential tests side by side: is the mean of a finite list above a value? Look at any time.
 
@@ -28,12 +28,11 @@ Sequential tests side by side: is the mean of a finite list above a value? Look 
 **The test.** The `size` values are drawn in random order, without replacement, none below the first
 of `limits`, low. If their mean is at most `null`, then after t of them, with sum S, the next has
 mean at most m = (size * null - S) / (size - t). A gambler who stakes the share f of her wealth on
-"more than m" multiplies it by 1 + f (x - m) / (m - low) each time; under that hypothesis her wealth
-ever reaches 1 / alpha with probability at most alpha (Ville). `STAKES` are played side by side and
-averaged. When S exceeds what the remaining values can take back the claim is certain: it needs no
-chance.
+"more than m" multiplies it by 1 + f (x - m) / (m - low) each time. Under that hypothesis her wealth
+ever reaches 1 / alpha with probability at most alpha (Ville). `STAKES` are played in parallel and
+averaged. If the remaining values cannot bring S back to size * null, the claim is certain.
 
-The cost of a value is one multiplication per stake, whatever came before.
+A value costs one multiplication per stake, however many came before.
 """
 
 import math
@@ -63,29 +62,27 @@ __all__ = [
 
 
 PRIOR = 4.0
-"""Values that are added, half of them at each end: Agresti and Coull's two successes and two
-failures."""
+"""Values added, half of them at each limit: Agresti and Coull's two successes and two failures."""
 
 POOLED = 2.0
-"""How many values' worth of the spread of all sources counts in the spread of each."""
+"""Values' worth of the common spread that is added to each source's spread."""
 
 MIN_VALUES = 30
-"""With fewer values in all, or fewer than `MIN_PER_SOURCE` of one source, an interval rests as much
-on what values can be as on those seen."""
+"""With fewer values, or fewer than `MIN_PER_SOURCE` of a source, limits matter as much as data."""
 
 MIN_PER_SOURCE = 5
 
 RARE = 10
-"""Fewer differences than this show too little of their spread to be resampled."""
+"""With fewer non-zero differences, resampling underestimates the spread."""
 
 CHUNK = 1 << 21
-"""Draws held in memory at a time: 16 MiB of indices."""
+"""Draws in memory at a time: 16 MiB of indices."""
 
 
 CONFIDENCE = 0.95
 
 NUM_RESAMPLES = 10_000
-"""With so many the end points move by about 1 % of the width between seeds."""
+"""With this many, the end points move by about 1 % of the width between seeds."""
 
 Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2.0)
 
@@ -99,23 +96,22 @@ class Strata:
 
     names: tuple[str, ...]
     weights: Mapping[str, float] | None = None
-    """None weighs all sources alike; a source that is not named has weight 0."""
+    """None weighs all sources alike; a source without weight counts as 0."""
     clusters: tuple[Hashable, ...] | None = None
-    """The question of each value: values of equal question depend on one another. None: all are
-    independent."""
+    """Question of each value; values of one question are dependent. None: all are independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and where the true value lies with 95 % confidence."""
+    """An estimate with its 95 % confidence interval."""
 
     estimate: float
     low: float
     high: float
     num_values: int
-    """Clusters, where values are in clusters."""
+    """Number of values, or of clusters if values are in clusters."""
     small: str = ""
-    """Why the sample is too small to rely on it; empty when it is not."""
+    """Why the sample is too small to rely on; empty if it is large enough."""
 
 
 def bootstrap_mean(
@@ -126,15 +122,14 @@ def bootstrap_mean(
     num_resamples: int = NUM_RESAMPLES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
-    """Interval of the mean, by the bootstrap corrected for bias and skewness (BCa); with strata of
-    the weighted mean of the sources' means.
+    """Return the interval of the mean, or of the strata's weighted mean, by the BCa bootstrap.
 
     `limits` are the smallest and the largest possible value; values beyond widen them.
     """
     sources = _sources(values, strata)
     parts, shares = [source.values for source in sources], [source.share for source in sources]
     means = np.array([part.mean() for part in parts])
-    # Rounding may put the mean of equal values beside them.
+    # Rounding may move the mean of equal values away from them.
     estimate = float(np.clip(np.array(shares) @ means, min(values), max(values)))
     resampled = np.zeros(num_resamples)
     for part, share in zip(parts, shares, strict=True):
@@ -166,7 +161,7 @@ def paired_difference(
     num_resamples: int = NUM_RESAMPLES,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
-    """Interval of the mean of ours - theirs, task by task: hard tasks do not widen it.
+    """Return the interval of the mean of ours - theirs, task by task: hard tasks do not widen it.
 
     `limits` are the smallest and the largest possible reward.
     """
@@ -192,10 +187,10 @@ def paired_difference(
 
 
 def _rare_difference(sources: Sequence["_Source"], *, reach: float) -> tuple[float, float]:
-    """Wins minus losses, each with Wilson's interval (Newcombe's way to join them).
+    """Return wins minus losses, each with Wilson's interval, joined by Newcombe's method.
 
-    Where hardly a task differs its spread says nothing: no difference on 60 tasks leaves room for
-    one on every twentieth.
+    If hardly a task differs, the spread says nothing: no difference on 60 tasks still allows one on
+    every twentieth.
     """
     trials = 1.0 / math.fsum(s.share**2 / s.trials for s in sources if s.share > 0)
     wins, losses = (
@@ -211,10 +206,10 @@ def _rare_difference(sources: Sequence["_Source"], *, reach: float) -> tuple[flo
 
 
 def proportion(is_right: Sequence[bool], *, clusters: Sequence[Hashable] | None = None) -> Interval:
-    """Wilson's score interval of right answers; never empty, also at 0 % and 100 %.
+    """Return Wilson's score interval of right answers, which has a width even at 0 % and 100 %.
 
-    Eight of ten: 0.49 to 0.94. Answers in clusters count for as many independent ones as would give
-    so exact a proportion.
+    Eight of ten: 0.49 to 0.94. Answers in clusters count as the number of independent ones that
+    give a proportion as exact.
     """
     values = np.array(is_right, dtype=np.float64)
     strata = Strata(
@@ -239,19 +234,19 @@ def _wilson_ends(share: float, trials: float) -> tuple[float, float]:
 class _Source:
     name: str
     values: NDArray[np.float64]
-    """One for each cluster."""
+    """One per cluster."""
     share: float
-    """Of the score; all shares sum to 1."""
+    """Weight in the score; all shares sum to 1."""
     num_nonzero: int
     """Clusters with a row that is not 0."""
     trials: float
-    """Independent rows that would give as exact a mean."""
+    """Independent rows that would give an equally exact mean."""
     num_equal: float
-    """Clusters of equal weight that would spread as much: two of 20 rows and ten of one are 3."""
+    """Clusters of equal weight with the same spread: two of 20 rows and ten of one count as 3."""
 
 
 def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
-    """The rows by source, a value for each cluster; sources that share a cluster are one."""
+    """Group rows by source, with a value per cluster; sources that share a cluster are one."""
     strata = strata or Strata(names=("all",) * len(values))
     clusters = range(len(values)) if strata.clusters is None else strata.clusters
     is_aligned = len(strata.names) == len(clusters) == len(values)
@@ -277,7 +272,7 @@ def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
 
 
 def _join_sources(names: Sequence[str], clusters: Sequence[Hashable]) -> dict[str, str]:
-    """By source, the first of those that it shares clusters with, directly or through others."""
+    """Return per source the first of all sources linked to it by shared clusters."""
     joined = {name: name for name in names}
     first: dict[Hashable, str] = {}
     for name, cluster in zip(names, clusters, strict=True):
@@ -290,7 +285,7 @@ def _join_sources(names: Sequence[str], clusters: Sequence[Hashable]) -> dict[st
 def _source(
     rows: Mapping[str, Sequence[tuple[Hashable, float]]], shares: Mapping[str, float]
 ) -> _Source:
-    """The rows of sources that share clusters, (cluster, value) by source."""
+    """Combine sources that share clusters; `rows` are (cluster, value) by source."""
     known = [cluster for cells in rows.values() for cluster, _ in cells]
     places = {cluster: place for place, cluster in enumerate(dict.fromkeys(known))}
     count, share = len(places), math.fsum(shares[name] for name in rows)
@@ -301,12 +296,12 @@ def _source(
         codes = np.array([places[cluster] for cluster, _ in cells])
         sizes = count * np.bincount(codes, minlength=count) / len(cells)
         sums = count / len(cells) * np.bincount(codes, weights=values, minlength=count)
-        own_values = sums - (sizes - 1.0) * values.mean()
-        # A large cluster draws the mean to itself, and so seems nearer to it than it is.
+        cluster_values = sums - (sizes - 1.0) * values.mean()
+        # A large cluster pulls the mean towards itself, and so appears too close to it.
         drawn = (1.0 - 1.0 / count) / np.maximum(1.0 - sizes / count, 1.0 / count) - 1.0
-        added = drawn * (own_values - values.mean())
+        added = drawn * (cluster_values - values.mean())
         part = shares[name] / share if share else 1.0 / len(rows)
-        clustered += part * (own_values + (added - added.mean()))
+        clustered += part * (cluster_values + (added - added.mean()))
         cluster_weights += part * sizes / count
         plain += part**2 * float(values.var()) / len(cells)
         is_nonzero[codes[values != 0]] = True
@@ -320,10 +315,10 @@ def _source(
 def _trials(
     clustered: NDArray[np.float64], num_showing: float, *, sizes: Sequence[int], plain: float
 ) -> float:
-    """`plain` is the variance of the mean, were all rows independent.
+    """Return the independent rows that give an equally exact mean.
 
-    `num_showing` clusters show how far rows depend on one another, those of zeros do not: `POOLED`
-    clusters of rows that are all alike are added.
+    `plain` is the mean's variance if all rows were independent. `num_showing` clusters show the
+    dependence of rows; clusters of zeros do not. `POOLED` clusters of identical rows are added.
     """
     num_rows = sum(sizes)
     if len(clustered) == num_rows:
@@ -348,28 +343,28 @@ def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
 
 
 def _counted(count: int, num_equal: float, noun: str) -> str:
-    """Clusters, and how many of equal size they count for where that is fewer."""
+    """Name the number of clusters, with the number of equal size if that is smaller."""
     fewer = round(num_equal)
     return f"{count} {noun}" if fewer == count else f"{count} {noun} that count for {fewer}"
 
 
 def _student(sources: Sequence[_Source], *, ends: tuple[float, float]) -> tuple[float, float]:
-    """Student's interval with `PRIOR` values more at the ends."""
+    """Return Student's interval with `PRIOR` more values at the limits."""
     counts = np.array([source.num_equal for source in sources])
     shares = np.array([source.share for source in sources])
-    # The mean of so many values of equal weight has the variance of the clusters' mean.
+    # The mean of `counts` values of equal weight has the variance of the clusters' mean.
     scales = counts * (counts - 1) / [max(1, len(s.values) * (len(s.values) - 1)) for s in sources]
     squares = scales * [((s.values - s.values.mean()) ** 2).sum() for s in sources]
     estimate = math.fsum(source.share * source.values.mean() for source in sources)
-    # As many values of one source would give a mean as exact as these.
+    # Number of values of a single source that would give an equally exact mean.
     num_like = 1.0 / float((shares**2 / counts).sum())
     low, high = ends
     added = PRIOR / 2 * ((low - estimate) ** 2 + (high - estimate) ** 2)
-    # A value counts in the spread of all as it does in the mean: many values of little weight say
+    # A value weighs as much in the common spread as in the mean: many values of little weight say
     # nothing about the spread of the few that decide.
     weights = shares / counts / (shares / counts).max()
     pooled = float(weights @ squares + added) / (float(weights @ (counts - 1)) + PRIOR)
-    # Values that spread less than right-or-wrong ones of the same mean pull the centre less.
+    # If values spread less than right-or-wrong ones of that mean, they pull the centre less.
     largest = (estimate - low) * (high - estimate)
     pull = PRIOR * min(1.0, pooled / largest) if largest > 0 else PRIOR
     centre = (num_like * estimate + pull * (low + high) / 2) / (num_like + pull)
@@ -382,7 +377,7 @@ def _student(sources: Sequence[_Source], *, ends: tuple[float, float]) -> tuple[
 
 
 def _student_quantile(freedom: float) -> float:
-    """By Cornish and Fisher's expansion: within 1 % at 95 % from two degrees of freedom on."""
+    """Cornish and Fisher's expansion: within 1 % at 95 % from two degrees of freedom on."""
     z = Z
     terms = (
         z,
@@ -397,7 +392,7 @@ def _student_quantile(freedom: float) -> float:
 def _resample(
     part: NDArray[np.float64], *, num_resamples: int, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Means of `num_resamples` draws with replacement, as many as the part has values."""
+    """Return the means of `num_resamples` resamples with replacement, each as large as the part."""
     rows = max(1, CHUNK // len(part))
     blocks = []
     for start in range(0, num_resamples, rows):
@@ -409,13 +404,13 @@ def _resample(
 def _bca_tails(
     resampled: NDArray[np.float64], *, estimate: float, influence: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """The tails corrected for bias and skewness (Efron 1987)."""
+    """Return the tails corrected for bias and skewness (Efron 1987)."""
     tail = (1.0 - CONFIDENCE) / 2.0
     tails = (tail, 1.0 - tail)
     largest = float(np.abs(influence).max())
     if largest == 0.0:
         return tails
-    # Half of the ties: rewards in steps put a good part of the resamples on the estimate.
+    # Count half of the ties: with rewards in steps, many resamples equal the estimate.
     slack = 1e-12 * float(np.abs(resampled).max())
     is_tie = np.abs(resampled - estimate) <= slack
     below = (resampled < estimate - slack).mean() + 0.5 * is_tie.mean()
@@ -433,21 +428,19 @@ def _bca_tails(
 
 
 STAKES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-"""Shares of the largest safe stake. The best one for a pair is (wins - losses) / (wins + losses)
-of the tasks on which they differ; averaging over ten costs at most a factor 10 of wealth."""
+"""Shares of the largest safe stake. The best one for a pair is (wins - losses) / (wins + losses) of
+the tasks that differ. Averaging over ten costs at most a factor 10 of wealth."""
 
 TOLERANCE = 1e-9
 """Relative rounding allowance of sums of rewards: a lead must exceed it to be certain."""
 
 _LOST = 1e-250
-"""Wealth below this is lost for good: numbers near the smallest float are slow to compute with."""
+"""Smaller wealth becomes 0: numbers near the smallest float are slow to compute with."""
 
 
 class MeanTests:
-    """Tests of one null, each with the values it has seen so far. Owned and changed by its maker.
-
-    Proofs stay: a test that was proven once is proven, since the time of looking is free.
-    """
+    """Tests of one null hypothesis, each on its own values. Its maker owns and changes it. A proven
+    test stays proven: it is valid to look at any time."""
 
     def __init__(
         self,
@@ -465,15 +458,14 @@ class MeanTests:
         self._rounding = TOLERANCE * (limits[1] - limits[0]) / 2
         self._enough = 1.0 / alpha
         self.sums = np.zeros(shape)
-        """Of the values seen."""
         self._wealth = np.ones((len(STAKES), *shape))
         self.is_proven = np.zeros(shape, dtype=bool)
-        """The mean is above the null, at level alpha or for certain."""
+        """Whether the mean is above the null, at level alpha or with certainty."""
         self.is_certain = np.zeros(shape, dtype=bool)
 
     def see(self, values: NDArray[np.float64], *, first: int, where: Any) -> None:
-        """Play values [K, *selected] on the tests selected by `where`, an array of indices per
-        dimension, all of which have seen exactly `first` values."""
+        """Play values [K, *selected] on the tests that `where` selects by one index array per
+        dimension; all of them have seen exactly `first` values."""
         sums, wealth = self.sums[where], self._wealth[(slice(None), *where)]
         is_proven, is_certain = self.is_proven[where], self.is_certain[where]
         stakes = STAKES.reshape(-1, *[1] * sums.ndim)
@@ -483,7 +475,7 @@ class MeanTests:
             for left, value in zip(range(self._size - first, 0, -1), values, strict=False):
                 mean = (target - sums) / left
                 room = mean - self._low
-                # Where the hypothesis leaves no room to be wrong there is no stake to place.
+                # If the hypothesis leaves no room to be wrong, there is no stake to place.
                 gain = np.where(
                     room > self._rounding, (value - mean) / np.maximum(room, self._rounding), 0.0
                 )
@@ -499,13 +491,12 @@ class MeanTests:
         self.is_proven[where], self.is_certain[where] = is_proven | is_certain, is_certain
 
     def reset(self, where: Any) -> None:
-        """Begin the selected tests again, with nothing seen."""
         self.sums[where], self._wealth[(slice(None), *where)] = 0.0, 1.0
         self.is_proven[where] = self.is_certain[where] = False
 
 
 def two_sum(totals: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[2, N]: the rounded sums of all values so far, and what rounding took away."""
+    """Add values to [2, N]: the rounded sums, and their rounding errors."""
     high, low = totals
     total = high + values
     back = total - high
@@ -521,7 +512,7 @@ def check_rewards(
     tasks: Sequence[str],
     limits: tuple[float, float] | None,
 ) -> None:
-    """TaskError unless all are finite and, where they are tested, within the limits."""
+    """Raise TaskError unless all values are finite and within the limits, if there are any."""
     is_wrong = ~np.isfinite(values)
     if limits is not None:
         is_wrong |= (values < limits[0]) | (values > limits[1])

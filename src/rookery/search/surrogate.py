@@ -1,18 +1,18 @@
-"""A model of every task's answer as a function of merge coefficients, and what it would try next.
+"""A model of every task's answer as a function of merge coefficients, and its proposals.
 
     surrogate = Surrogate(points, certainties, num_blocks=4)    # [n, d], [n, tasks], NaN: not asked
     points = propose(surrogate, starts=best, box=Bounds(0.0, 1.5), worth=worth, count=10, rng=rng)
 
 The log-odds of a task's right answer change almost linearly with the coefficients x of a sum of
-adapters. What the answers of all tasks are worth does not: it has its best somewhere between, and
-follows from the log-odds of each. These are a Gaussian process with one kernel for all tasks,
+adapters. The worth of all answers does not: it has a maximum in between, and follows from the
+log-odds, which are a Gaussian process with one kernel for all tasks,
 
     k(x, x') = BASE + x x' / b + curvature (x x' / b)^2     b: blocks, each with its coefficients
 
-times a scale, plus noise. Scale, curvature and noise are those that make the answers likeliest. One
-proposal is the best point by its expected worth, each other one the best by a draw of the log-odds
-(Thompson sampling), among points around the best known ones. Where log-odds are uncertain less is
-expected: being wrong costs more than being right gains.
+times a scale, plus noise. Scale, curvature and noise maximise the likelihood of the answers. One
+proposal is the point of highest expected worth, each other one the best by a draw of the log-odds
+(Thompson sampling), among random points and points around the best known ones. Uncertain log-odds
+lower the expected worth: being wrong costs more than being right gains.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,37 +28,37 @@ __all__ = ["Bounds", "Surrogate", "Worth", "propose"]
 
 Array = NDArray[np.float64]
 Worth = Callable[[Array], Array]
-"""Probabilities of the right answers [points, tasks] -> what each point is worth [points]."""
+"""Probabilities of the right answers [points, tasks] -> worth of each point [points]."""
 
 BASE = 4.0
-"""Variance of the log-odds without any adapter, in units of the linear part, as the next two."""
+"""Variance of the log-odds without adapters; like the next two, in units of the linear part."""
 CURVATURES = (0.0, 0.1, 0.3, 1.0)
 NOISES = (0.01, 0.03, 0.1, 0.3, 1.0)
 LEAST = 0.01
-"""How near to 0 and 1 certainties count: log-odds beyond tell rounding errors apart."""
+"""Certainties are clipped this far from 0 and 1: log-odds beyond only differ by rounding."""
 MOST_PARTS = 256
-"""Parts that curvature and noise are chosen by, evenly taken: fitting one takes as long for a task
-as for many, and after several races hardly two tasks were asked the same points."""
+"""Most parts used to choose curvature and noise, evenly spaced. Fitting a part takes as long for
+one task as for many, and after several races hardly two tasks were asked the same points."""
 FEW_POINTS = 64
-"""Of more points fewer parts do, in number squared: 256 points leave 16 parts, which is as many
-answers. A fit takes time in number cubed."""
+"""With more points fewer parts are used, by the square: 256 points leave 16 parts, which are as
+many answers. The time of a fit grows with the cube of the points."""
 
 NUM_POINTS = 800
 NUM_ROUNDS = 4
 NUM_STARTS = 5
 DECIMALS = 4
-"""Of coefficients: the same on a machine that rounds otherwise, nearly always."""
+"""Decimals of coefficients, so that machines that round differently nearly always agree."""
 STEPS = (0.05, 0.1, 0.2, 0.4)
-"""Standard deviations of the points around one."""
+"""Standard deviations of the points around a centre."""
 FEW_FOUNDERS = 3
-"""Of more founders each moves less: twenty that all move by 0.4 leave what is known."""
+"""More founders move less each: twenty that all move by 0.4 would leave the known region."""
 NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
-"""Of a normal distribution, with their weights: exact for polynomials up to the fifth degree."""
+"""Nodes and weights of the normal distribution, exact up to polynomials of degree five."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of every coefficient."""
+    """Limits of every coefficient."""
 
     low: float
     high: float
@@ -66,7 +66,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tasks that the same points were asked."""
+    """Tasks that were asked at the same points."""
 
     points: NDArray[np.intp]
     tasks: NDArray[np.intp]
@@ -78,15 +78,15 @@ class _Part:
 class _Fit:
     curvature: float
     gram: Array
-    """Of the points, with noise."""
+    """Kernel of the points with itself, plus noise."""
     scale: float
     weights: Array
-    """[points, tasks]: what the kernel to each point is multiplied by."""
+    """[points, tasks]: factors of the kernel to each point."""
     log_likelihood: float
 
 
 class Surrogate:
-    """Fitted to points [n, blocks * founders] and certainties [n, tasks]."""
+    """A model fitted to points [n, blocks * founders] and certainties [n, tasks]."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Surrogate:
         num_blocks: int,
         is_live: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Coefficients [blocks * founders] that are not live change nothing, and count as 0."""
+        """`is_live` [blocks * founders]: whether a coefficient has an effect; others count as 0."""
         self.num_blocks = num_blocks
         self.is_live = np.ones(points.shape[1], dtype=bool) if is_live is None else is_live
         self._points = points * self.is_live
@@ -109,15 +109,14 @@ class Surrogate:
 
     @property
     def points(self) -> Array:
-        """What it was fitted to."""
         return self._points
 
     def mean(self, points: Array) -> Array:
-        """The expected log-odds [points, tasks]."""
+        """Return the expected log-odds [points, tasks]."""
         return self._kernel(points, self._points, self._best.curvature) @ self._best.weights
 
     def spread(self, points: Array) -> Array:
-        """The standard deviation of the log-odds [points], of a task that all points were asked."""
+        """Return the log-odds' deviation [points], for a task asked at all fitted points."""
         fit = self._best
         cross = self._kernel(points, self._points, fit.curvature)
         linear = np.square(points).sum(axis=1) / self.num_blocks
@@ -127,8 +126,7 @@ class Surrogate:
         return deviation
 
     def draw(self, points: Array, *, rng: np.random.Generator) -> Iterator[Array]:
-        """Log-odds [points, tasks] as they may be, again and again; as far from the expected ones
-        as those of a task that all points were asked."""
+        """Yield random log-odds [points, tasks] without end, with the deviation of `spread`."""
         fit, mean = self._best, self.mean(points)
         cross = self._kernel(points, self._points, fit.curvature)
         prior = self._kernel(points, points, fit.curvature)
@@ -143,7 +141,7 @@ class Surrogate:
         return BASE + linear + curvature * linear**2
 
     def _fit(self, parts: list[_Part], curvature: float, noise: float) -> _Fit:
-        """With the scale that makes the answers likeliest."""
+        """Fit with the scale of maximum likelihood."""
         num = len(self._points)
         gram = self._kernel(self._points, self._points, curvature) + noise * np.eye(num)
         weights = np.zeros((num, self._num_tasks))
@@ -180,9 +178,8 @@ def propose(
     count: int,
     rng: np.random.Generator,
 ) -> Array:
-    """Points [count, d] to measure next, no two alike and none that the surrogate was fitted to;
-    fewer where the box holds no more. `starts` [n, d] are the best measured. What is not live
-    is 0."""
+    """Return points [count, d] to measure next, all new and different; fewer if the box holds no
+    more. `starts` [n, d] are the best measured. Coefficients that are not live are 0."""
     blocks, is_live = surrogate.num_blocks, surrogate.is_live
     num_founders = starts.shape[1] // blocks
     sums = [random_weights(num_founders, rng=rng) for _ in range(NUM_POINTS // 4)]
@@ -194,7 +191,7 @@ def propose(
         near = _around(np.concatenate([best, starts]), box, blocks, rng)
         pool = np.concatenate([best, near * is_live])
     points = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
-    # Told apart as rounded: a limit with more decimals is what the points at it have.
+    # Compare rounded points: a limit with more decimals stays exact in the points at it.
     names = _rounded(points)
     draws = islice(surrogate.draw(pool, rng=rng), count - 1)
     values = (worth(_probability(odds)) for odds in draws)
@@ -216,7 +213,7 @@ def _rounded(points: Array) -> list[tuple[float, ...]]:
 
 
 def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
-    """What points are worth in the mean over what their log-odds may be."""
+    """Return the mean worth of the points over the distribution of their log-odds."""
     mean, spread = surrogate.mean(points), surrogate.spread(points)[:, None]
     values = [weight * worth(_probability(mean + node * spread)) for node, weight in NODES]
     total: Array = np.sum(values, axis=0)
@@ -224,16 +221,16 @@ def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
 
 
 def _around(centres: Array, box: Bounds, num_blocks: int, rng: np.random.Generator) -> Array:
-    """Points near these, half of them moved in all blocks alike; of many founders each one moves
-    less, so that the whole step is as long."""
+    """Return points near the centres; half of them move alike in all blocks. With many founders
+    each moves less, so that the whole step has the same length."""
     size = centres.shape[1]
     shrink = min(1.0, (FEW_FOUNDERS / (size // num_blocks)) ** 0.5)
-    of = centres[rng.integers(len(centres), size=NUM_POINTS)]
+    origins = centres[rng.integers(len(centres), size=NUM_POINTS)]
     alike = np.tile(rng.standard_normal((NUM_POINTS, size // num_blocks)), num_blocks)
     apart = rng.standard_normal((NUM_POINTS, size))
     moves = np.where(rng.random((NUM_POINTS, 1)) < 0.5, alike, apart)
     steps = shrink * rng.choice(STEPS, (NUM_POINTS, 1))
-    points: Array = np.clip(of + steps * moves, box.low, box.high)
+    points: Array = np.clip(origins + steps * moves, box.low, box.high)
     return points
 
 

@@ -5,9 +5,9 @@
     [output] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-5)])
     await trainer.export("policy", Path("checkpoints/step_1"))
 
-Weights change in place. The model is the trainer's own, and publishing hands over a copy; or an
-engine shares it (`share_with`): then a step waits for the engine's answers in flight, and
-publishing is a new name for the same memory.
+Weights change in place. By default the trainer owns the model and publishes copies. If an engine
+shares the model (`share_with`), a step waits for the engine's answers in flight, and publishing
+only gives the same memory a new name.
 """
 
 import hashlib
@@ -52,36 +52,32 @@ __all__ = [
 ]
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
-"""What a model folder has besides its config, tokenizer and templates."""
+"""Weight files of a model folder, as opposed to its config, tokenizer and templates."""
 
 
 class FullWeights(Config):
-    """Which weights of a model are trained, and by what."""
+    """Which weights of a model are trained, and by which optimizer."""
 
     layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
-    """`all` weights, or those of how many of the last decoder layers: embeddings, final norm and
-    head then stay as they are."""
+    """`all` weights, or only those of this many last decoder layers."""
     optimizer: OptimizerKind = "adamw"
-    """AdamW with moments of 32 bit, or of 8 (extra `optim`)."""
+    """AdamW with 32-bit moments, or with 8-bit moments (`adamw_8bit`, extra `optim`)."""
 
 
 class FullConfig(TrainerConfig, FullWeights):
-    """Which weights, and memory."""
+    """The trained weights, and memory."""
 
 
 class SharingEngine(Protocol):
-    """An engine that computes with the memory that a trainer changes."""
+    """An engine that computes with the trainer's own memory."""
 
     def changing_base(self) -> AbstractAsyncContextManager[Callable[[ModelRef], None]]:
-        """Nothing is computed inside the block; it is given what names the base model anew."""
+        """Compute nothing inside the block. Yields a function that renames the base model."""
         ...
 
 
 class FullTrainee(Trainee):
-    """Weights of a model in training: float32, beside the model's own where those are not.
-
-    A float32 model is trained in place and takes no second copy.
-    """
+    """Weights of a model in training: float32 masters, which float32 weights are themselves."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter], *, optimizer: OptimizerKind) -> None:
         self._leaves = list(weights.values())
@@ -95,9 +91,9 @@ class FullTrainee(Trainee):
             leaf.requires_grad_()
         super().__init__(masters, fixed={}, optimizer=optimizer)
         self.is_apart = all(w is not masters[name] for name, w in weights.items())
-        """No leaf changes but by `write_leaves`."""
+        """Whether the leaves change only through `write_leaves`."""
         self.waits_to_write = False
-        """An engine computes with the leaves: they are written when it does not."""
+        """Whether an engine computes with the leaves, so that writing them waits for a pause."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -109,7 +105,7 @@ class FullTrainee(Trainee):
 
     @torch.no_grad()
     def write_leaves(self) -> None:
-        """In one call: an engine may wait for it that computes with the leaves."""
+        """Copy the parameters into the leaves in one call, since an engine may be waiting."""
         pairs = zip(self._leaves, self.parameters, strict=True)
         apart = [(own_part(leaf), own_part(m)) for leaf, m in pairs if leaf is not m]
         if apart:
@@ -117,7 +113,7 @@ class FullTrainee(Trainee):
 
 
 class FullTrainer(SlottedTrainer[FullTrainee]):
-    """A Trainer of one trainee: the weights of a model that nothing else changes."""
+    """A Trainer of one trainee: the weights of a model that nobody else changes."""
 
     folder_name = "step"
 
@@ -131,15 +127,15 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         publisher: Publisher | None = None,
         processes: Processes = ALONE,
     ) -> None:
-        """`like` is the folder the model is from: exports get its tokenizer and templates."""
+        """`like` is the model's source folder: exports copy its tokenizer and templates."""
         super().__init__(model, config=config, publisher=publisher, processes=processes)
         self._like = like
         self._name = name
         self._sharing: SharingEngine | None = None
         self._shared_as: ModelRef | None = None
-        """What the engine that shares the weights calls them; None: something else."""
+        """Name of the shared weights in the engine; None if its name is out of date."""
         self._publish_s = 0.0
-        """How long it took the engine that shares the weights to have the last ones."""
+        """Seconds that the sharing engine needed for the last weights."""
         self._cut = _first_layer(config, num_layers=model.shape.num_layers)
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
@@ -153,21 +149,20 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         )
 
     def share_with(self, engine: SharingEngine) -> None:
-        """The engine computes with this model. Call it before anything else."""
+        """Let the engine compute with this model. Call it before anything else."""
         self._sharing = engine
         trainee = self.trainees[self._name]
         trainee.waits_to_write = trainee.is_apart
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
-        """`train/publish_s` of its metrics: of the step, what an engine took that shares the
-        weights to have the new ones."""
+        """Step AdamW. `train/publish_s` is the time to hand the weights to a sharing engine."""
         if self._sharing is None:
             return await super().optim_step(steps)
         if not self.trainees[self._name].waits_to_write:
             async with self._changing():
                 outputs = await super().optim_step(steps)
         else:
-            # The engine goes on while the masters change, and waits only for the cast.
+            # The engine goes on while the float32 masters change, and waits only for the cast.
             self._shared_as = None
             outputs = await super().optim_step(steps)
             async with self._changing():
@@ -190,8 +185,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Weights may change inside the block. An engine that shares them then names them by the
-        step: a hash would read all of them at every step."""
+        """Change weights inside the block. A sharing engine names the new ones by the step, since
+        a hash would read all of them at every step."""
         if self._sharing is None:
             yield
             return
@@ -203,13 +198,13 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
                 yield
             finally:
                 inside_s = time.perf_counter() - entered
-                # A call that was cancelled runs to its end in the worker.
+                # A cancelled call still runs to its end in the worker.
                 rename(await self._in_turn(self._write_shared))
         self._publish_s = time.perf_counter() - began - inside_s
         self._shared_as = self._ref()
 
     def _write_shared(self) -> ModelRef:
-        """The engine's memory has the weights of now; their name."""
+        """Write the current weights into the engine's memory and return their name."""
         trainee = self.trainees[self._name]
         if trainee.waits_to_write:
             trainee.write_leaves()
@@ -221,7 +216,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         return ModelRef(name=self._name, version=f"step-{self.trainees[self._name].num_steps}")
 
     async def version(self) -> str:
-        """A hash of all weights of the model as they are now."""
+        """Hash all current weights of the model."""
         return await self._in_turn(self._version)
 
     def _version(self) -> str:
@@ -247,15 +242,14 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
     def add_gradients(
         self, totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
     ) -> None:
-        """In float32, whatever the leaves are; one that the loss does not depend on adds
-        nothing."""
+        """Add to the float32 `totals`. A leaf without influence on the loss adds nothing."""
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         for total, gradient in zip(totals, gradients, strict=True):
             if gradient is not None:
                 total += gradient
 
     def logprobs(self, packed: PackedPass) -> torch.Tensor:
-        """log p of every target: [T] float32, with gradients by the trainee's leaves."""
+        """Return log p of every target: [T] float32, differentiable by the trainee's leaves."""
         model = self._model
         if self._trains_all:
             tokens = [token for sequence in packed.sequences for token in sequence]
@@ -267,7 +261,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         return logprobs
 
     def weights_of(self, trainee: FullTrainee, *, name: str) -> ModelWeights:  # noqa: ARG002
-        """All weights of the model, those that are not trained too, in the model's type."""
+        """Return all weights of the model, untrained ones included, in the model's dtype."""
         tensors = {n: w.to("cpu", copy=True) for n, w in self._whole_weights().items()}
         return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
 
@@ -275,14 +269,14 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         return {name: whole(weight.detach()) for name, weight in self._model.weights.items()}
 
     def write_folder(self, trainee: FullTrainee, folder: Path) -> None:  # noqa: ARG002
-        """A folder that transformers and vLLM load: weights, config, tokenizer."""
+        """Write a folder that transformers and vLLM load: weights, config, tokenizer."""
         write_model_folder(self._model, folder, like=self._like, tensors=self._whole_weights())
 
 
 def write_model_folder(
     model: SlottedModel, folder: Path, *, like: Path, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write weights of a model as a new folder, in one move; all but weights is as in `like`."""
+    """Write weights as a new model folder, in one move; all other files are copied from `like`."""
     if folder.exists():
         raise TrainError(f"{folder} exists: give a new path, or remove it first.")
     with boundary(TrainError, f"writing {folder}", foreign=(OSError,)):
@@ -298,8 +292,7 @@ def write_model_folder(
 
 
 def read_model_weights(folder: Path, *, name: str, dtype: torch.dtype) -> ModelWeights:
-    """The weights in a model folder, by the names and with the version that a trainer of this model
-    gives them."""
+    """Read a model folder's weights, named and versioned as this model's trainer does."""
     kind = str(dtype).removeprefix("torch.")
     tensors = {n: w.detach() for n, w in load_model(folder, dtype=kind).weights.items()}
     return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
@@ -325,22 +318,22 @@ def _content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-# The full-weight trainer over several processes: each keeps a part of weights, gradients and
+# The full-weight trainer over several processes: each keeps a shard of weights, gradients and
 # moments (torch's FSDP2).
 #
 #     trainer = ShardedTrainer(load_model(folder), name="policy", config=FullConfig(), like=folder,
 #                              processes=join_processes("cpu"))
 #
-# A layer's weights are put together when it is computed, and its gradients summed over the
-# processes and cut again right after. The memory of weights, gradients and moments is that of one
-# process, divided by their number, besides one whole layer and the embeddings.
+# FSDP gathers a layer's weights to compute it, then sums its gradients over the processes and
+# shards them again. Weights, gradients and moments take the memory of one process divided by the
+# number of processes, plus one whole layer and the embeddings.
 
 
 _NOTHING = Datum(tokens=(0,), positions=(0,), targets=(0,), weights=(0.0,))
 
 
 class ShardedTrainer(FullTrainer):
-    """A FullTrainer whose weights are spread over processes. All weights are trained."""
+    """A FullTrainer with weights spread over processes; it trains all weights."""
 
     is_joint: ClassVar[bool] = True
 
@@ -363,7 +356,7 @@ class ShardedTrainer(FullTrainer):
     def logprobs(self, packed: PackedPass) -> torch.Tensor:
         logprobs: torch.Tensor = self._pass(packed)  # type: ignore[operator]
         if not torch.is_grad_enabled():
-            self._pass.reshard()  # else the next pass would compute with these weights again
+            self._pass.reshard()  # else the next pass would compute with the old weights
         return logprobs
 
     def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
@@ -380,11 +373,11 @@ class ShardedTrainer(FullTrainer):
                 leaf.grad = None
 
     def add_up(self, gradients: Sequence[torch.Tensor]) -> None:
-        """They are summed in the backward pass."""
+        """Nothing to do: FSDP sums gradients in the backward pass."""
 
 
 class _Pass(nn.Module):
-    """A whole pass as one module: FSDP puts weights together and cuts them at its ends."""
+    """A whole pass as one module: FSDP gathers weights at its start and shards them at its end."""
 
     def __init__(self, model: nn.Module, run: Callable[[PackedPass], torch.Tensor]) -> None:
         super().__init__()
@@ -398,15 +391,15 @@ class _Pass(nn.Module):
 def _shard(
     model: SlottedModel, run: Callable[[PackedPass], torch.Tensor], *, num_processes: int
 ) -> FSDPModule:
-    """Cut the weights of each layer, and those outside of layers together as they may be tied."""
+    """Shard each layer, and all weights outside of layers together, as they may be tied."""
     for weight in model.weights.values():
         weight.requires_grad_()
     mesh = init_device_mesh(model.device.type, (num_processes,))
     parts = [fully_shard(layer, mesh=mesh) for layer in model.decoder_layers]
     whole_pass = fully_shard(_Pass(model.module, run), mesh=mesh)
     for part in (*parts, whole_pass):
-        part.set_gradient_divide_factor(1.0)  # weights are divided for all data of a step
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        part.set_gradient_divide_factor(1.0)  # weights are already divided over all data of a step
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     return whole_pass
 
 

@@ -1,10 +1,11 @@
 """Log-probabilities of targets, a chunk of rows at a time.
 
-Logits are vocabulary times rows: 2,000 rows of 150,000 float32 are 1.2 GB, and a backward pass
-holds several of them. Over one chunk, each is computed again in the backward pass and dropped.
+Logits are rows times vocabulary: 2,000 rows of 150,000 float32 are 1.2 GB, and a backward pass
+holds several such arrays. If there are several chunks, the backward pass recomputes each and drops
+it.
 
-Passes of several trainees share chunks. Each is cut as it is alone, and from the logits on each is
-computed by itself.
+Passes of several trainees share chunks. Each is cut into the ranges it would have alone, and from
+the logits on each is computed separately.
 """
 
 from bisect import bisect_left
@@ -23,10 +24,10 @@ from rookery.train.stacks import padding_rows
 __all__ = ["CHUNK_BYTES", "target_logprobs"]
 
 CHUNK_BYTES = 2**28
-"""Float32 logits at a time: 1,365 rows of SmolLM2's 49,152 tokens."""
+"""Bytes of float32 logits per chunk: 1,365 rows of SmolLM2's 49,152 tokens."""
 
 RowsOf = Callable[[Sequence[Sequence[int]], int], Sequence[SlotRows]]
-"""The rows of each part of a batch, and how many the batch has -> the slots of the head."""
+"""(rows of each part of a batch, rows of the batch) -> slots of the head."""
 
 
 def target_logprobs(
@@ -36,8 +37,8 @@ def target_logprobs(
     *,
     rows_of: RowsOf = lambda _own, _num: (),
 ) -> list[torch.Tensor]:
-    """log p of every target of each part, [targets] float32, from packed rows [rows, hidden]. A
-    part comes with the rows of `hidden` that its pass is in."""
+    """Return log p of every target of each part, [targets] float32. `hidden` is [rows, hidden];
+    each part names the rows of its pass in it."""
     size = max(1, CHUNK_BYTES // (4 * model.shape.vocab_size))
     chunks = _chunks([len(packed.predicting) for packed, _ in parts], size)
     pieces: list[list[torch.Tensor]] = [[] for _ in parts]
@@ -54,7 +55,7 @@ def target_logprobs(
 
 
 def _chunks(counts: Sequence[int], size: int) -> list[list[tuple[int, range]]]:
-    """Each part in ranges of at most `size` rows, then as many ranges per chunk as fit."""
+    """Cut each part into ranges of at most `size` rows, and pack the ranges into chunks."""
     chunks: list[list[tuple[int, range]]] = []
     room = 0
     for part, count in enumerate(counts):
@@ -69,7 +70,7 @@ def _chunks(counts: Sequence[int], size: int) -> list[list[tuple[int, range]]]:
 
 
 class _Chunk:
-    """Some predicting rows of some parts: hidden [rows, hidden] -> log p of their targets."""
+    """Predicting rows of one or more parts: hidden [rows, hidden] -> log p of their targets."""
 
     def __init__(
         self,
@@ -105,14 +106,15 @@ class _Chunk:
 
 
 class _Piece:
-    """Some of the predicting rows of one pass: logits [rows, vocabulary] -> log p of targets."""
+    """Predicting rows of one pass: logits [rows, vocabulary] -> log p of targets."""
 
     def __init__(self, packed: PackedPass, rows: range, *, device: torch.device) -> None:
         here = slice(*(bisect_left(packed.target_rows, end) for end in (rows.start, rows.stop)))
         self._rows = torch.tensor(packed.target_rows[here], device=device) - rows.start
         self._targets = torch.tensor(packed.targets[here], device=device)
         self._kept = packed.kept[here]
-        # Without the second array of the vocabulary that picking out of log-softmax makes backward.
+        # Cross-entropy avoids a second array of logits in the backward pass, which indexing
+        # log-softmax needs.
         is_cut = any(map(len, self._kept))
         self._has_one_each = len(self._targets) == len(rows) and not is_cut
         temperatures = packed.temperatures[rows.start : rows.stop]
@@ -132,10 +134,8 @@ class _Piece:
         return logits[self._rows, self._targets] - self._normalisers(logits)
 
     def _normalisers(self, logits: torch.Tensor) -> torch.Tensor:
-        """log of the sum of exp over the kept tokens of each target, over all where none are cut.
-
-        Rows are as long as they are: one nucleus of a whole vocabulary pads no other row.
-        """
+        """Return the logsumexp over each target's kept tokens; over the vocabulary without any.
+        Rows are not padded: one nucleus of a whole vocabulary would enlarge all of them."""
         lengths = [len(kept) for kept in self._kept]
         flat = np.concatenate([np.asarray(kept, dtype=np.int64) for kept in self._kept])
         tokens = torch.from_numpy(flat).to(logits.device)

@@ -1,8 +1,7 @@
-"""An adapter in training. All its factors lie in one tensor, and so do their gradients and moments:
-a step is a few long operations, and moving a trainee is moving four tensors.
+"""An adapter in training. All its factors lie in one tensor, and so do its gradients and moments: a
+step is a few long operations, and moving a trainee moves four tensors.
 
-Layers of one shape lie together, first A of all, then B of all: they are copied and added to in one
-operation.
+Layers of one shape are adjacent, first all A, then all B: one operation copies or adds to them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,32 +33,32 @@ __all__ = [
     "target_layers",
 ]
 
-# Which linear layers an adapter gets, and the adapter a training starts from.
+# Which linear layers an adapter gets, and the adapter that a training starts from.
 #
-# config = LoraConfig(rank=8, targets=("q_proj", "v_proj"), layers=4)
-# start = initial_adapter(model, config, name="poet", base="smollm2", seed=1)
+#   config = LoraConfig(rank=8, targets=("q_proj", "v_proj"), layers=4)
+#   start = initial_adapter(model, config, name="poet", base="smollm2", seed=1)
 
 
 class LoraConfig(Config):
     """The shape of a new adapter."""
 
     rank: int = Field(default=8, ge=1)
-    """Of both factors: [rank, in] and [out, rank]."""
+    """Rank of the factors A [rank, in] and B [out, rank]."""
     alpha: float = Field(default=16.0, gt=0.0)
-    """The adapter's part is multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
     )
-    """Which linear layers: the ends of their names, such as `mlp.up_proj` or `o_proj`."""
+    """The linear layers to adapt, by the ends of their names, such as `mlp.up_proj` or `o_proj`."""
     layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
-    """`all`, or how many of the last decoder layers: with 4 of 30, those below are computed once
-    per sequence and a step costs 4/30."""
+    """`all`, or the number of last decoder layers to adapt. With 4 of 30, a step costs 4/30, since
+    the layers below are computed once per sequence."""
 
 
 def initial_adapter(
     model: SlottedModel, config: LoraConfig, *, name: str, base: str, seed: int
 ) -> Adapter:
-    """An adapter that changes nothing yet: A as PEFT draws it, from the seed, and B zero."""
+    """Return an adapter that changes nothing yet: A drawn by the seed as in PEFT, B zero."""
     sizes = {name: (one.in_features, one.out_features) for name, one in model.linears.items()}
     return new_adapter(
         sizes, config, name=name, base=base, seed=seed, num_layers=model.shape.num_layers
@@ -75,7 +74,7 @@ def new_adapter(
     seed: int,
     num_layers: int | None = None,
 ) -> Adapter:
-    """The same of a model that is elsewhere, whose linear layers have these sizes."""
+    """Return the initial adapter for a model elsewhere, by its layers' (in, out) sizes."""
     if num_layers is None:
         num_layers = 1 + max(decoder_layer(layer, default=-1) for layer in sizes)
     chosen = _chosen(sizes, config, num_layers=num_layers)
@@ -85,7 +84,7 @@ def new_adapter(
 
 
 def target_layers(model: SlottedModel, config: LoraConfig) -> list[str]:
-    """The full names of the linear layers that the config means, sorted."""
+    """Return the full names of the linear layers that the config selects, sorted."""
     return _chosen(model.linears, config, num_layers=model.shape.num_layers)
 
 
@@ -131,19 +130,17 @@ class LayerGroup:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many numbers all A have, and all B."""
+        """The number of values in all A, and in all B."""
         num = len(self.layers) * self.rank
         return num * self.num_inputs, num * self.num_outputs
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors, in their order."""
         return [f"{layer}/{letter}" for letter in "ab" for layer in self.layers]
 
 
 class FlatTensors(list[torch.Tensor]):
-    """Views of one tensor, `whole`, one after another; `groups` has A [layers, rank, in] and
-    B [layers, out, rank] of each group."""
+    """Views of one tensor. `groups` has A [layers, rank, in] and B [layers, out, rank] of each."""
 
     def __init__(self, whole: torch.Tensor, groups: Sequence[LayerGroup]) -> None:
         parts = iter(torch.split(whole, [size for group in groups for size in group.sizes]))
@@ -159,7 +156,7 @@ class FlatTensors(list[torch.Tensor]):
 
 
 class LoraTrainee(Trainee):
-    """It keeps the ranks, scales and layers of the adapter it starts from."""
+    """An adapter in training. It keeps its start's ranks, scales and layers."""
 
     def __init__(self, start: Adapter, *, name: str, device: torch.device) -> None:
         self._name, self._base = name, start.base
@@ -170,7 +167,7 @@ class LoraTrainee(Trainee):
             for number, group in enumerate(self.groups)
             for place, layer in enumerate(group.layers)
         }
-        """The group of each layer, and its place there."""
+        """Layer -> (number of its group, place in the group)."""
         self._scales = {layer: start.factors[layer].scale for layer in sorted(start.factors)}
         named = {
             f"{layer}/{letter}": tensor
@@ -190,16 +187,15 @@ class LoraTrainee(Trainee):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
         return self._flat.device
 
     @property
     def nbytes(self) -> int:
-        """What all its tensors take, gradients and moments too, wherever they are."""
+        """Bytes of all its tensors, gradients and moments included, on any device."""
         return 4 * 4 * self._num_weights
 
     def adapter(self) -> Adapter:
-        """The current weights, copied: float32, on the CPU."""
+        """Return a copy of the current weights: float32, on the CPU."""
         factors = {
             layer: LoraFactors(a=_copy(lora.a), b=_copy(lora.b), scale=lora.scale)
             for layer, lora in self.factors.items()
@@ -207,8 +203,7 @@ class LoraTrainee(Trainee):
         return make_adapter(self._name, base=self._base, factors=factors)
 
     def snapshot(self) -> Adapter:
-        """The current weights, copied where they are, with the step as their version: a hash would
-        read all of them."""
+        """Copy the current weights on their device, versioned by step, as a hash reads them all."""
         factors = self._factors(FlatTensors(self._flat.detach().clone(), self.groups))
         version = f"step-{self.num_steps}"
         return Adapter(name=self._name, base=self._base, factors=factors, version=version)
@@ -223,7 +218,6 @@ class LoraTrainee(Trainee):
             super().add_gradients(gradients)
 
     def move(self, device: torch.device) -> None:
-        """Its tensors to another device."""
         self._flat.data = self._flat.data.to(device)
         state = self._optimizer.state[self._flat] if self.num_steps else {}
         state.update({name: tensor.to(device) for name, tensor in state.items()})
@@ -233,14 +227,13 @@ class LoraTrainee(Trainee):
         self._set_views()
 
     def park(self, path: Path) -> None:
-        """Its tensors to a file."""
+        """Write all its tensors to a file and free them."""
         self.save(path)
         self.gradients = None
         self._optimizer.state.clear()
         self._flat.data = torch.empty(0)
 
     def unpark(self, path: Path, *, device: torch.device) -> None:
-        """What `park` wrote, back again."""
         self._flat.data = torch.empty(self._num_weights, device=device)
         self._set_views()
         self.load(path)

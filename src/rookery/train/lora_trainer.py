@@ -40,20 +40,20 @@ from rookery.weights import write_adapter
 
 __all__ = ["LoraTrainer"]
 
-# Where trainees are while they are not used: on the model's device, in main memory, in files.
+# Where idle trainees are kept: on the model's device, in main memory, or in files.
 #
 #     cache = TraineeCache(device=model.device, device_bytes=2**30, memory_bytes=None)
-#     cache.wake([ada, bob])        # on the device now; those used longest ago made room
+#     cache.wake([ada, bob])        # now on the device; the least recently used made room
 #
-# A trainee that is needed comes back by itself, with the same bits.
+# A trainee is restored when it is needed, with the same bits.
 
 
 MEMORY = torch.device("cpu")
 
 
 class TraineeCache:
-    """For one thread. None is no limit; where the device is the CPU the two limits are one, the
-    lower. What is used at the same time is never moved away, whatever the limits."""
+    """Keeps trainees within memory limits; None is no limit. Not thread-safe. If the device is the
+    CPU, the lower of both limits holds. Trainees in use together are never moved away."""
 
     def __init__(
         self, *, device: torch.device, device_bytes: int | None, memory_bytes: int | None
@@ -62,10 +62,10 @@ class TraineeCache:
         self._device_bytes = device_bytes
         self._memory_bytes = memory_bytes
         self._used: OrderedDict[LoraTrainee, None] = OrderedDict()
-        """Those with tensors in memory, used longest ago first."""
+        """Trainees in memory, least recently used first."""
         self._files: dict[LoraTrainee, Path] = {}
         self.folder: Path | None = None
-        """Of the files, once there was one; removed with this object, or at the end of Python."""
+        """Folder of the files, or None before the first. Removed with this object or at exit."""
         self._num_files = 0
 
     @property
@@ -74,7 +74,7 @@ class TraineeCache:
         return len(self._files)
 
     def wake(self, trainees: Sequence[LoraTrainee]) -> None:
-        """Bring them to the device, and others away as far as the limits ask for."""
+        """Bring these trainees to the device, and move idle ones away as the limits demand."""
         for trainee in trainees:
             self._used[trainee] = None
             self._used.move_to_end(trainee)
@@ -95,8 +95,8 @@ class TraineeCache:
             self._park(trainee)
 
     def slices(self, wanted: Sequence[LoraTrainee | None]) -> Iterator[slice]:
-        """The wanted ones in order, cut into runs that the device can hold at the same time; one
-        that alone is over the limit is a run of its own. None takes no room."""
+        """Yield slices of `wanted` in order, each as large as the device can hold at once. A
+        trainee over the limit gets a slice of its own. None takes no room."""
         limit = self._device_bytes
         first, held = 0, set[LoraTrainee]()
         for place, trainee in enumerate(wanted):
@@ -109,7 +109,7 @@ class TraineeCache:
         yield slice(first, len(wanted))
 
     def forget(self, trainee: LoraTrainee) -> None:
-        """It was removed. Idempotent."""
+        """Drop a removed trainee. Idempotent."""
         self._used.pop(trainee, None)
         if (path := self._files.pop(trainee, None)) is not None:
             path.unlink(missing_ok=True)
@@ -137,8 +137,7 @@ class TraineeCache:
 def _beyond(
     held: Set[LoraTrainee], idle: Sequence[LoraTrainee], limit: int | None
 ) -> list[LoraTrainee]:
-    """Which of the held ones to move, the idle ones used longest ago first, to be within the
-    limit."""
+    """Return the least recently used idle trainees to move until the held ones fit the limit."""
     if limit is None:
         return []
     excess = sum(trainee.nbytes for trainee in held) - limit
@@ -175,10 +174,10 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         )
 
     def add(self, trainee: str, start: Adapter) -> None:
-        """Train this adapter, or a continuation of it that `load` restores, under that name.
+        """Train this adapter under the given name, or the continuation of it that `load` restores.
 
-        Its weights are published under that name too, whatever the name of the start. Waits for the
-        calls that have begun: the thread that does them makes room for it.
+        Its weights are published under that name too. Blocks until the calls that have begun are
+        done, because their thread makes room for it.
         """
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
@@ -189,10 +188,9 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self.trainees[trainee] = added
 
     def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that have begun are still done, on it; this does
-        not wait for them."""
+        """Forget a trainee without waiting; calls that have begun still run on it."""
         removed = self.trainee(trainee)
-        # If the other processes are lost, the next call says so too.
+        # If another process is lost, the next call reports it too.
         self._worker.submit(self.broadcast, "remove", trainee)
         del self.trainees[trainee]
         self._worker.submit(self.cache.forget, removed)
@@ -207,7 +205,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
                 super().do_part(call)
 
     def adapter(self, trainee: str) -> Adapter:
-        """Its weights after all calls so far; waits for them."""
+        """Return the trainee's weights after all calls so far; blocks until they are done."""
         return self._worker.submit(self._adapter, self.trainee(trainee)).result()
 
     def _adapter(self, trainee: LoraTrainee) -> Adapter:
@@ -215,7 +213,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         return trainee.adapter()
 
     async def read_text(self, trainee: str, text: FixedText) -> Sequence[float]:
-        """What its weights, after all calls so far, say after a text of this trainer's model."""
+        """Return the text's log-probabilities under the weights after all calls so far."""
         state = self.trainee(trainee)
         return await self._in_turn(lambda: self._read_text(state, text))
 
@@ -227,21 +225,20 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self.cache.wake(trainees)
 
     def publish_in_place(self) -> None:
-        """Hand the publisher copies on the model's device, named by their steps. Call it before
-        anything else."""
+        """Publish copies on the model's device, versioned by step. Call before anything else."""
         self._is_in_place = True
 
     def weights_of(self, trainee: LoraTrainee, *, name: str) -> Adapter:  # noqa: ARG002
         return trainee.snapshot() if self._is_in_place else trainee.adapter()
 
     def write_folder(self, trainee: LoraTrainee, folder: Path) -> None:
-        """A PEFT folder."""
+        """Write a PEFT folder."""
         write_adapter(trainee.adapter(), folder)
 
     def train_all(
         self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
     ) -> list[TrainOutput]:
-        """Together. Where several processes share the work, one request after another."""
+        """Compute the requests together; with several processes, one after another."""
         if len(pairs) == 1 or self._processes.size > 1:
             return super().train_all(pairs)
         wanted = [trainee if isinstance(trainee, LoraTrainee) else None for _, trainee in pairs]
@@ -271,7 +268,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         ]
 
     def _compute_safely(self, turns: list[Turn]) -> None:
-        """Together; one by one when that fails, so that only what is at fault fails."""
+        """Compute the passes together. If that fails, retry each alone to isolate the fault."""
         try:
             with boundary(TrainError, "A pass of several requests failed"):
                 self.compute(turns)
@@ -301,8 +298,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
                 running.add(packed, turn_logprobs, output)
 
     def shares_prompts(self, trainee: LoraTrainee) -> bool:
-        """On a GPU, which sums alike in any company anyway only up to rounding. Below a cut each
-        sequence is computed whole."""
+        """Only on a GPU, whose sums vary by rounding anyway, and only without layers below the cut,
+        where each sequence runs alone."""
         return self._cut(trainee) == 0 and self._model.takes_varlen
 
     def probe(self, packed: PackedPass, trainee: LoraTrainee) -> object:
@@ -312,8 +309,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def _logprobs(
         self, members: Sequence[tuple[LoraTrainee, PackedPass]]
     ) -> tuple[Stacks, list[torch.Tensor]]:
-        """Of every target of each pass, [T] float32, with gradients by the leaves of the stacks.
-        All trainees begin at one layer."""
+        """Return the log p of every target of each pass, [T] float32, with gradients with respect
+        to the stacks' leaves. All trainees start at the same layer."""
         model = self._model
         passes = [packed for _, packed in members]
         room = 0 if pads_alone(model.device) else self.pass_tokens
@@ -336,7 +333,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)
 
     def _cut(self, trainee: LoraTrainee) -> int:
-        """The first layer that it trains."""
+        """Return the first layer that the trainee trains."""
         return first_adapted_layer(list(trainee.places), num_layers=self._model.shape.num_layers)
 
 

@@ -1,11 +1,11 @@
-"""What a training step holds in memory, found without weights: the step is run on tensors that have
-shapes and no data.
+"""The memory of a training step, measured without weights: the step runs on fake tensors, which
+have shapes and no data.
 
-    held = measure_step(folder, weights=LoraConfig(rank=8), trainer=TrainerConfig(), tokens=...)
+    held = measure_step(folder, trained=LoraConfig(rank=8), trainer=TrainerConfig(), ...)
     held.weights, held.moments, held.one_pass
 
-The code that is run is the trainer's own, so that what it keeps for the backward pass is counted as
-it is, with or without checkpointed layers.
+The trainer's own code runs, so the tensors it keeps for the backward pass are counted exactly, with
+or without checkpointed layers.
 """
 
 import weakref
@@ -33,23 +33,23 @@ from rookery.types import Adapter, Datum, LoraFactors
 __all__ = ["Lengths", "ModelPlace", "StepMemory", "measure_step"]
 
 MEASURED_TOKENS = 2**16
-"""Passes of more are not run: each further datum adds the same."""
+"""Larger passes are extrapolated: each further datum adds the same bytes."""
 _8_BIT_LEAST = 4096
-"""Smaller tensors keep moments of 32 bit; torchao's number."""
+"""Smaller tensors keep 32-bit moments; torchao's threshold."""
 _8_BIT_BLOCK = 256
-"""Weights that share a scale; torchao's number."""
+"""Weights per shared scale; torchao's block size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """The data of a step at their longest."""
+    """The longest prompt and answer in the data of a step."""
 
     prompt_tokens: int
     answer_tokens: int
     num_data: int
 
     def within(self, context_tokens: int) -> "Lengths":
-        """As far as a model reads."""
+        """Return the lengths cut to a model's context."""
         prompt = min(self.prompt_tokens, max(1, context_tokens - 1))
         room = max(1, context_tokens - prompt)
         answer = min(self.answer_tokens, room)
@@ -58,7 +58,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlace:
-    """Where the trainer's model is, and how it computes; see `load_model`."""
+    """Device and arithmetic of the trainer's model; see `load_model`."""
 
     device: str = "cpu"
     dtype: str = "auto"
@@ -67,28 +67,28 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes, each kind by itself. `one_pass` and `one_step` come and go, the others stay."""
+    """Bytes of each kind. `one_pass` and `one_step` are temporary, the others stay allocated."""
 
     shape: ModelShape
     dtype: torch.dtype
     weights: int
-    """Of the model, as it computes."""
+    """The model's weights, in its dtype."""
     tied_head: int
-    """Of the weights: the part that head and embeddings share; 0 when they share none."""
+    """The part of `weights` that head and embeddings share; 0 if they share none."""
     trained: int
-    """Numbers that are trained."""
+    """Number of trained parameters, not bytes."""
     masters: int
-    """Float32 copies of what is trained; for an adapter, the adapter."""
+    """Float32 copies of the trained weights; for an adapter, the adapter."""
     gradients: int
     moments: int
     pass_tokens: int
-    """Tokens of a pass."""
+    """Tokens per pass, not bytes."""
     one_pass: int
-    """The most that a pass holds: activations, and gradients before they are added."""
+    """Peak of a pass: activations, and gradients before they are added."""
     one_step: int
-    """The most that the optimizer takes for itself."""
+    """Peak of the optimizer's temporary tensors."""
     trunk: int
-    """Hidden states below the first trained layer, kept from step to step."""
+    """Hidden states below the first trained layer, cached across steps."""
 
 
 def measure_step(
@@ -99,7 +99,7 @@ def measure_step(
     lengths: Lengths,
     place: ModelPlace,
 ) -> StepMemory:
-    """`trained` is a new adapter, one that is read, or the model's own weights."""
+    """Measure one step that trains a new adapter, a given adapter, or the model's weights."""
     device = place.device
     with FakeTensorMode(), boundary(TrainError, f"The memory of {folder} cannot be planned"):
         model = make_empty_model(folder, device=device, dtype=place.dtype, is_exact=place.is_exact)
@@ -128,7 +128,7 @@ def measure_step(
 
 
 def adapter_shapes(model: SlottedModel, config: LoraConfig) -> dict[str, tuple[int, int, int]]:
-    """(rank, in, out) of every layer that a new adapter adapts."""
+    """Return (rank, in, out) of every layer that a new adapter adapts."""
     linears = model.linears
     return {
         name: (config.rank, linears[name].in_features, linears[name].out_features)
@@ -158,7 +158,7 @@ def _make_trainer(
 
 
 def _largest_pass(trainer: SlottedTrainer[Any], trainee: Trainee, lengths: Lengths) -> int:
-    """The bytes of a pass of as many of the longest data as one takes."""
+    """Return the bytes of a full pass of the longest data."""
     size = lengths.prompt_tokens + lengths.answer_tokens - 1
     datum = Datum(
         tokens=(0,) * size,
@@ -188,7 +188,7 @@ def _measure_pass(trainer: SlottedTrainer[Any], trainee: Trainee, packed: Packed
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that are made under it, and when they go."""
+    """Counts the bytes of live tensors that are made under it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class _Meter(TorchDispatchMode):
         return made
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        """Views share a storage; it counts once."""
+        """Views share a storage, which counts once."""
         key = storage._cdata
         if key in self._known:
             return
@@ -222,7 +222,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _masters(trainee: Trainee) -> int:
-    """A float32 model is trained in place."""
+    """Return the bytes of the masters; a float32 model is trained in place and has none."""
     if isinstance(trainee, LoraTrainee):
         return sum(int(p.nbytes) for p in trainee.parameters)
     pairs = zip(trainee.parameters, trainee.leaves, strict=True)
@@ -236,8 +236,7 @@ def _moments(num_weights: int, *, is_8_bit: bool) -> int:
 
 
 def _step_bytes(trainee: Trainee, *, device: str) -> int:
-    """AdamW keeps a denominator: of one tensor at a time on the CPU, of all on a GPU; that of an
-    adapter does not."""
+    """AdamW's denominator: one tensor's on the CPU, all on a GPU; an adapter's counts as 0."""
     if isinstance(trainee, LoraTrainee):
         return 0
     sizes = [p.nbytes for p in trainee.parameters]
@@ -247,7 +246,7 @@ def _step_bytes(trainee: Trainee, *, device: str) -> int:
 def _trunk_bytes(
     trainee: Trainee, model: SlottedModel, lengths: Lengths, config: TrainerConfig
 ) -> int:
-    """Only what lies below the first trained layer is kept."""
+    """Only hidden states below the first trained layer are cached."""
     if isinstance(trainee, LoraTrainee):
         names = list(trainee.factors)
         cut = first_adapted_layer(names, num_layers=model.shape.num_layers)

@@ -2,15 +2,15 @@
 
     for packed in pack(data, pass_tokens=1024): ...
 
-Tokens after the last position that predicts something are not read:
+Tokens after the last predicting position are not read:
 
     tokens (5, 6, 7), positions (1, 2), targets (7, 8)
     tokens (5, 9),    positions (0, 0), targets (9, 4)
     sorted by length: sequences (5,) and (5, 6, 7); the rows are   0: 5   1: 5   2: 6   3: 7
     predicting (0, 2, 3), target_rows (0, 0, 1, 2), targets (9, 4, 7, 8), datum (0, 0, 1, 1)
 
-With `shares_prompts` what several data begin with, up to their first prediction, is a prompt of the
-pass and computed once; their sequences are the rest.
+With `shares_prompts`, a prefix that several data share up to their first prediction is a prompt of
+the pass, computed once. Their sequences are the rest.
 
     tokens (5, 6, 7, 8), positions (2, 3)   tokens (5, 6, 7, 9), positions (2, 3)
     prompts (5, 6); sequences (7, 8) and (7, 9); after 0: 0, 1: 0
@@ -39,7 +39,7 @@ COLUMNS: tuple[Column, ...] = (
     "advantages",
 )
 _WRONG_TYPE = (TypeError, ValueError, OverflowError)
-"""What checks of values raise when they are not of the types that Datum has."""
+"""Errors that checks raise if values do not have the types of Datum."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,35 +47,35 @@ class PackedPass:
     """The data of one forward and backward pass."""
 
     places: list[int] = field(default_factory=list)
-    """Where each datum of the pass is in the request."""
+    """Place in the request of each datum of the pass."""
     sequences: list[TokenIds] = field(default_factory=list)
-    """What each datum reads, without the prompt that it shares."""
+    """Tokens that each datum reads, without its shared prompt."""
     prompts: list[TokenIds] = field(default_factory=list)
-    """What several sequences begin with."""
+    """Prefixes that several sequences share."""
     after: dict[int, int] = field(default_factory=dict)
-    """Place in `sequences` -> place in `prompts`, of those that share one."""
+    """Place in `sequences` -> place in `prompts`, for sequences that have one."""
     predicting: list[int] = field(default_factory=list)
-    """The packed rows that predict something, each once, in order; rows are those of sequences."""
+    """Predicting rows, each once, in order; rows are numbered over `sequences`."""
     target_rows: list[int] = field(default_factory=list)
-    """The place in `predicting` of each target, in order."""
+    """Place in `predicting` of each target, in order."""
     targets: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     datum: list[int] = field(default_factory=list)
-    """The place in `sequences` that each target belongs to."""
+    """Place in `sequences` of each target."""
     columns: dict[Column, list[float]] = field(default_factory=dict)
-    """Those the data have, each as long as `targets`."""
+    """The columns that the data have, each as long as `targets`."""
     temperatures: list[float] = field(default_factory=list)
-    """Of each row of `predicting`."""
+    """One per row of `predicting`."""
     kept: list[Sequence[int]] = field(default_factory=list)
-    """As long as `targets`; see Datum."""
+    """One per target; see Datum."""
     num_rows: list[int] = field(default_factory=list)
-    """Of each datum, how many positions its targets are at."""
+    """Per datum: the number of distinct positions of its targets."""
     inputs: list[Mapping[str, Json]] = field(default_factory=list)
-    """Of each datum; see Datum."""
+    """One per datum; see Datum."""
     num_tokens: int = 0
-    """Of sequences and prompts."""
+    """Tokens in sequences and prompts."""
     is_learned: bool = True
-    """Whether any of it can have a gradient."""
+    """Whether any datum can have a gradient."""
 
     @property
     def lengths(self) -> list[int]:
@@ -89,11 +89,10 @@ def pack(
     learns_from: Callable[[Datum], bool] = lambda _: True,
     shares_prompts: bool = False,
 ) -> list[PackedPass]:
-    """Fill passes, shortest data first; a datum over the budget has a pass of its own.
+    """Fill passes, shortest data first; a datum over the budget gets its own pass.
 
-    Equal lengths lie together, which attention computes in one call. Data without targets are left
-    out: there is nothing to compute. Those that nothing is learned from have passes of their own,
-    at the end.
+    Data of equal length are adjacent, so that attention takes them in one call. Data without
+    targets are left out. Data without gradients get passes of their own, at the end.
     """
     passes: list[PackedPass] = []
     prompts = _shared_prompts(data) if shares_prompts else [()] * len(data)
@@ -117,7 +116,7 @@ def pack(
 
 
 def _shared_prompts(data: Sequence[Datum]) -> list[TokenIds]:
-    """Of each datum: what it reads before its first prediction, if another one begins so too."""
+    """Return each datum's tokens before its first prediction, () if no other shares them."""
     prompts = [datum.tokens[: datum.positions[0]] if datum.positions else () for datum in data]
     counts = Counter(prompts)
     return [prompt if counts[prompt] > 1 else () for prompt in prompts]
@@ -158,12 +157,12 @@ def _kept_rows(datum: Datum) -> Sequence[Sequence[int]]:
 
 
 def input_tokens(datum: Datum) -> TokenIds:
-    """The tokens up to the last position that predicts something; none without targets."""
+    """Return the tokens up to the last predicting position; none without targets."""
     return datum.tokens[: datum.positions[-1] + 1] if datum.positions else ()
 
 
 def check_data(data: Sequence[Datum], *, shape: ModelShape, needs: Iterable[Column] = ()) -> None:
-    """Raise TrainError unless the model can take every datum and the loss has what it needs."""
+    """Raise TrainError unless model and loss accept every datum."""
     present = {name for name in COLUMNS if any(getattr(datum, name) for datum in data)}
     for place, datum in enumerate(data):
         name = f"Datum {place} of the batch"
@@ -234,10 +233,8 @@ def _token_complaint(datum: Datum, shape: ModelShape) -> str:
 
 
 def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
-    """Whether stored kept tokens are in the vocabulary, each once and its target among them.
-
-    A nucleus may have thousands of tokens: they are walked one by one only to say what is wrong.
-    """
+    """Whether stored kept tokens are in the vocabulary, each once, and include their target. A
+    nucleus may have thousands of tokens: Python loops over them only to word an error."""
     if not isinstance(datum.kept, KeptTokens):
         return False
     flat = np.frombuffer(datum.kept.data, dtype=np.uint32).astype(np.int64)
@@ -246,7 +243,7 @@ def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
     is_target = flat == np.asarray(datum.targets)[rows]
     is_found = np.bincount(rows[is_target], minlength=len(lengths)) == 1
     keys = rows * (1 << 32) + flat
-    if not (np.diff(keys) > 0).all():  # engines that list them by probability
+    if not (np.diff(keys) > 0).all():  # some engines list them by probability
         keys.sort()
     is_once = (np.diff(keys) > 0).all()
     return bool((flat < vocab_size).all() and (is_found | (lengths == 0)).all() and is_once)

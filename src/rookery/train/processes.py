@@ -1,15 +1,15 @@
-"""The processes that torchrun started, as one of them sees them.
+"""The processes that torchrun started, seen from one of them.
 
     torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml
 
-The first one owns the run and tells the others what it does; each does its part of it.
+The first process owns the run and broadcasts its calls; each process does its part of them.
 
-| who        | does                                                | waits for                  |
-|------------|-----------------------------------------------------|----------------------------|
-| the first  | tells a call, does its part, puts parts together    | the parts, STEP_S at most  |
-| the others | receive a call, do their part                          | a call, CALL_S at most     |
+| process    | does                                        | waits for                 |
+|------------|---------------------------------------------|---------------------------|
+| the first  | broadcasts a call, does its part, joins all | the parts, STEP_S at most |
+| the others | receive a call, do their part               | a call, CALL_S at most    |
 
-A process that dies closes its connections: who waits for it is told at once.
+If a process dies, its connections close, and those waiting for it fail at once.
 """
 
 import os
@@ -37,23 +37,23 @@ __all__ = [
     "whole",
 ]
 
-# Tensors that are spread over processes (torch's DTensor) beside plain ones.
+# Tensors spread over processes (torch's DTensor) beside plain ones.
 #
-# `whole` and `fill` are called by all processes, in the same order.
+# All processes call `whole` and `fill`, in the same order.
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, in each process; a plain tensor is returned as it is."""
+    """Gather the whole tensor in each process; a plain tensor is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process keeps of it, as a view; a plain tensor is returned as it is."""
+    """Return this process's shard as a view; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the values of the whole tensor, which each process has, into the part it keeps."""
+    """Write the values of the whole tensor, which each process has, into this process's shard."""
     if isinstance(tensor, DTensor):
         values = distribute_tensor(
             values.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
@@ -62,9 +62,9 @@ def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 STEP_S = 1800.0
-"""The longest that one process may compute while the others wait for its part."""
+"""Most seconds that one process may compute while the others wait for its part."""
 CALL_S = 7 * 24 * 3600.0
-"""The longest between two calls: answers are drawn and scored meanwhile."""
+"""Most seconds between two calls, while answers are drawn and scored."""
 Part = TypeVar("Part")
 Method = Literal[
     "add", "forward", "forward_backward", "load", "optim_step", "remove", "save", "weights_of"
@@ -73,34 +73,34 @@ Method = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """What the first process begins to do, for the others to do their part."""
+    """A call that the first process begins, for the others to do their part."""
 
     method: Method
     trainee: str
     argument: object = None
-    """The request, the step, the path or the adapter."""
+    """The call's request, step, path or adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """All of them; `ALONE` is a process without others, for which everything here is free."""
+    """All processes of the training. `ALONE` is a single one, for which every method is free."""
 
     rank: int
     size: int
     _calls: Any = None
-    """The group that calls are told in: it waits longer than the one that computes."""
+    """Process group for calls: its timeout is longer than that of the computing group."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def share(self, data: Sequence[Datum]) -> list[int]:
-        """The places of the data that this process computes: each gets short and long ones."""
+        """Return the places of this process's data; each process gets short and long ones."""
         by_length = sorted(range(len(data)), key=lambda place: len(data[place].tokens))
         return sorted(by_length[self.rank :: self.size])
 
     def broadcast(self, call: object) -> None:
-        """Called by the first process: the others `receive` it."""
+        """Send a call from the first process; the others `receive` it."""
         if self.size == 1:
             return
         assert self.is_first
@@ -108,14 +108,13 @@ class Processes:
             dist.broadcast_object_list([call], src=0, group=self._calls)
 
     def receive(self) -> object:
-        """What the first process told."""
-        told: list[object] = [None]
+        received: list[object] = [None]
         with _lost(), boundary(TrainError, "reading a call", foreign=(pickle.UnpicklingError,)):
-            dist.broadcast_object_list(told, src=0, group=self._calls)
-        return told[0]
+            dist.broadcast_object_list(received, src=0, group=self._calls)
+        return received[0]
 
     def exchange(self, part: Part) -> list[Part]:
-        """The parts of all, in the order of the processes, for each of them."""
+        """Return the parts of all processes, in rank order, in each process."""
         if self.size == 1:
             return [part]
         parts: list[Part | None] = [None] * self.size
@@ -124,7 +123,7 @@ class Processes:
         return [part for part in parts if part is not None]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each by the sum over all processes, which has the same bits in each of them."""
+        """Replace each tensor by its sum over all processes, with the same bits in each process."""
         if self.size == 1 or not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -135,7 +134,7 @@ class Processes:
             tensor.copy_(total.view_as(tensor))
 
     def leave(self) -> None:
-        """Called by all of them, when no call is under way."""
+        """Close the group. All processes call this, when no call is under way."""
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -144,7 +143,7 @@ ALONE = Processes(rank=0, size=1)
 
 
 def join_processes(device: str) -> Processes:
-    """This process as one of those that torchrun started; `ALONE` without it."""
+    """Join the processes that torchrun started; `ALONE` without torchrun."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return ALONE
     with boundary(TrainError, "The processes of torchrun do not find each other"):

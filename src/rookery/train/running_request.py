@@ -1,4 +1,4 @@
-"""One request on its way through a trainer: its passes, and what came of them so far."""
+"""One request on its way through a trainer: its passes, and its results so far."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,29 +22,29 @@ from rookery.types import TokenIds, TrainOutput, TrainRequest
 __all__ = ["MixedRows", "Part", "RunningRequest", "Turn", "join_parts", "mixed_turns"]
 
 
-# What one process computes of a request, and the output that the parts of all make together.
+# One process's share of a request, and the output that all shares make together.
 
 
 @dataclass(slots=True)
 class Part:
-    """Sums over some of the data; with an error nothing else counts."""
+    """Sums over one process's share of the data; if `error` is set, no other field counts."""
 
     error: str = ""
     num_data: int = 0
-    """Of the whole request."""
+    """Data in the whole request, over all processes."""
     logprobs: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By the place of the datum in the request."""
+    """Log-probabilities by the datum's place in the request."""
     sums: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
     maxima: dict[str, float] = field(default_factory=dict)
     loss_sum: float = 0.0
     weight: float = 0.0
     num_tokens: int = 0
-    """Targets with a weight."""
+    """Targets with a non-zero weight."""
 
 
 def join_parts(parts: Sequence[Part]) -> TrainOutput:
-    """The first error, or the output of all data."""
+    """Return the output over all data, or the first error."""
     error = next((part.error for part in parts if part.error), "")
     if error:
         return TrainOutput(error=error)
@@ -58,7 +58,7 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
         for key, value in part.maxima.items():
             maxima[key] = max(maxima.get(key, -inf), value)
     weight = sum(part.weight for part in parts)
-    # Without weight, or with weights that cancel, there is no mean to report.
+    # If all weights are zero or cancel, there is no mean to report.
     means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
     num_data = parts[0].num_data
     averages = {k: v / num_data if k.endswith(":mean") else v for k, v in totals.items()}
@@ -78,14 +78,14 @@ Trained = TypeVar("Trained", bound=Trainee)
 
 
 class RunningRequest(Generic[Trained]):
-    """What this process computes of a request. Whatever goes wrong ends this request alone."""
+    """This process's share of one request. An error ends this request alone."""
 
     def __init__(self, request: TrainRequest, trainee: Trained) -> None:
         self.trainee = trainee
         self.passes: list[PackedPass] = []
         self.part = Part()
         self.gradients: list[torch.Tensor] = []
-        """Of the trainee's parameters, summed over passes; none without gradients."""
+        """Gradients of the trainee's parameters, summed over passes; empty if gradients are off."""
         self._request = request
         self._loss: Loss
         self._places: Sequence[int] = ()
@@ -96,7 +96,7 @@ class RunningRequest(Generic[Trained]):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """An error inside the block is the result of this request; others may have gradients."""
+        """Turn an error inside the block into this request's result; other requests go on."""
         remedy = "If memory is short lower pass_tokens or trunk_cache_gib."
         what = f"Step {self.trainee.num_steps + 1}: the request failed"
         try:
@@ -131,7 +131,7 @@ class RunningRequest(Generic[Trained]):
             self.gradients = self.trainee.zeros() if torch.is_grad_enabled() else []
 
     def loss(self, packed: PackedPass, logprobs: torch.Tensor) -> LossOutput | None:
-        """Of one pass; None when it has none, and the request has failed."""
+        """Return the loss of one pass; None if it failed, which fails the request."""
         with self.guard():
             output = self._loss(logprobs, _targets(packed, logprobs.device))
             self.trainee.require_finite("loss", output.loss)
@@ -139,7 +139,6 @@ class RunningRequest(Generic[Trained]):
         return None
 
     def add(self, packed: PackedPass, logprobs: torch.Tensor, output: LossOutput) -> None:
-        """Count a pass that is done."""
         part = self.part
         part.loss_sum += output.loss.item()
         part.sums.update({key: value.item() for key, value in output.sums.items()})
@@ -166,22 +165,21 @@ def _targets(packed: PackedPass, device: torch.device) -> Targets:
     )
 
 
-# Passes of several requests as one: which of them, and where their rows lie.
+# Passes of several requests as one: which to combine, and where their rows lie.
 #
 #     ada: passes of 600 and 500 tokens     bob: 300     cyd: 400     at most 1,024 tokens
 #     mixed: ada 600 + bob 300,   ada 500 + cyd 400
 #
-# Each request keeps the passes that it has alone: sums of floating-point numbers depend on what is
-# summed together.
+# Each request keeps the passes it would have alone, because floating-point sums depend on grouping.
 
 
 CHEAP_ROWS = 4096
-"""So many rows, padding too, take a GPU as long as few: it is busy with starting operations."""
+"""Rows, padding included, that a GPU computes as fast as a few: launching operations dominates."""
 MOST_PADDING = 1.25
-"""Above, how many times the rows without padding there may be."""
+"""Above `CHEAP_ROWS`, the most padded rows per unpadded row."""
 
 MOST_BLOCKS = 2
-"""Blocks per pass: each has a copy of its factors, where a pass has several."""
+"""Most blocks per pass on average. If a pass has several, each holds a copy of its factors."""
 
 Turn = tuple[RunningRequest[LoraTrainee], PackedPass]
 """One pass of one request."""
@@ -190,9 +188,9 @@ Turn = tuple[RunningRequest[LoraTrainee], PackedPass]
 def mixed_turns(
     running: Sequence[tuple[RunningRequest[LoraTrainee], int]], *, pass_tokens: int
 ) -> Iterator[list[Turn]]:
-    """What to compute together, until all passes of all requests are done. Each comes with the
-    first layer that it trains; those of one such layer share passes, if all are learned from or
-    none is. A request that fails meanwhile is left out from then on."""
+    """Yield the passes to compute together, until all requests are done. Each request comes with
+    the first layer it trains. Passes are combined only if they share that layer and all or none of
+    them need gradients. A request that fails meanwhile is skipped from then on."""
     done = [0] * len(running)
     while True:
         turns: list[Turn] = []
@@ -201,10 +199,10 @@ def mixed_turns(
             if done[place] == len(request.passes) or request.has_failed:
                 continue
             packed = request.passes[done[place]]
-            own_kind = first, packed.is_learned
-            if not turns or (own_kind == kind and packed.num_tokens <= room):
+            request_kind = first, packed.is_learned
+            if not turns or (request_kind == kind and packed.num_tokens <= room):
                 turns.append((request, packed))
-                kind, room = own_kind, room - packed.num_tokens
+                kind, room = request_kind, room - packed.num_tokens
                 done[place] += 1
         if not turns:
             return
@@ -212,14 +210,14 @@ def mixed_turns(
 
 
 class MixedRows:
-    """The sequences of several passes, laid end to end by length: neighbours of equal length are
-    attended in one call.
+    """The sequences of several passes, laid end to end by length: attention takes neighbours of
+    equal length in one call.
 
-    Where `room` has rows enough they are laid in their order, each padded at its end to the
-    longest, unless that makes many more rows: then all are attended in one call, and the rows of a
-    pass are whole blocks. Nothing sees the padding, and it has no gradient.
+    If `room` has enough rows, sequences keep their order and each is padded at its end to the
+    longest, unless that adds too many rows. Attention then takes all in one call, and each pass has
+    whole blocks of rows. No row attends to the padding, and the padding has no gradient.
 
-    Prompts that are shared come first, and nothing is padded.
+    If prompts are shared, they come first and nothing is padded.
     """
 
     def __init__(self, passes: Sequence[PackedPass], *, room: int = 0) -> None:
@@ -234,22 +232,22 @@ class MixedRows:
         has_prompts = any(packed.prompts for packed in passes)
         is_padded = not has_prompts and longest * len(order) <= room
         self._length = longest if is_padded else None
-        """The rows of each sequence with its padding; None: there is none."""
+        """Rows per sequence, padding included; None without padding."""
         self.sequences: list[TokenIds] = []
-        """Shared prompts too."""
+        """Shared prompts included."""
         self.follows: list[int | None] = []
-        """Of each: the place of the prompt that it continues."""
+        """Per sequence: the place of the prompt that it continues, if any."""
         self.unpadded: list[list[int]] = [[] for _ in passes]
-        """Of each pass: where the rows of its sequences are, in its own order."""
+        """Per pass: the rows of its sequences, in the pass's own order."""
         self.spans: list[list[int]] = [[] for _ in passes]
-        """All its rows, with padding and prompts."""
+        """Per pass: all its rows, padding and prompts included."""
         self.num_rows = 0
         places: dict[tuple[int, int], int] = {}
         for part, packed in enumerate(passes):
             for number, prompt in enumerate(packed.prompts):
                 places[part, number] = len(self.sequences)
                 self._lay(prompt, part, follows=None)
-        # Sequences of a pass are sorted by length themselves, unless they share prompts.
+        # A pass's sequences are already sorted by length, unless they share prompts.
         for length, part, number in order if self._length or has_prompts else sorted(order):
             prompt_number = passes[part].after.get(number)
             follows = None if prompt_number is None else places[part, prompt_number]
@@ -265,19 +263,19 @@ class MixedRows:
 
     @property
     def lengths(self) -> list[int]:
-        """With padding."""
+        """Rows of each sequence, padding included."""
         return [self._length or len(sequence) for sequence in self.sequences]
 
     @property
     def block(self) -> int | None:
-        """Rows that whole blocks of every pass can have; None: they would be many, or uneven."""
+        """Block size that divides every pass's rows; None if unpadded or if blocks are too many."""
         size = gcd(*map(len, self.spans))
         return (
             size if self._length and self.num_rows <= MOST_BLOCKS * len(self.spans) * size else None
         )
 
     def padded(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of the sequences end to end, with padding: the last row of each again."""
+        """Pad rows of sequences laid end to end by repeating each sequence's last row."""
         if self._length is None or len(hidden) == self.num_rows:
             return hidden
         ends = accumulate(len(sequence) for sequence in self.sequences)

@@ -1,4 +1,4 @@
-"""The learning rate of every step, and the other values of AdamW, as parts of configs."""
+"""The schedule of a training: learning rates, the order of the data, AdamW."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,36 +29,34 @@ __all__ = [
 
 
 class AdamWConfig(Config):
-    """The optimizer."""
+    """Values of AdamW."""
 
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """How much of the mean gradient is kept from step to step."""
+    """Decay of the running mean of gradients, per step."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
-    """The same of the mean squared gradient."""
+    """Decay of the running mean of squared gradients, per step."""
     epsilon: float = Field(default=1e-8, gt=0.0)
     """Added to the root of the mean squared gradient."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Per step the factors shrink by learning rate * this."""
+    """Weights shrink by learning rate * this per step."""
     max_grad_norm: float = Field(default=1.0, ge=0.0)
-    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+    """Gradients with a larger norm are scaled down to it; 0 turns clipping off."""
 
 
 class ScheduleConfig(Config):
     """How the learning rate changes over the steps of a training."""
 
     learning_rate: float = Field(default=1e-3, gt=0.0)
-    """The highest: reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """After the warm-up: down to 0 along a half cosine or a line, or unchanged."""
+    """After the warm-up: down to 0 along a half cosine or a line, or constant."""
     warmup: float = Field(default=0.05, ge=0.0, le=1.0)
-    """The part of all steps in which the learning rate rises from 0."""
+    """Share of all steps in which the learning rate rises from 0."""
 
 
 def learning_rate_at(step: int, *, config: ScheduleConfig, num_steps: int) -> float:
-    """Of step 0, 1, ..., num_steps - 1; no step has rate 0.
-
-    4 steps, half of them warm-up, rate 1: 0.5, 1, 1, 0.5 by cosine and by line.
-    """
+    """Return the learning rate of step 0, 1, ..., num_steps - 1; no step has rate 0. 4 steps, half
+    of them warm-up, rate 1: 0.5, 1, 1, 0.5 by cosine and by line."""
     num_warmup = round(config.warmup * num_steps)
     if step < num_warmup:
         return config.learning_rate * (step + 1) / num_warmup
@@ -70,7 +68,7 @@ def learning_rate_at(step: int, *, config: ScheduleConfig, num_steps: int) -> fl
     return config.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-# Which data each step takes: epochs of shuffled data, cut into batches, by the seed alone.
+# The data of each step: epochs of shuffled data, cut into batches, by the seed alone.
 #
 # Data of 5 rows, batches of 2: step 0 takes two rows of the first epoch's order, step 1 two more,
 # step 2 the last one and the first of the second epoch's order, and so on.
@@ -79,10 +77,8 @@ def learning_rate_at(step: int, *, config: ScheduleConfig, num_steps: int) -> fl
 def order_batches(
     sizes: Sequence[int], *, rows: Iterator[int], batch_size: int, batch_tokens: int | None
 ) -> Iterator[list[int]]:
-    """Batches of `batch_size` rows, or with `batch_tokens` of as many as fit in that many tokens.
-
-    A row over `batch_tokens` is a batch of its own. `sizes` are the rows' tokens.
-    """
+    """Yield batches of `batch_size` rows, or of the rows that fit `batch_tokens`. A row over
+    `batch_tokens` is its own batch. `sizes` are the rows' tokens."""
     batch: list[int] = []
     num_tokens = 0
     for row in rows:
@@ -99,33 +95,33 @@ def order_batches(
 
 
 def order_rows(num_rows: int, *, seed: int, epochs: int | None) -> Iterator[int]:
-    """Every row once per epoch, each epoch in an order of its own; None does not end."""
+    """Yield every row once per epoch, in a new order each epoch; None runs forever."""
     epoch = 0
     while epochs is None or epoch < epochs:
         yield from bulk_stream("order", seed, epoch).permutation(num_rows).tolist()
         epoch += 1
 
 
-# AdamW with moments of 32 or 8 bit: its values set per step, its moments as plain tensors.
+# AdamW with 32-bit or 8-bit moments: its values set per step, its moments as plain tensors.
 #
-# optimizer = make_optimizer("adamw_8bit", parameters)
-# set_values(optimizer, step)
-# plain_moments(optimizer, parameter)        # {"exp_avg": ...}, or its parts in 8 bit
+#   optimizer = make_optimizer("adamw_8bit", parameters)
+#   set_values(optimizer, step)
+#   plain_moments(optimizer, parameter)        # {"exp_avg": ...}, or its parts in 8 bit
 
 
 OptimizerKind = Literal["adamw", "adamw_8bit"]
-"""`adamw_8bit` is torchao's: 2 bytes of moments per weight in place of 8."""
+"""`adamw_8bit` is torchao's: 2 bytes of moments per weight instead of 8."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per parameter, by torch's names, besides the step count."""
+"""AdamW's tensors per parameter, by torch's names, besides the step count."""
 _PARTS = ("codes", "scale")
-"""What an 8-bit moment is made of, by torchao's names; its code book is a constant."""
+"""Parts of an 8-bit moment, by torchao's names; its code book is constant."""
 
 
 def make_optimizer(
     kind: OptimizerKind, parameters: Sequence[nn.Parameter], *, is_flat: bool = False
 ) -> torch.optim.Optimizer:
-    """With `is_flat` there are few and long parameters, which are updated in one operation each."""
+    """Make the optimizer. If `is_flat`, it updates each parameter in one operation."""
     if kind == "adamw":
         return torch.optim.AdamW(parameters, fused=is_flat or None)
     try:
@@ -139,7 +135,7 @@ def make_optimizer(
 
 
 def set_values(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
-    """Learning rate and the rest, for the next step."""
+    """Set learning rate, betas, epsilon and weight decay for the next step."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):  # torchao compiles the step around it
             group["lr"].fill_(step.learning_rate)
@@ -153,7 +149,7 @@ def set_values(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
 def plain_moments(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    """The moments themselves, not copies; those of 8 bit in parts: `exp_avg.codes`, ..."""
+    """Return the moments, not copies; 8-bit moments come in parts: `exp_avg.codes`, ..."""
     state: Mapping[str, Any] = optimizer.state[parameter]
     plain = {}
     for name in _MOMENTS:
@@ -166,7 +162,7 @@ def plain_moments(
 
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
-    """Moments of zero after so many steps, to be written over; weights keep their bits."""
+    """Make zero moments at this step count, to be overwritten. Weights keep their bits."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.state.clear()
     set_values(optimizer, OptimStep(trainee="", learning_rate=0.0))

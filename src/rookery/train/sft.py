@@ -3,8 +3,8 @@
     data = sft_data(taskset.split("search"), template, end_token=model.shape.eos_tokens[0])
     adapter = await sft(model, data, SftConfig(layers=4), name="poet", base="smollm2")
 
-Same model, data and config: the same adapter, bit for bit, also when it was interrupted and
-continued from its checkpoint.
+The same model, data and config give the same adapter, bit for bit, even if the training was
+interrupted and resumed from its checkpoint.
 """
 
 import asyncio
@@ -63,35 +63,35 @@ class SftConfig(ScheduleConfig, LoraConfig):
     """Supervised fine-tuning of an adapter."""
 
     init_from: Path | None = None
-    """An adapter folder to start from; rank, alpha, targets and layers are then that adapter's.
-    Empty: a new adapter that changes nothing yet."""
+    """Adapter folder to start from, with that adapter's rank, alpha, targets and layers; null: a
+    new adapter that changes nothing yet."""
     epochs: int = Field(default=3, ge=1)
-    """How often every row is seen."""
+    """Times that every row is seen."""
     steps: int | None = Field(default=None, ge=1)
-    """Stop after this many steps, in as many epochs as they take."""
+    """Number of steps, in place of epochs."""
     batch_size: int = Field(default=16, ge=1)
     """Rows per step."""
     batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens per step, in place of batch_size."""
     learning_rate: float = Field(default=1e-3, gt=0.0)
-    """The highest: reached after the warm-up. Few layers of a small model take 3e-3 to 1e-2, many
-    layers of a large one 1e-4 to 3e-4."""
+    """Peak learning rate, reached after the warm-up. Few layers of a small model take 3e-3 to 1e-2,
+    many layers of a large one 1e-4 to 3e-4."""
     seed: int = 0
-    """Of the new adapter and of the order of the rows."""
+    """Seed of the new adapter and of the order of the rows."""
     save_every: int = Field(default=50, ge=1)
-    """Steps between checkpoints, where the caller keeps them."""
+    """Steps between checkpoints, if the caller keeps any."""
     optimizer: AdamWConfig = AdamWConfig()
-    """AdamW."""
+    """Values of AdamW."""
     trainer: TrainerConfig = TrainerConfig()
-    """Memory."""
+    """Memory of the trainer."""
     budget: BudgetConfig = BudgetConfig()
-    """Fewer steps where these would take more: the learning rate falls over those that there
-    are. Hours end the training where it is."""
+    """Limits of the training. Over the token limit it takes fewer steps, and the learning rate
+    falls over these. Over the hours it ends after the current step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftStep:
-    """One step that was taken: 1 of 40, 2 of 40, ..."""
+    """A finished step: 1 of 40, 2 of 40, ..."""
 
     step: int
     num_steps: int
@@ -101,7 +101,7 @@ class SftStep:
     """Before clipping."""
     learning_rate: float
     num_tokens: int
-    """Weighted ones."""
+    """Tokens with a weight."""
     seconds: float
 
 
@@ -118,9 +118,8 @@ async def sft(
 ) -> Adapter:
     """Train an adapter of `base` on the data; the gradient of a step is a mean over its tokens.
 
-    `init` is what the caller read from `config.init_from`. The folder `checkpoints`, one for each
-    model, keeps the trainer's state, under a name made of all else that decides the result: the
-    same call goes on there.
+    `init` is the adapter read from `config.init_from`. The folder `checkpoints`, one per model,
+    keeps the trainer's state under a hash of all other inputs, and the same call resumes from it.
     """
     training = prepare_sft(model, data, config, name=name, base=base, init=init)
     return await training.run(checkpoints=checkpoints, on_step=on_step)
@@ -135,7 +134,7 @@ def prepare_sft(
     base: str,
     init: Adapter | None,
 ) -> "SftTraining":
-    """The training of `sft`, refused where it cannot begin."""
+    """Check the data and return the training that `sft` runs."""
     _check(data, model)
     start = init or initial_adapter(model, config, name=name, base=base, seed=config.seed)
     start = replace(start, name=name, base=start.base or base)
@@ -160,7 +159,7 @@ class RemoteTrainer(Trainer, Trainees, Protocol):
 async def prepare_sft_elsewhere(
     trainer: RemoteTrainer, data: Sequence[Datum], config: SftConfig, *, start: Adapter
 ) -> "SftTraining":
-    """The same training from `start`, where the trainer is; it refuses data that do not fit."""
+    """Return the same training from `start` on a remote trainer, which checks data itself."""
     _check_rows(data)
     with tempfile.TemporaryDirectory(prefix="rookery-sft-") as scratch:
         folder = Path(scratch) / "start"
@@ -182,16 +181,14 @@ async def prepare_sft_elsewhere(
 
 @dataclass(frozen=True, slots=True)
 class SftTraining:
-    """A training that can begin."""
+    """A training that is ready to run."""
 
     trainer: Trainer
     data: Sequence[Datum]
     config: SftConfig
     start: Adapter
     num_steps: Callable[[], int]
-    """Steps taken."""
     trained: Callable[[], Awaitable[Adapter]]
-    """The adapter as it is now."""
 
     async def run(
         self,
@@ -213,7 +210,7 @@ class SftTraining:
             )
             report = await _step(trainer, request, config, step=step, num_steps=len(batches))
             if on_step is not None:
-                on_step(report)  # before it is saved: what is saved is not done again
+                on_step(report)  # before saving: a resumed run does not report saved steps
             if state is not None and report.step % config.save_every == 0:
                 await trainer.save(name, state)
         if state is not None:
@@ -267,12 +264,11 @@ async def _step(
 def sft_data(
     tasks: Sequence[Task], template: Template, *, end_token: int | None = None
 ) -> list[Datum]:
-    """A row per task: the prompt without weight, then the answer, each of its tokens with the
-    task's weight.
+    """Return a row per task: the prompt without weight, then the answer with the task's weight.
 
-    The answer is the right choice of a task with choices, else the reference: a text as it is,
-    anything else as JSON. `end_token` is learned after it, which a model that is to stop by itself
-    needs and one whose choices are scored does not.
+    The answer is the right choice if the task has choices, else the reference: a string as it is,
+    any other value as JSON. `end_token` is learned after the answer. A model that must stop by
+    itself needs it; a model that only scores choices does not.
     """
     return [_datum(task, template, end_token) for task in tasks]
 
@@ -306,12 +302,11 @@ def _answer(task: Task) -> str:
 
 
 def count_steps(data: Sequence[Datum], config: SftConfig) -> int:
-    """Steps of a training on the data."""
     return len(_batches(data, config))
 
 
 def find_cut(data: Sequence[Datum], config: SftConfig) -> str:
-    """Why a budget of answer tokens leaves out steps; empty where it leaves out none."""
+    """Return why a budget of answer tokens cuts steps; empty if it cuts none."""
     spent = 0
     for number, batch in enumerate(_planned(data, config)):
         spent += _count_answer_tokens(data, batch)
@@ -321,7 +316,7 @@ def find_cut(data: Sequence[Datum], config: SftConfig) -> str:
 
 
 def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
-    """The rows of each step that a budget of answer tokens has room for, one step at least."""
+    """Return the rows of each step within the budget of answer tokens, at least one step."""
     batches, spent = list[list[int]](), 0
     for batch in _planned(data, config):
         spent += _count_answer_tokens(data, batch)
@@ -332,7 +327,7 @@ def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
 
 
 def _planned(data: Sequence[Datum], config: SftConfig) -> Iterator[list[int]]:
-    """The rows of each step."""
+    """Yield the rows of each step, ignoring the budget."""
     sizes = [len(input_tokens(datum)) for datum in data]
     epochs = config.epochs if config.steps is None else None
     rows = order_rows(len(data), seed=config.seed, epochs=epochs)
@@ -347,7 +342,7 @@ def _count_answer_tokens(data: Sequence[Datum], batch: Sequence[int]) -> int:
 
 
 def _mean_weights(batch: Sequence[Datum]) -> tuple[Datum, ...]:
-    """Weights that sum to 1: the size of a batch changes neither gradient norm nor clipping."""
+    """Scale weights to sum to 1: the batch size then affects neither norm nor clipping."""
     total = math.fsum(weight for datum in batch for weight in datum.weights)
     if total <= 0:
         raise TrainError(

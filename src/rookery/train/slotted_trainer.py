@@ -1,12 +1,12 @@
-"""What trainers over a slotted model share: trainees by name, requests in, outputs out.
+"""The base of trainers over a slotted model: trainees by name, requests in, outputs out.
 
 | stage    | consumes           | produces            | waits for                        |
 |----------|--------------------|---------------------|----------------------------------|
 | callers  | requests, steps    | calls, in order     | their answer                     |
 | a thread | one call at a time | gradients, outputs  | nothing                          |
 
-A pass is data laid end to end; `compute` of a trainer gives it log-probabilities, the losses of
-them and gradients.
+A pass is data laid end to end. A trainer's `compute` turns it into log-probabilities, losses and
+gradients.
 """
 
 import asyncio
@@ -57,36 +57,37 @@ Asked = TypeVar("Asked", TrainRequest, OptimStep)
 
 
 class TrainerConfig(Config):
-    """Memory."""
+    """Memory of the trainer."""
 
     pass_tokens: int | None = Field(default=None, ge=1)
-    """How many tokens one pass takes: less memory when lower, the same gradients. null: 1,024 on
-    the CPU, and on a GPU as many as fit into part of its memory."""
+    """Tokens per pass; fewer take less memory and give the same gradients. null: 1,024 on the CPU,
+    and on a GPU as many as fit into part of its memory."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0)
-    """Memory for the hidden states below the first trained layer; 0 computes them each time."""
+    """GiB for the hidden states below the first trained layer; 0 computes them each time."""
     trainees_gib: float | None = Field(default=None, ge=0.0)
-    """Memory of the model's device for adapters in training, with gradients and moments. Those used
-    longest ago go to main memory and come back when they are needed; none: no limit."""
+    """GiB on the model's device for adapters in training, with gradients and moments. The least
+    recently used move to main memory until they are needed; null: no limit."""
     trainees_memory_gib: float | None = Field(default=None, ge=0.0)
-    """The same of main memory, from where they go to files in a temporary folder."""
+    """GiB of main memory for adapters in training. The least recently used move to files in a
+    temporary folder; null: no limit."""
     checkpoint_layers: bool = False
-    """Keep what enters each layer and compute the rest of it again in the backward pass: memory of
-    one layer's activations in place of all, for a third more time."""
+    """Keep only the input of each layer and recompute the rest in the backward pass. Activations
+    take the memory of one layer instead of all, and a step takes a third longer."""
 
 
 CPU_TOKENS = 1024
-"""Of a pass on the CPU, unless a config says it."""
+"""Default tokens per pass on the CPU."""
 MOST_TOKENS = 16_384
-"""Of a pass on a GPU: more do not make it faster."""
+"""Most tokens per pass on a GPU; larger passes are no faster."""
 PASS_PART = 0.4
-"""Of a GPU's memory, for the activations of one pass."""
+"""Share of a GPU's memory for the activations of one pass."""
 _LAYER_VALUES = 34
-"""Numbers that a layer keeps for the backward pass, times its width, per token."""
+"""Numbers that a layer keeps for the backward pass, per token and unit of width."""
 
 
 def default_pass_tokens(model: SlottedModel) -> int:
-    """What `pass_tokens` is for this model on its device unless a config says it: a power of two,
-    so that small differences between GPUs do not show in the last bits."""
+    """Return the default of `pass_tokens` for this model on its device. It is a power of two, so
+    that small differences between GPUs do not change the last bits."""
     if model.device.type != "cuda":
         return CPU_TOKENS
     shape = model.shape
@@ -97,16 +98,14 @@ def default_pass_tokens(model: SlottedModel) -> int:
 
 
 class SlottedTrainer(ABC, Generic[Trained]):
-    """A Trainer. What computes runs in one thread, in the order of the calls.
-
-    A call that is cancelled may still run to its end there; the next waits for it.
-    """
+    """A Trainer that computes in one thread, in the order of the calls. A cancelled call may still
+    run to its end there; the next call waits for it."""
 
     folder_name: ClassVar[str]
-    """What its exports are named in checkpoints, before the step."""
+    """Prefix of its exports' folder names in checkpoints, before the step."""
 
     is_joint: ClassVar[bool] = False
-    """All processes compute each pass together, so that none can leave one out."""
+    """Whether all processes compute each pass together, so that none can skip one."""
 
     def __init__(
         self,
@@ -122,34 +121,34 @@ class SlottedTrainer(ABC, Generic[Trained]):
                 "load_model for training."
             )
         self.trainees: dict[str, Trained] = {}
-        """By name; what they hold is to be read between calls."""
+        """By name; read their contents only between calls."""
         self._model = model
         self._config = config
         self.pass_tokens = config.pass_tokens or default_pass_tokens(model)
         self.publisher = publisher
         self._processes = processes
-        # Ends with this object; calls queue in it in their order.
+        # The thread ends with this object; calls queue in it in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     @abstractmethod
     def compute(self, turns: Sequence[tuple[RunningRequest[Trained], PackedPass]]) -> None:
-        """One pass of each request: its loss, its log-probabilities and its gradients are added to
-        the request when all is computed. Several requests only where `train_all` gives them."""
+        """Compute one pass of each request, then add its loss, log-probabilities and gradients to
+        the request. Only `train_all` passes several requests."""
 
     @abstractmethod
     def probe(self, packed: PackedPass, trainee: Trained) -> object:
-        """All tensors that a pass ends with, to measure what it holds."""
+        """Run a pass and return all tensors it ends with, to measure its memory."""
 
     @abstractmethod
     def weights_of(self, trainee: Trained, *, name: str) -> Weights:
-        """A copy of its weights, to publish."""
+        """Return a copy of the trainee's weights, to publish."""
 
     @abstractmethod
     def write_folder(self, trainee: Trained, folder: Path) -> None:
-        """Write its weights as a folder that other programs load, in one move."""
+        """Write the trainee's weights as a folder that other programs load, in one atomic move."""
 
     def trainee(self, name: str) -> Trained:
-        """Its state, to be read between calls."""
+        """Return the trainee of this name; read it only between calls."""
         if name not in self.trainees:
             known = ", ".join(map(repr, self.trainees)) or "none"
             raise TrainError(f"There is no trainee {name!r}. There are: {known}.")
@@ -158,17 +157,16 @@ class SlottedTrainer(ABC, Generic[Trained]):
     async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """Add gradients; a request that fails adds none.
 
-        Reports `train/loss` (and what else the loss reports) per unit of weight, the plain sum as
-        `train/loss_sum`, the largest of a value as `train/<key>_max`, and over what was summed:
-        `train/weight_sum` and `train/num_tokens`, the targets with a weight. `merged_metrics` joins
-        the reports of several calls.
+        Reports `train/loss` and the loss's other values per unit of weight, the plain sum as
+        `train/loss_sum`, maxima as `train/<key>_max`, and the divisors `train/weight_sum` and
+        `train/num_tokens` (targets with a weight). `merged_metrics` joins several reports.
         """
-        pairs = self._found(requests)
+        pairs = self._with_trainees(requests)
         return await self._in_turn(lambda: self.train_all(pairs))
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
-        """The outputs of `forward_backward` without gradients."""
-        pairs = self._found(requests)
+        """Return the outputs of `forward_backward`, without computing gradients."""
+        pairs = self._with_trainees(requests)
 
         def run() -> list[TrainOutput]:
             with torch.no_grad():
@@ -177,8 +175,8 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return await self._in_turn(run)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
-        """AdamW; reports `train/grad_norm`, before clipping, and `train/learning_rate`."""
-        pairs = self._found(steps)
+        """Step AdamW; reports `train/grad_norm`, before clipping, and `train/learning_rate`."""
+        pairs = self._with_trainees(steps)
         return await self._in_turn(lambda: [self._step(*pair) for pair in pairs])
 
     async def save(self, trainee: str, path: Path) -> None:
@@ -186,12 +184,12 @@ class SlottedTrainer(ABC, Generic[Trained]):
         await self._in_turn(lambda: self._save(state, trainee, path))
 
     async def load(self, trainee: str, path: Path) -> None:
-        """With several processes, each reads the file."""
+        """Restore what `save` wrote. With several processes, each reads the file."""
         state = self.trainee(trainee)
         await self._in_turn(lambda: self._load(state, trainee, path))
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Where `publish` hands weights from now on. Call it before anything else."""
+        """Make `publish` hand weights to this publisher. Call it before anything else."""
         self.publisher = publisher
 
     async def publish(self, trainee: str) -> ModelRef:
@@ -202,17 +200,17 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return await self.publisher.publish(weights)
 
     async def export(self, trainee: str, folder: Path) -> None:
-        """Write its weights as a folder that other programs load."""
+        """Write the trainee's weights as a folder that other programs load."""
         state = self.trainee(trainee)
         await self._in_turn(lambda: self._export(state, trainee, folder))
 
     async def _in_turn(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _found(self, asked: Sequence[Asked]) -> list[tuple[Asked, Trained | TrainError]]:
-        """Each with its trainee of now: before its turn, another may have taken the name."""
+    def _with_trainees(self, requests: Sequence[Asked]) -> list[tuple[Asked, Trained | TrainError]]:
+        """Pair each request with its trainee now: later, another may have taken the name."""
         pairs: list[tuple[Asked, Trained | TrainError]] = []
-        for one in asked:
+        for one in requests:
             try:
                 pairs.append((one, self.trainee(one.trainee)))
             except TrainError as error:
@@ -235,7 +233,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def train_all(
         self, pairs: Sequence[tuple[TrainRequest, Trained | TrainError]]
     ) -> list[TrainOutput]:
-        """An output for each request; here one after another."""
+        """Return an output for each request; here one after another."""
         return [self._train(*pair) for pair in pairs]
 
     def _train(self, request: TrainRequest, trainee: Trained | TrainError) -> TrainOutput:
@@ -264,13 +262,13 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return running
 
     def shares_prompts(self, trainee: Trained) -> bool:  # noqa: ARG002
-        """Whether what several data begin with is computed once for all of them in a pass."""
+        """Whether a pass computes a prefix shared by several data only once."""
         return False
 
     def finished(self, running: RunningRequest[Trained]) -> TrainOutput:
-        """The output, when all passes are done; the trainee gets the gradients."""
+        """Return the output once all passes are done, and add the gradients to the trainee."""
         if running.has_failed and self.is_joint:
-            # The others may be waiting in the middle of a pass.
+            # The other processes may be waiting in the middle of a pass.
             raise TrainError(running.part.error)
         output = join_parts(self._processes.exchange(running.part))
         if not output.error and torch.is_grad_enabled():
@@ -279,15 +277,15 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return output
 
     def wake(self, trainees: Sequence[Trained]) -> None:
-        """Called before trainees are used, in the thread that computes."""
+        """Bring trainees to the device. Called in the computing thread before they are used."""
 
     def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
-        """The passes of this process; where processes compute each pass together, as many as the
-        others have, further ones being without places."""
+        """Return this process's passes. If processes compute each pass together, add passes without
+        places until all have equally many."""
         return passes
 
     def add_up(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Each becomes the sum over all processes."""
+        """Replace each gradient by its sum over all processes."""
         self._processes.add_up(gradients)
 
     def _save(self, trainee: Trained, name: str, path: Path) -> None:
@@ -311,19 +309,18 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self.write_folder(trainee, folder)
 
     def broadcast(self, method: Method, trainee: str, argument: object = None) -> None:
-        """Let the other processes do their part of a call that this one, the first, begins."""
+        """In the first process, make the others do their part of the call that it begins."""
         if self._processes.is_first:
             self._processes.broadcast(RankCall(method, trainee, argument))
 
     def serve_rank(self) -> object:
-        """In a process that is not the first: do its part of every call of that one. Blocks until
-        it tells something else than a call, which is returned."""
-        while isinstance(told := self._processes.receive(), RankCall):
-            self.do_part(told)
-        return told
+        """In any other process, do its part of every call of the first. Blocks until it receives
+        anything but a call, and returns that."""
+        while isinstance(received := self._processes.receive(), RankCall):
+            self.do_part(received)
+        return received
 
     def do_part(self, call: RankCall) -> None:
-        """The part of this process of a call."""
         trainee = self.trainee(call.trainee)
         match call.method, call.argument:
             case "forward_backward", TrainRequest() as request:
@@ -350,7 +347,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         rows: Sequence[SlotRows] = (),
         follows: Sequence[int | None] = (),
     ) -> torch.Tensor:
-        """The layers from the cut on, over what enters the first of them: sequences of these
+        """Run the layers from the cut on. `hidden` is the input of the first: sequences of these
         lengths end to end, of which some may follow others."""
         model, device = self._model, self._model.device
         starts = [0 if place is None else lengths[place] for place in follows] or [0] * len(lengths)
@@ -371,14 +368,12 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return hidden
 
 
-# Publishing: adapters are loaded beside the version before, whole models take its place.
+# Publishing: adapters are loaded beside the previous version, whole models replace it.
 
 
 class AdapterPublisher:
-    """A Publisher over anything adapters can be loaded into, the embedded engine for one.
-
-    Publications of one name follow one another: await one before the next.
-    """
+    """A Publisher into any `Adapters`, such as the embedded engine. Publish one version of a name
+    at a time: await it before the next."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
@@ -394,7 +389,7 @@ class AdapterPublisher:
         before = self._published.get(weights.name)
         self._published[weights.name] = ref
         if before is not None:
-            # Equal weights are the same version, loaded twice and now unloaded once.
+            # Equal weights have the same version: loaded twice, it is now unloaded once.
             await self._adapters.unload(before)
         return ref
 
@@ -402,7 +397,7 @@ class AdapterPublisher:
 class ModelPublisher:
     """A Publisher of whole models to an engine that has one base model.
 
-    `replace_base` is the embedded engine's, for one: it waits for requests in flight.
+    `replace_base` is for example the embedded engine's method, which waits for requests in flight.
     """
 
     def __init__(self, replace_base: Callable[[ModelWeights], Awaitable[ModelRef]]) -> None:

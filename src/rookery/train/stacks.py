@@ -4,14 +4,13 @@
     ... model.layers(..., rows=stacks.rows([range(0, 9), range(9, 14)], 14))
     stacks.add_gradients(loss, [gradients of ada, gradients of bob])
 
-They belong to the pass alone: the model's own slots stay what they are, and other threads may run
-the same model meanwhile.
+Stacks belong to one pass: the model's own slots do not change, and other threads may run the same
+model meanwhile.
 
 On the CPU a trainee's bits do not depend on its neighbours: ranks and rows are padded by rules that
 look at it alone, and only factors of one padded rank, and blocks of one size, share a batched
-product. On a GPU a pass of few tokens takes as long as its number of operations: there all ranks
-are padded to the largest, a decoder layer that a trainee lacks is one of zeros, and all rows are in
-blocks of one size.
+product. On a GPU the number of operations limits a pass of few tokens: all ranks are padded to the
+largest, a decoder layer that a trainee lacks is filled with zeros, and all blocks have one size.
 """
 
 from collections import OrderedDict, defaultdict
@@ -29,22 +28,20 @@ from rookery.types import TokenIds
 
 __all__ = ["Stacks", "Trunk", "padding_rows", "pads_alone"]
 
-# The layers below the first adapted one: they never change, so each sequence is run once.
+# The layers below the first adapted one never change, so each sequence runs through them once.
 #
 #     trunk = Trunk(model, cache_bytes=2**30)
-#     hidden = trunk.hidden(sequences, cut=26)      # [rows, hidden], what enters layer 26
+#     hidden = trunk.hidden(sequences, cut=26)      # [rows, hidden], the input of layer 26
 #
-# Every sequence is computed by itself. Its hidden states are then a pure function of its tokens:
-# they do not depend on what it is packed with, nor on what the cache still holds, so a training
-# that was interrupted, or has less memory, gives the same bits.
+# Every sequence is computed alone, so its hidden states depend only on its tokens, not on packing
+# or on the cache. An interrupted training, or one with less memory, therefore gives the same bits.
 
 
 class Trunk:
-    """Hidden states at cuts; the least recently used leave when `cache_bytes` are full.
+    """Hidden states at cuts; if `cache_bytes` are full, the least recently used are dropped.
 
-    They do not depend on adapters: trainees that start at the same layer share them.
-
-    4096 float32 tokens of a model of hidden size 576 take 9.4 MB.
+    They do not depend on adapters: trainees that start at the same layer share them. For hidden
+    size 576, 4,096 float32 tokens take 9.4 MB.
     """
 
     def __init__(self, model: SlottedModel, *, cache_bytes: int) -> None:
@@ -52,12 +49,11 @@ class Trunk:
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, TokenIds], torch.Tensor] = OrderedDict()
         self.used_bytes = 0
-        """What the cache holds."""
         self.num_computed_tokens = 0
-        """Tokens run through the trunk since the start: what the cache did not have."""
+        """Tokens computed since the start because the cache lacked them."""
 
     def hidden(self, sequences: Sequence[TokenIds], *, cut: int) -> torch.Tensor:
-        """What enters the layer of the cut, sequences end to end; carries no gradient."""
+        """Return the input of layer `cut`, sequences end to end, without gradient."""
         with torch.no_grad():
             if cut == 0:
                 tokens = [token for sequence in sequences for token in sequence]
@@ -94,32 +90,32 @@ class Trunk:
 
 
 LEAST_RANK = 8
-"""Smaller ranks are padded to it: products with fewer columns go through other kernels."""
+"""Smaller ranks are padded to this: products with fewer columns use other kernels."""
 LEAST_ROWS = 16
-"""On the CPU products of fewer rows go through other kernels: 9 rows were seen to be enough."""
+"""On the CPU, products of fewer rows use other kernels; 9 rows were measured to suffice."""
 BLOCKS = (LEAST_ROWS, 32, 64, 128, 256)
-"""Rows of a trainee are padded to one of these. Padding costs rank / width of the layer per row."""
+"""A trainee's rows are padded to one of these. Padding costs rank / layer width per row."""
 
 
 def pads_alone(device: torch.device) -> bool:
-    """Whether padding looks at each trainee alone."""
+    """Whether padding depends on each trainee alone."""
     return device.type == "cpu"
 
 
 def padding_rows(num_rows: int, *, device: torch.device) -> int:
-    """How many rows to add to so many, so that their bits do not depend on their number."""
+    """Return the rows to add so that the bits do not depend on the number of rows."""
     return max(0, LEAST_ROWS - num_rows) if pads_alone(device) else 0
 
 
 class Stacks:
-    """Of the given trainees, in their order, with the rows that each has; one may come twice."""
+    """The given trainees' factors, in order, for `num_rows` rows each; a trainee may come twice."""
 
     def __init__(
         self, members: Sequence[LoraTrainee], model: SlottedModel, *, num_rows: Sequence[int]
     ) -> None:
         self._device = model.device
         self._banks: dict[tuple[tuple[int, ...], ...], dict[str, list[SlotFactors]]]
-        """By the members of each bank, the banks of the layers that have such."""
+        """Member slots of a layer's banks -> layer -> factors of these banks."""
         self._banks = defaultdict(dict)
         self._stacks: list[_Stack] = []
         for banks, layers in _alike_layers(members, model, num_rows):
@@ -133,29 +129,31 @@ class Stacks:
 
     def rows(
         self,
-        own_rows: Sequence[Sequence[int]],
+        member_rows: Sequence[Sequence[int]],
         num_rows: int,
         *,
         layer: str | None = None,
         block: int | None = None,
     ) -> list[SlotRows]:
-        """The slots of a packed batch in which each member has its rows, perhaps whole blocks; of
-        one layer alone if it is named."""
+        """Return the slots of a packed batch in which each member has its rows, perhaps as whole
+        blocks. If `layer` is set, only that layer's."""
         plans = []
         for banks, factors in self._banks.items():
             if layer is not None and layer not in factors:
                 continue
-            counts = [len(own_rows[slot]) for slots in banks for slot in slots if own_rows[slot]]
+            counts = [
+                len(member_rows[slot]) for slots in banks for slot in slots if member_rows[slot]
+            ]
             segments = [
                 Segment(
                     slot=place,
-                    rows=own_rows[slot],
-                    block=block or self._block(len(own_rows[slot]), counts),
+                    rows=member_rows[slot],
+                    block=block or self._block(len(member_rows[slot]), counts),
                     bank=bank,
                 )
                 for bank, slots in enumerate(banks)
                 for place, slot in enumerate(slots)
-                if len(own_rows[slot])
+                if len(member_rows[slot])
             ]
             if segments:
                 plans.append(
@@ -165,13 +163,13 @@ class Stacks:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What gradients are taken of."""
+        """Tensors to differentiate by."""
         return [factor for stack in self._stacks for pair in stack.factors for factor in pair]
 
     def add_gradients(
         self, gradients: Sequence[torch.Tensor | None], totals: Sequence[list[torch.Tensor] | None]
     ) -> None:
-        """Gradients of the leaves -> those of each member; where there is None they are dropped."""
+        """Add the gradients of the leaves to each member's total; a total of None drops them."""
         first = 0
         for stack in self._stacks:
             end = first + 2 * len(stack.factors)
@@ -188,14 +186,14 @@ class Stacks:
                     stack.add(total, row, a[:, row], b[:, row])
 
     def _block(self, num_rows: int, counts: Sequence[int]) -> int:
-        """For so many rows beside those of the others."""
+        """Return the block size of a member with `num_rows`, if the members have `counts` rows."""
         if pads_alone(self._device) or len(counts) == 1:
             return _block_of(num_rows)
         return next((size for size in BLOCKS if max(counts) <= size), BLOCKS[-1])
 
 
 def _block_of(num_rows: int) -> int:
-    """A long one by itself is one plain product."""
+    """Return the smallest block that fits; more rows than any block has are one plain product."""
     return next((size for size in BLOCKS if num_rows <= size), num_rows)
 
 
@@ -204,15 +202,15 @@ class _Bank:
     """Members whose factors of a layer share a batched product."""
 
     rank: int
-    """What theirs are padded to."""
+    """Rank after padding."""
     slots: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Their own; 0 without the layer."""
+    """Rank of each slot before padding; 0 if it lacks the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Layers that follow one another both here and in a group of a member."""
+    """Layers that are consecutive both in the stack (`here`) and in a member's group (`there`)."""
 
     here: slice
     there: slice
@@ -221,18 +219,18 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The factors of a bank, of all layers that have this bank and one shape."""
+    """The factors of a bank, over all layers that have this bank and one shape."""
 
     bank: _Bank
     scales: torch.Tensor
     """[layers, slots, 1, 1]"""
     factors: list[SlotFactors]
-    """Of each layer."""
+    """One per layer."""
     runs: list[list[_Run]]
-    """Of each slot."""
+    """One list per slot."""
 
     def joined(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the factors -> those of A [layers, slots, rank, in] and B."""
+        """Join the factors' gradients as A [layers, slots, rank, in] and B, out before rank."""
         leaves = [factor for pair in self.factors for factor in pair]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
@@ -241,7 +239,7 @@ class _Stack:
         return torch.stack(filled[0::2]).float(), torch.stack(filled[1::2]).float() * self.scales
 
     def add(self, total: FlatTensors, row: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the gradients of a slot, A [layers, rank, in] and B [layers, out, rank]."""
+        """Add a slot's gradients, A [layers, rank, in] and B [layers, out, rank], to its total."""
         rank = self.bank.ranks[row]
         for run in self.runs[row]:
             total_a, total_b = total.groups[run.group]
@@ -252,7 +250,7 @@ class _Stack:
 def _alike_layers(
     members: Sequence[LoraTrainee], model: SlottedModel, num_rows: Sequence[int]
 ) -> Iterator[tuple[list[_Bank], list[str]]]:
-    """Layers of one shape that have the same banks, in the order of their names."""
+    """Yield groups of layers with one shape and the same banks, in name order."""
     ranks: dict[str, dict[int, int]] = defaultdict(dict)
     for slot, member in enumerate(members):
         for layer, lora in member.factors.items():
@@ -269,14 +267,14 @@ def _alike_layers(
 def _banks(
     layer: str, ranks: dict[int, int], *, model: SlottedModel, num_rows: Sequence[int]
 ) -> list[_Bank]:
-    """Of one layer; ranks are by slot. On the CPU members of one bank also have blocks of one size:
-    a product then takes the whole bank, and selecting from it would cost operations backward."""
+    """Return the banks of one layer; `ranks` is by slot. On the CPU, members of a bank share a
+    block size: a product takes the whole bank, as selecting members costs backward operations."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     if pads_alone(model.device):
         for slot, rank in ranks.items():
             alike[_padded_rank(rank, model), _block_of(num_rows[slot])].append(slot)
     else:
-        # The head is large, and few train it.
+        # The head is large and rarely trained.
         is_head = decoder_layer(layer, default=-1) < 0
         alike[max(ranks.values()), 0] = list(ranks if is_head else range(len(num_rows)))
     return [
@@ -286,7 +284,7 @@ def _banks(
 
 
 def _padded_rank(rank: int, model: SlottedModel) -> int:
-    """The next power of two; in an exact model that of the engine, see `SlottedLinear.reserve`."""
+    """Pad to a power of two; exact models pad as the engine does, see `SlottedLinear.reserve`."""
     if model.is_exact:
         return max(rank, 2)
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
@@ -296,8 +294,7 @@ def _padded_rank(rank: int, model: SlottedModel) -> int:
 def _stack(
     bank: _Bank, layers: Sequence[str], members: Sequence[LoraTrainee], model: SlottedModel
 ) -> _Stack:
-    """A [slots, rank, in] and scale * B [slots, out, rank] of each layer, stored transposed as in
-    `SlottedLinear`."""
+    """Stack A [slots, rank, in] and scale * B [slots, out, rank] per layer, transposed."""
     bank_members = [members[slot] for slot in bank.slots]
     linear, shape = model.linears[layers[0]], (len(layers), len(bank_members))
     a = torch.zeros(*shape, linear.in_features, bank.rank, device=model.device)
@@ -307,9 +304,9 @@ def _stack(
     for row, (member, rank) in enumerate(zip(bank_members, bank.ranks, strict=True)):
         runs.append(list(_runs(member, layers)) if rank else [])
         for run in runs[row]:
-            own_a, own_b = member.views.groups[run.group]
-            a[run.here, row, :, :rank] = own_a[run.there].transpose(1, 2)
-            b[run.here, row, :rank] = own_b[run.there].transpose(1, 2)
+            member_a, member_b = member.views.groups[run.group]
+            a[run.here, row, :, :rank] = member_a[run.there].transpose(1, 2)
+            b[run.here, row, :rank] = member_b[run.there].transpose(1, 2)
         if rank:
             scales[:, row, 0, 0] = torch.tensor([member.factors[x].scale for x in layers])
     scales = scales.to(model.device)

@@ -1,6 +1,6 @@
 """Weights in training with their gradients, AdamW moments and step count.
 
-Weights, gradients and moments are float32 whatever the model's dtype.
+Weights and gradients are float32 whatever the model's dtype; so are moments but for `adamw_8bit`.
 """
 
 import json
@@ -29,12 +29,12 @@ from rookery.types import Json, OptimStep
 
 __all__ = ["Trainee", "read_state"]
 
-# A trainer's state as one safetensors file: tensors, and a JSON object in its header.
+# A trainee's state as one safetensors file: tensors, and a JSON object in its header.
 #
 #     write_state(path, tensors={"weights/model.layers.0.mlp.up_proj/a": ...}, document={...})
 #     tensors, document = read_state(path)
 #
-# One file, written aside and renamed into place: a reader sees the old state or the new one.
+# The file is written aside and renamed into place: a reader sees the old state or the new one.
 
 
 _HEADER = "rookery_trainer"
@@ -44,7 +44,7 @@ _HEADER = "rookery_trainer"
 def write_state(
     path: Path, *, tensors: Mapping[str, torch.Tensor], document: dict[str, Json]
 ) -> None:
-    """Replace `path`, durably. Folders on the way are made."""
+    """Replace `path` durably, making its parent folders."""
     if path.is_dir():
         raise TrainError(f"{path} is a folder; a trainer's state is a file: name one in it.")
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -54,7 +54,7 @@ def write_state(
     foreign = (SafetensorError,)
     with disk_boundary(f"Writing {path}"), boundary(TrainError, f"writing {path}", foreign=foreign):
         try:
-            # Straight to the file: as bytes in memory it would be there a second time.
+            # Writes straight to the file: serialising first would hold a second copy in memory.
             save_file(plain, aside, metadata={_HEADER: json.dumps(document)})
             sync_file(aside)
             os.replace(aside, path)
@@ -64,7 +64,7 @@ def write_state(
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
-    """What `write_state` wrote, tensors on the CPU; TrainError when it is anything else."""
+    """Read a file of `write_state`, tensors on the CPU; TrainError if it is any other file."""
     if not path.is_file():
         raise TrainError(f"There is no trainer state {path}: give a file that `save` wrote.")
     with (
@@ -82,10 +82,10 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
 
 
 class Trainee:
-    """Named float32 parameters. Not for several threads.
+    """Named float32 parameters. Not thread-safe.
 
-    `fixed` is what else a saved state must have in common with this one to be restored here.
-    `optimized` is what the optimizer sees in place of the parameters, if they are views of it.
+    A saved state is restored only if its `fixed` equals this one's. `optimized` are the tensors
+    that the optimizer updates if the parameters are views of them.
     """
 
     def __init__(
@@ -97,12 +97,10 @@ class Trainee:
         optimized: Sequence[nn.Parameter] = (),
     ) -> None:
         self.num_steps = 0
-        """Optimizer steps taken."""
         self.gradients: list[torch.Tensor] | None = None
-        """Since the last step, in the order of the parameters; None: no batch came."""
+        """Sum since the last step, in the order of the parameters; None if no batch came."""
         self.parameters: Sequence[torch.Tensor] = list(parameters.values())
         self.names = list(parameters)
-        """Of the parameters, in their order."""
         self._is_8_bit = optimizer == "adamw_8bit"
         self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
         leaves = [p for p in self.parameters if isinstance(p, nn.Parameter)]
@@ -111,18 +109,18 @@ class Trainee:
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """What the passes compute with and gradients are taken of, one for each parameter."""
+        """The tensors that passes compute with and differentiate by, one per parameter."""
         return self.parameters
 
     def refresh_leaves(self) -> None:
-        """Called when the parameters have changed; here they are the leaves."""
+        """Update the leaves after the parameters changed; here they are the same tensors."""
 
     def zeros(self) -> list[torch.Tensor]:
-        """Gradients to add to, in the order of the parameters."""
+        """Return zero gradients to add to, in the order of the parameters."""
         return [torch.zeros_like(p) for p in self.parameters]
 
     def add_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Takes the tensors over when there are none yet."""
+        """Add to the gradients. The first call takes ownership of the tensors."""
         if self.gradients is None:
             self.gradients = gradients
             return
@@ -130,9 +128,10 @@ class Trainee:
             total += gradient
 
     def step(self, step: OptimStep) -> float:
-        """AdamW over the gradients, clipped by their common norm, which is returned.
+        """Step AdamW with gradients clipped by their total norm. Return the norm before clipping.
 
-        Without gradients they are zeros. Gradients that are not finite are dropped.
+        If there are no gradients, they are zeros. Gradients that are not finite are dropped and
+        raise TrainError.
         """
         _check_step(step)
         gradients = self._for_optimizer(self.gradients or self.zeros())
@@ -158,10 +157,8 @@ class Trainee:
             )
 
     def save(self, path: Path, *, is_writer: bool = True) -> None:
-        """Weights, moments, step count and gradients not yet applied, as one file.
-
-        Where they are spread over processes, all of them save, and one is the writer.
-        """
+        """Write weights, moments, step count and unapplied gradients as one file. If they are
+        spread over processes, all processes call this and only the writer writes."""
         tensors = dict(self._named("weights", self.parameters))
         tensors |= self._moments() if self.num_steps else {}
         if self.gradients is not None:
@@ -172,7 +169,7 @@ class Trainee:
             write_state(path, tensors=tensors, document=document)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, exactly; nothing changes when it does not fit."""
+        """Restore a file of `save`, exactly; nothing changes if it does not fit."""
         tensors, document = read_state(path)
         num_steps = self._check_fits(path, tensors, document)
         has_gradients = any(name.startswith("gradients/") for name in tensors)
@@ -191,11 +188,11 @@ class Trainee:
         self.refresh_leaves()
 
     def _for_optimizer(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same, of what the optimizer sees."""
+        """Return the gradients of the tensors that the optimizer updates."""
         return gradients
 
     def _moments(self) -> dict[str, torch.Tensor]:
-        """By their names in a state file."""
+        """Return the moments by their names in a state file."""
         return {
             f"{moment}/{name}": tensor
             for name, parameter in zip(self.names, self._optimized, strict=True)
@@ -203,13 +200,13 @@ class Trainee:
         }
 
     def _named(self, kind: str, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Values of all parameters by their names in a state file."""
+        """Return the values of all parameters by their names in a state file."""
         return {f"{kind}/{name}": x for name, x in zip(self.names, values, strict=True)}
 
     def _check_fits(
         self, path: Path, tensors: Mapping[str, torch.Tensor], document: Mapping[str, Json]
     ) -> int:
-        """Raise TrainError unless the state is complete and of this shape; its step count."""
+        """Raise TrainError unless the state is complete and fits; return its step count."""
         num_steps = document.get("num_steps")
         kinds = {name.partition("/")[0].partition(".")[0] for name in tensors}
         moments = {"exp_avg", "exp_avg_sq"} if num_steps else set()

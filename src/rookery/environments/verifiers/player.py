@@ -1,9 +1,9 @@
-"""Plays the tasks of a taskset of verifiers, and sends each group to a gateway.
+"""Plays the tasks of a verifiers taskset, and sends each group to a gateway.
 
     python player.py GATEWAY ENGINE MODEL '{"taskset": {"id": "mine"}, "group_size": 8, ...}'
 
-Runs in the interpreter that has verifiers; ENGINE answers `/inference/v1/generate`, and MODEL is a
-folder with the tokenizer. Tasks are played again from the first when all were played.
+Runs in an interpreter with verifiers. ENGINE answers `/inference/v1/generate`, and MODEL is a
+folder with the tokenizer. After the last task it starts again from the first.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 MASKED, NOT_DRAWN = -100, 1.0
-"""What the Atropos API writes for tokens that the model did not draw."""
+"""Values of the Atropos API for tokens that the model did not draw."""
 POLL_S = 0.2
 FULL_BATCHES = 2
-"""No more is played while so many batches wait to be trained on."""
+"""Playing pauses while this many batches wait to be trained on."""
 KEY = "ROOKERY_ENGINE_KEY"
 
 
-def make_agent(engine: str, model: str, told: dict[str, Any]) -> Any:
+def make_agent(engine: str, model: str, options: dict[str, Any]) -> Any:
     os.environ.setdefault(KEY, "none")
-    harness = harness_class(told["harness"])
+    harness = harness_class(options["harness"])
     client = vf.TrainClientConfig(base_url=engine, api_key_var=KEY, renderer_model_name=model)
     return vf.make_agent(
         vf.AgentConfig(
             model=model,
-            harness=_config_of(harness)(id=told["harness"]),
+            harness=_config_of(harness)(id=options["harness"]),
             runtime=vf.SubprocessConfig(),
             client=client,
-            sampling=vf.SamplingConfig(**told["sampling"]),
+            sampling=vf.SamplingConfig(**options["sampling"]),
         )
     )
 
 
 def _config_of(plugin: type) -> Any:
-    """The class of a plugin's config, the last argument of its generic base."""
+    """Return the class of a plugin's config, the last argument of its generic base."""
     for base in getattr(plugin, "__orig_bases__", ()):
         arguments = getattr(base, "__args__", ())
         if arguments:
@@ -56,22 +56,22 @@ def _config_of(plugin: type) -> Any:
     raise TypeError(f"{plugin.__name__} does not say what its config is")
 
 
-def all_tasks(told: dict[str, Any]) -> Iterator[Any]:
-    """The tasks, again and again."""
-    kind = taskset_class(told["taskset"]["id"])
-    taskset = kind(_config_of(kind)(**told["taskset"]))
+def all_tasks(options: dict[str, Any]) -> Iterator[Any]:
+    """Yield the tasks in an endless cycle."""
+    kind = taskset_class(options["taskset"]["id"])
+    taskset = kind(_config_of(kind)(**options["taskset"]))
     while True:
         num = 0
         for task in taskset:
             num += 1
             yield task
         if not num:
-            raise SystemExit(f"The taskset {told['taskset']['id']} has no tasks.")
+            raise SystemExit(f"The taskset {options['taskset']['id']} has no tasks.")
 
 
 async def draw_rollouts(agent: Any, task: Any, size: int) -> list[tuple[Any, float]]:
-    """Branches with their rewards. Those that failed are drawn once more: a gateway waits with
-    groups of another size than their environment's for others to make it up."""
+    """Return branches with their rewards. Failed ones are drawn once more: if a group is smaller
+    than its environment's size, the gateway waits for others to complete it."""
     rows: list[tuple[Any, float]] = []
     for _ in range(2):
         traces = await asyncio.gather(*[agent.run(task) for _ in range(size - len(rows))])
@@ -99,13 +99,13 @@ def scored_group(rows: list[tuple[Any, float]]) -> dict[str, Any]:
 
 
 async def play(
-    http: httpx.AsyncClient, agent: Any, tasks: Iterator[Any], told: dict[str, Any], env_id: int
+    http: httpx.AsyncClient, agent: Any, tasks: Iterator[Any], options: dict[str, Any], env_id: int
 ) -> None:
     """Play one task after another."""
-    size = told["group_size"]
+    size = options["group_size"]
     while True:
         status = await http.request("GET", "/status-env", json={"env_id": env_id})
-        if status.json()["queue_size"] * size >= FULL_BATCHES * told["batch_size"]:
+        if status.json()["queue_size"] * size >= FULL_BATCHES * options["batch_size"]:
             await asyncio.sleep(POLL_S)
             continue
         task = next(tasks)
@@ -118,13 +118,13 @@ async def play(
                 logger.warning("the gateway refused a group: %s", answer.text)
 
 
-async def register(http: httpx.AsyncClient, told: dict[str, Any]) -> int:
-    """The number of this environment, when the trainer has started."""
+async def register(http: httpx.AsyncClient, options: dict[str, Any]) -> int:
+    """Return the number of this environment once the trainer has started."""
     registration = {
-        "max_token_length": told["max_token_len"],
-        "desired_name": told["taskset"]["id"],
+        "max_token_length": options["max_token_len"],
+        "desired_name": options["taskset"]["id"],
         "weight": 1.0,
-        "group_size": told["group_size"],
+        "group_size": options["group_size"],
     }
     while True:
         answer = (await http.post("/register-env", json=registration)).json()
@@ -133,20 +133,22 @@ async def register(http: httpx.AsyncClient, told: dict[str, Any]) -> int:
         await asyncio.sleep(POLL_S)
 
 
-async def main(gateway: str, engine: str, model: str, told: dict[str, Any]) -> None:
-    tasks = all_tasks(told)
+async def main(gateway: str, engine: str, model: str, options: dict[str, Any]) -> None:
+    tasks = all_tasks(options)
     async with (
         httpx.AsyncClient(base_url=gateway, timeout=600) as http,
-        make_agent(engine, model, told) as agent,
+        make_agent(engine, model, options) as agent,
     ):
-        env_id = await register(http, told)
-        told["batch_size"] = (await http.get("/info")).json()["batch_size"]
-        players = [play(http, agent, tasks, told, env_id) for _ in range(told["groups_in_flight"])]
+        env_id = await register(http, options)
+        options["batch_size"] = (await http.get("/info")).json()["batch_size"]
+        players = [
+            play(http, agent, tasks, options, env_id) for _ in range(options["groups_in_flight"])
+        ]
         await asyncio.gather(*players)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     sys.path[:0] = [str(Path.cwd()), str(Path(__file__).parent)]
-    gateway, engine, model, told = sys.argv[1:]
-    asyncio.run(main(gateway, engine, model, json.loads(told)))
+    gateway, engine, model, options = sys.argv[1:]
+    asyncio.run(main(gateway, engine, model, json.loads(options)))

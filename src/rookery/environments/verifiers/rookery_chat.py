@@ -12,7 +12,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Nothing to choose."""
+    """No settings."""
 
 
 class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
@@ -23,7 +23,7 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx: Any, *args: Any, **named: Any) -> Any:
-        """verifiers gives (trace, runtime, endpoint, secret, mcp_urls, data, ...)."""
+        """verifiers passes (trace, runtime, endpoint, secret, mcp_urls, data, ...)."""
         names = ("trace", "runtime", "endpoint", "secret", "mcp_urls", "data")
         arguments = dict(zip(names, args, strict=False)) | named
         system, prompt = self.resolve_prompt(arguments["data"])
@@ -33,5 +33,5 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
             base_url=arguments["endpoint"], api_key=arguments["secret"], max_retries=0
         ) as client:
             answer = await client.chat.completions.create(model=ctx.model, messages=messages)
-        said = answer.choices[0].message.content or ""
-        return ProgramResult(exit_code=0, stdout=said, stderr="")
+        text = answer.choices[0].message.content or ""
+        return ProgramResult(exit_code=0, stdout=text, stderr="")

@@ -1,14 +1,15 @@
-"""A search that adapts to its budget: operators compete for attempts, and lines begin on islands.
+"""A search that adapts to its budget: operators compete for attempts, and islands begin new lines.
 
-    database = AdaptiveDatabase(ProgramDatabaseConfig(), seed=7, num_attempts=1000)
+    budget = SearchBudget(num_attempts=1000)
+    database = AdaptiveDatabase(ProgramDatabaseConfig(), seed=7, budget=budget)
     database.tell(first_program)
     plan = database.ask(1)            # Plan(operator="best", ...)
     database.tell(record)             # or tell_failure(FailedRecord(...)), with plan.operator
 
-Most attempts are children of the best program while that improves. When it no longer does, draws by
-rank, crossovers and new lines get a larger part; how many lines there may be follows from the
-attempts that are left. Parents are drawn from what was told, so that no attempt waits for another.
-`ask` changes nothing. What is known beyond the population is rebuilt by telling the same again.
+While the best program improves, most attempts are its children. If it stops improving, draws by
+rank, crossovers and new lines get a larger share; the attempts left limit the number of lines.
+Parents are drawn from told programs, so that no attempt waits for another. `ask` changes nothing.
+State beyond the population is rebuilt by telling the same records again.
 """
 
 import math
@@ -28,26 +29,26 @@ from rookery.seeding import stream
 __all__ = ["AdaptiveDatabase", "SearchBudget"]
 
 NUM_RANKED = 60
-"""Programs that draws by rank reach."""
+"""Programs within reach of draws by rank."""
 RANK_P, MATE_P = 0.3, 0.1
-"""Of the geometric draws of a parent and of a mate: the best has this chance."""
+"""Parameters of the geometric draws of a parent and of a mate: probability of the best."""
 NUM_IMPROVERS = 4
 LINE_ATTEMPTS = 200
-"""Attempts left for each line beside the main one: a line that cannot climb is not begun."""
+"""Attempts left per line beside the main one: a line without time to climb is not begun."""
 FRESH_TURNS = 4
 NUM_FAILED = 10
-"""Failed programs that are kept to be mended later."""
+"""Failed programs kept for repair."""
 NUM_WATCHED, LEAST_RECURRING = 20, 3
-"""A failure recurs if so many of the last attempts told had it."""
+"""A failure recurs if this many of the last attempts had it."""
 MAX_CHARS = 200
-"""Of a failure's message in a prompt."""
+"""Most characters of a failure's message in a prompt."""
 NOT_THE_PROGRAM = frozenset({"model", "judge", "evaluation"})
 """Kinds of failures that no program can avoid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBudget:
-    """How far a search may go."""
+    """Limits of a search."""
 
     num_attempts: int
     max_cost: float | None = None
@@ -70,14 +71,13 @@ class AdaptiveDatabase(ProgramDatabase):
         self._operators = OperatorBandit()
         self._first: Member | None = None
         self._ranked: list[tuple[float, int, Member]] = []
-        """Best first, of equal scores the one told last: so the search drifts over plateaus."""
+        """Best first, of equal scores the newest, so that the search drifts over plateaus."""
         self._improvers: deque[Member] = deque(maxlen=NUM_IMPROVERS)
         self._lines: dict[int, Member] = {}
-        """The best of each line beside the main one, by island."""
+        """The best program of each line beside the main one, by island."""
         self._num_lines = 0
         self._failed: deque[tuple[int, FailedRecord]] = deque(maxlen=NUM_FAILED)
-        """Programs that no attempt told so far has tried to mend, with how many were told by
-        then."""
+        """Failed programs without an attempt at repair, with the number of attempts before each."""
         self._watched: deque[FailedRecord | None] = deque(maxlen=NUM_WATCHED)
 
     @property
@@ -115,7 +115,6 @@ class AdaptiveDatabase(ProgramDatabase):
             self._failed.remove(known)
 
     def ask(self, attempt: int) -> Plan:
-        """The plan of an attempt; attempts count from 1."""
         if self._first is None:
             raise ValueError("Nothing was told yet: tell the programs to start from first.")
         rng = stream(self._seed, "program", attempt)
@@ -156,7 +155,7 @@ class AdaptiveDatabase(ProgramDatabase):
     def _draw_parents(
         self, operator: str, rng: np.random.Generator
     ) -> tuple[Member, tuple[str, ...]]:
-        """A parent, and the programs that it is to be combined with."""
+        """Return a parent, and programs to combine it with."""
         assert self._first is not None
         match operator:
             case "improver":
@@ -174,7 +173,7 @@ class AdaptiveDatabase(ProgramDatabase):
         return self._main(rng), ()
 
     def _main(self, rng: np.random.Generator) -> Member:
-        """The best program; with objectives, one that none beats in all of them."""
+        """Return the best program; with objectives, draw from the Pareto front."""
         if len(front := self._population.front):
             return self.members[front.draw(rng, among=self.members)]
         return self._ranked[0][2]
@@ -183,27 +182,27 @@ class AdaptiveDatabase(ProgramDatabase):
         return self._ranked[_geometric(rng, RANK_P, len(self._ranked))][2]
 
     def _draw_line(self, rng: np.random.Generator) -> Member:
-        """Half of the attempts go to the best line, the others to any."""
+        """Draw the best line in half of the cases, else any line."""
         lines = sorted(self._lines.values(), key=lambda member: member.rank)
         return lines[0 if rng.random() < 0.5 else int(rng.integers(len(lines)))]
 
     def _find_fresh(self, attempt: int) -> FailedRecord | None:
-        """A program that failed lately and whose parent is as good as the best. It is offered to
-        one of FRESH_TURNS attempts in a row, as two in flight should not mend the same."""
+        """Return a recent failure whose parent is as good as the best. Only one of FRESH_TURNS
+        successive attempts gets it, because two in flight should not repair the same program."""
         best, oldest = self._ranked[0][2].score, self._operators.num_told - FRESH_TURNS
         return next(
             (
                 failed
-                for told, failed in reversed(self._failed)
-                if told > oldest
+                for num_told, failed in reversed(self._failed)
+                if num_told > oldest
                 and failed.parent_score >= best
-                and (attempt + told) % FRESH_TURNS == 0
+                and (attempt + num_told) % FRESH_TURNS == 0
             ),
             None,
         )
 
     def _find_due(self, *, num_lines: int, is_fresh: bool) -> dict[str, bool]:
-        """The operators that can be drawn now. One that is not due may be drawn for variety."""
+        """Return the drawable operators, and whether each is due or drawn by weight only."""
         can_be_drawn = {
             "best": True,
             "improver": bool(self._improvers),
@@ -213,13 +212,17 @@ class AdaptiveDatabase(ProgramDatabase):
             "restart": num_lines > 0,
             "elite": bool(self._lines),
         }
-        return {name: is_fresh or name != "repair" for name, can in can_be_drawn.items() if can}
+        return {
+            name: is_fresh or name != "repair"
+            for name, drawable in can_be_drawn.items()
+            if drawable
+        }
 
     def _top(self) -> tuple[str, ...]:
         return tuple(one.id for _, _, one in self._ranked[: self._config.sampling.num_top])
 
     def _horizon(self, attempt: int) -> tuple[float, float]:
-        """Attempts in all, and attempts left, by the tighter of the limits."""
+        """Return all attempts and the attempts left, by the tighter of the limits."""
         num_left = float(max(0, self._budget.num_attempts - attempt))
         if self._budget.max_cost is not None and self._operators.num_told:
             left = self._budget.max_cost - self._operators.cost
@@ -233,7 +236,7 @@ class AdaptiveDatabase(ProgramDatabase):
         )
 
     def _follow_line(self, member: Member) -> None:
-        """A restart begins a line on its island anew; a better or equal child is its next step."""
+        """Let a restart begin a line on its island, and a better or equal child continue one."""
         island, operator = member.record.island, member.record.operator
         if operator == "restart":
             self._num_lines += 1
@@ -255,12 +258,12 @@ class AdaptiveDatabase(ProgramDatabase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """What a child is made from."""
+    """Parent, or failed program, that a child is made from."""
 
     parent: str
     score: float
     generation: int
-    """The child's."""
+    """Generation of the child."""
     mends: str = ""
 
 
@@ -285,12 +288,12 @@ def _draw(shares: dict[str, float], rng: np.random.Generator) -> str:
 
 
 def _geometric(rng: np.random.Generator, chance: float, count: int) -> int:
-    """A place below `count`; the first has this chance, each next one less by the same factor."""
+    """Draw a place below `count`, geometrically; `chance` is the probability of the first."""
     return min(int(math.log1p(-rng.random()) / math.log1p(-chance)), count - 1)
 
 
 def _failure_name(failed: FailedRecord) -> str:
-    """`error NameError`, or the kind alone."""
+    """Return `error NameError`, or the kind alone."""
     name = failed.message.partition(":")[0]
     return (
         f"{failed.kind} {name}" if failed.kind == "error" and name.isidentifier() else failed.kind

@@ -1,24 +1,23 @@
-"""A bandit over arms: which model or adapter writes the next program.
+"""A bandit over arms, which draws the model or adapter that writes the next program.
 
     bandit = Bandit(BanditConfig(policy="ucb"), arms=[Arm(name="small", weight=0.8), ...])
     arm = bandit.draw(rng)
     bandit.tell(arm, gain=0.02, cost=1800)     # improvement of the score, tokens
-    bandit.join(Arm(name="learned"))           # while a search goes on: all are judged anew
+    bandit.join(Arm(name="learned"))           # during a search: all arms are judged anew
 
-A draw is random with probabilities that follow the upper confidence bounds. Many attempts are in
-flight at a time and their rewards come late: taking the highest bound would send all of them to
-one arm.
+Draws are random, with probabilities that follow the upper confidence bounds. Many attempts are in
+flight and their rewards come late: the highest bound alone would send all of them to one arm.
 
-Adaptive operator selection: which way of making a child gets the next attempt.
+Adaptive operator selection draws the operator of the next attempt:
 
     bandit = OperatorBandit()
     shares = bandit.shares({"best": True, "top": True}, horizon=1000, num_left=800)
     bandit.tell("best", gain=0.02, cost=1800, is_accepted=True, horizon=1000)
 
-The share of an operator follows its recent improvement of the best score per token, against a seed
-that favours what wins early. A part of the attempts goes by fixed weights instead, so that no
-operator starves. That part is small while the best score rises as fast as it did on average, and
-large when it stands still.
+An operator's share follows its recent improvement of the best score per token, plus a prior that
+favours operators which win early. A part of the attempts goes by fixed weights, so that no operator
+starves. That part is small while the best score rises as fast as on average, and large if it does
+not rise.
 """
 
 import math
@@ -35,7 +34,7 @@ __all__ = ["OPERATORS", "Arm", "Bandit", "BanditConfig", "OperatorBandit", "Oper
 
 
 HIGHEST_GAIN = 1e300
-"""A play counts for no more: keeps the sum of gains finite."""
+"""Largest gain of a play, which keeps the sum of gains finite."""
 
 
 class BanditConfig(Config):
@@ -44,37 +43,37 @@ class BanditConfig(Config):
     policy: Literal["weights", "ucb"] = "weights"
     """`weights` draws in proportion to the arms' weights; `ucb` starts there and learns."""
     exploration: float = Field(default=0.5, ge=0)
-    """Width of the confidence bounds; gains are scaled so that the best arm has 1."""
+    """Width of the confidence bounds, with gains scaled so that the best arm has 1."""
     temperature: float = Field(default=0.3, gt=0)
-    """How strictly draws follow the bounds: an arm that is lower by this is e times rarer."""
+    """How strictly draws follow the bounds: an arm lower by this is e times rarer."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """Share of draws that go by the weights alone, so that an arm can recover."""
+    """Share of draws by weights alone, so that an arm can recover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One arm and what it earned. `Arm(name="small", weight=0.8)` is new."""
+    """One arm and its earnings. `Arm(name="small", weight=0.8)` is new."""
 
     name: str
     weight: float = 1.0
     num_plays: int = 0
     gain: float = 0.0
-    """Improvements of the score, summed."""
+    """Sum of the score's improvements."""
     cost: float = 0.0
-    """What they cost, summed."""
+    """Sum of costs, such as tokens."""
     num_before: int = 0
     gain_before: float = 0.0
     cost_before: float = 0.0
-    """What it had when the last arm joined a search under way."""
+    """Like the two before, its value when the last arm joined a running search."""
 
     @property
     def num_judged(self) -> int:
-        """Plays that its bound follows from."""
+        """Plays that determine its bound."""
         return self.num_plays - self.num_before
 
     @property
     def rate(self) -> float | None:
-        """Gain per cost since arms are compared; None before it has cost anything."""
+        """Gain per cost since the last arm joined; None before any cost."""
         cost = self.cost - self.cost_before
         return (self.gain - self.gain_before) / cost if cost > 0 else None
 
@@ -90,11 +89,11 @@ class Bandit:
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """In the order in which they joined."""
+        """Arms in the order they joined."""
         return tuple(self._arms.values())
 
     def add(self, arm: Arm) -> None:
-        """Let an arm join; its bound starts at the best arm's gain."""
+        """Add an arm; its bound starts at the best arm's gain."""
         if arm.name in self._arms:
             raise ValueError(f"There is an arm {arm.name!r} already: each needs its own name.")
         if not 0 <= arm.weight < math.inf:
@@ -102,8 +101,8 @@ class Bandit:
         self._arms[arm.name] = arm
 
     def join(self, arm: Arm, *, retires: Collection[str] = ()) -> None:
-        """Let an arm join a search under way, where gains are smaller than at its start: from here
-        on all arms are judged by what they earn from here on. `retires` are drawn no more."""
+        """Add an arm to a running search, whose gains are smaller than at its start: all arms are
+        judged by their earnings from here on. Arms in `retires` are drawn no more."""
         self.add(arm)
         for one in self.arms:
             self._arms[one.name] = replace(
@@ -127,7 +126,7 @@ class Bandit:
         )
 
     def shares(self) -> dict[str, float]:
-        """The chance of each arm in the next draw."""
+        """Return the probability of each arm in the next draw."""
         weights = np.array([arm.weight for arm in self.arms])
         if not weights.sum() > 0:
             raise ValueError(f"No arm has a weight above 0: {list(self._arms)}.")
@@ -141,7 +140,7 @@ class Bandit:
         return dict(zip(self._arms, shares.tolist(), strict=True))
 
     def draw(self, rng: np.random.Generator) -> str:
-        """The name of an arm; empty when there are none."""
+        """Draw the name of an arm; empty without arms."""
         if not self._arms:
             return ""
         shares = self.shares()
@@ -150,7 +149,7 @@ class Bandit:
         return list(shares)[min(place, len(shares) - 1)]
 
     def _bounds(self) -> list[float]:
-        """Upper confidence bounds on gain per cost, in units of the best arm's."""
+        """Return upper confidence bounds on gain per cost, in units of the best arm's."""
         rates = [arm.rate for arm in self.arms]
         best = max((rate for rate in rates if rate is not None), default=0.0)
         num_plays = sum(arm.num_judged for arm in self.arms)
@@ -166,8 +165,7 @@ Shares = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operator:
-    """`seed` is the merit assumed before anything was told, in units of the mean merit of all;
-    `weight` is its part of the attempts that go by fixed weights."""
+    """`seed` is the prior merit, relative to the mean; `weight` the share by fixed weights."""
 
     seed: float
     weight: float = 0.0
@@ -182,62 +180,60 @@ OPERATORS: Mapping[str, _Operator] = {
     "restart": _Operator(seed=0.0, weight=0.05),
     "elite": _Operator(seed=0.0, weight=0.25),
 }
-"""best: a child of the best program; improver: of a program that lately improved on its parent;
-top: of a draw by rank; crossover: of two good programs; repair: a failed program mended; restart: a
-child of the first program, which begins a line on an island of its own; elite: of the best program
-of such a line. Seeds and weights were chosen by simulation."""
+"""best: a child of the best program. improver: of a program that recently improved on its parent.
+top: of a draw by rank. crossover: of two good programs. repair: a failed program mended. restart: a
+child of the first program, which begins a line on its own island. elite: of the best program of
+such a line. Seeds and weights were chosen by simulation."""
 
 SEED_PLAYS = 30.0
-"""Attempts that a seed counts for."""
+"""Attempts that a prior counts as."""
 SHARPNESS = 2.0
-"""Shares go by merit to this power: one operator with half the merit gets a quarter."""
+"""Exponent of merit in shares: an operator with half the merit gets a quarter."""
 PATIENCE = 0.01
-"""When the recent rate of improvement is this part of the mean rate, half of the attempts go by
-fixed weights."""
+"""At this recent rate of improvement, relative to the mean, half of the attempts go by weights."""
 FEWEST, MOST = 0.01, 0.7
 """Bounds of the part that goes by fixed weights."""
 FIRST_ACCEPTED = 10
 """Programs before a rate of improvement is known."""
 TAIL = 0.08
-"""In this last part of the attempts the part by fixed weights shrinks to nothing: what it finds
-could no longer be followed up."""
+"""Last part of the attempts, in which the part by weights falls to 0: its finds come too late."""
 WINDOWS, SHORTEST_WINDOW = 12.0, 15.0
 """Recent is a twelfth of all attempts, at least 15."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OperatorRecord:
-    """What an operator was given and what it won."""
+    """Attempts and gains of one operator."""
 
     name: str
     num_given: int = 0
     num_accepted: int = 0
     """Attempts that gave a program."""
     num_improved: int = 0
-    """Programs that were the best when they were told."""
+    """Programs that were a new best."""
     cost: float = 0.0
     recent_gain: float = 0.0
     recent_cost: float = 0.0
-    """Sums in which old attempts fade."""
+    """Exponentially decayed sums, like `recent_gain`."""
 
 
 @dataclass(slots=True)
 class OperatorBandit:
-    """A function of what was told, in that order."""
+    """Shares of operators, as a function of earlier attempts in their order."""
 
     records: dict[str, OperatorRecord] = field(default_factory=dict)
     num_told: int = 0
     num_accepted: int = 0
     gain: float = 0.0
-    """Of the best score, in all."""
+    """Total improvement of the best score."""
     _recent_gain: float = 0.0
     _recent_accepted: float = 0.0
 
     def tell(
         self, name: str, *, gain: float, cost: float, is_accepted: bool, horizon: float
     ) -> None:
-        """Count one attempt: `gain` is by how much it raised the best score. A cost of 0 is one
-        that the model did not report. What is no operator, such as tuning, is counted alone."""
+        """Count one attempt, which raised the best score by `gain`. A cost of 0 means that the
+        model reported none. A name that is no operator, such as tuning, does not affect shares."""
         if name not in OPERATORS:
             self._count(name, gain=gain, cost=cost, is_accepted=is_accepted)
             return
@@ -267,7 +263,6 @@ class OperatorBandit:
 
     @property
     def cost(self) -> float:
-        """Of all attempts told."""
         return math.fsum(record.cost for record in self.records.values())
 
     @property
@@ -275,8 +270,8 @@ class OperatorBandit:
         return self.cost / self.num_told if self.num_told else 1.0
 
     def shares(self, are_due: Mapping[str, bool], *, horizon: float, num_left: float) -> Shares:
-        """The chance of each of these operators in the next attempt; `best` is always due. One
-        that is not due gets only what goes by fixed weights."""
+        """Return each operator's probability in the next attempt; `best` is always due. An operator
+        that is not due is drawn only by its fixed weight."""
         merits = {name: self._merit(name) ** SHARPNESS for name, due in are_due.items() if due}
         weights = {name: OPERATORS[name].weight for name in are_due}
         part = self._part_by_weight(num_left / (TAIL * horizon)) if any(weights.values()) else 0.0
@@ -287,8 +282,7 @@ class OperatorBandit:
         }
 
     def _merit(self, name: str) -> float:
-        """Recent improvement per cost, in units of the mean of all operators, mixed with the
-        seed."""
+        """Return recent gain per cost relative to all operators' mean, mixed with the prior."""
         record = self.records.get(name, OperatorRecord(name=name))
         gain = math.fsum(one.recent_gain for one in self.records.values())
         cost = math.fsum(one.recent_cost for one in self.records.values())

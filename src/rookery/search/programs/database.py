@@ -6,12 +6,12 @@
     database.tell(record)                # or tell_failure(FailedRecord(...))
     database = ProgramDatabase(config, seed=7, state=database.state)      # the same again
 
-`ask` changes nothing: a plan follows from the seed, the attempt and what was told before, in that
-order. A database is therefore its config and its tells: telling the same again in the order of
-commits rebuilds it, and `state` saves the way. Cost does not grow with the number of programs.
-For results that do not depend on the number of workers, order asks and tells by a `Window`.
+`ask` changes nothing: a plan follows from the seed, the attempt and the order of earlier tells.
+Telling the same records again in the order of commits rebuilds a database, and `state` saves that
+work. The cost does not grow with the number of programs. If results must not depend on the number
+of workers, order asks and tells by a `Window`.
 
-When to stop early: no improvement for a while, or a target reached.
+A search stops early after a while without improvement, or at a target score:
 
 stopping = Stopping()
 stopping = advance(stopping, database.tell(record), config=config)
@@ -67,14 +67,14 @@ __all__ = [
 ]
 
 
-# How far a program is from a few reference programs: the built-in feature `diversity`.
+# Distance of a program to a few reference programs: the built-in feature `diversity`.
 #
 #     references = References(size=20)
 #     diversity = references.measure(summary)
 #     references.add(summary)
 #
-# The references are the first programs with different texts that were told, so the cost of a
-# measurement does not grow with the number of programs, and a value never changes afterwards.
+# References are the first programs told with different texts. So the cost of a measurement does not
+# grow with the number of programs, and a value never changes afterwards.
 
 
 class References:
@@ -98,7 +98,7 @@ class References:
             self._characters[summary.digest] = frozenset(summary.characters)
 
     def measure(self, summary: CodeSummary) -> float:
-        """The mean distance to the references with another text; 0 when there are none."""
+        """Return the mean distance to the references with another text; 0 without any."""
         characters = frozenset(summary.characters)
         distances = [
             _distance(summary, characters, other, self._characters[other.digest])
@@ -129,9 +129,9 @@ def _distance(
 #     # and whenever an attempt ends, failed ones too:
 #     window.decide(attempt, result)
 #
-# Attempt k is asked when the attempts up to k - width are told and no later ones: an attempt that
-# ends early waits here until it is its turn. `width` belongs to the run; it bounds how many
-# attempts are in flight, and a number of workers never changes it.
+# Attempt k is asked when exactly the attempts up to k - width are told: an attempt that ends early
+# waits for its turn. `width` belongs to the run and bounds the attempts in flight; it never changes
+# with the number of workers.
 
 
 Result = TypeVar("Result")
@@ -153,7 +153,7 @@ class Tell(Generic[Result]):
 
 
 class Window(Generic[Result]):
-    """Attempts count from 1. A window that is decided again from the start repeats its steps."""
+    """Orders attempts, which count from 1. Deciding them again from the start repeats the steps."""
 
     def __init__(
         self,
@@ -162,8 +162,7 @@ class Window(Generic[Result]):
         num_attempts: int,
         may_begin: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """`may_begin` is asked before each attempt; what it says must follow from what was asked
-        and told."""
+        """`may_begin` is called before each attempt and must depend only on earlier steps."""
         if width < 1:
             raise ValueError(f"Got width {width}: it is 1 or above; 1 is one attempt at a time.")
         self._width = width
@@ -175,22 +174,22 @@ class Window(Generic[Result]):
 
     @property
     def num_waiting(self) -> int:
-        """Attempts that ended and wait for their turn."""
+        """Ended attempts that wait for their turn."""
         return len(self._decided)
 
     def decide(self, attempt: int, result: Result) -> None:
-        """Hand in the result of an attempt that was asked; the first one counts."""
+        """Hand in the result of an asked attempt; the first one counts."""
         if attempt > self._num_asked:
             raise ValueError(f"Attempt {attempt} is decided before it was asked.")
         if attempt > self._num_told:
             self._decided.setdefault(attempt, result)
 
     def stop(self) -> None:
-        """Ask for no further attempt; those that were asked are told. Idempotent."""
+        """Ask for no further attempt; attempts already asked are still told. Idempotent."""
         self._num_attempts = self._num_asked
 
     def next_step(self) -> Ask | Tell[Result] | None:
-        """What to do now; None when an attempt in flight has to end first."""
+        """Return the next step; None if an attempt in flight has to end first."""
         is_open = self._num_asked < min(self._num_attempts, self._num_told + self._width)
         if is_open and self._may_begin(self._num_asked + 1):
             self._num_asked += 1
@@ -202,11 +201,11 @@ class Window(Generic[Result]):
 
 
 BUILT_IN = ("complexity", "diversity", "score")
-"""Features that need no metric; an evaluator's metric of the same name comes first."""
+"""Features that need no metric; an evaluator's metric of the same name overrides them."""
 
 
 class ProgramDatabaseConfig(ProgramPopulationConfig):
-    """How programs are kept and drawn: the section `database`, as far as search is concerned."""
+    """How programs are kept and drawn: the search's part of the section `database`."""
 
     diversity_reference_size: int = Field(default=20, ge=1)
     """Programs that diversity is measured against."""
@@ -214,7 +213,7 @@ class ProgramDatabaseConfig(ProgramPopulationConfig):
     bandit: BanditConfig = BanditConfig()
 
     def problem_with(self, metrics: Mapping[str, float]) -> str | None:
-        """Why a program with these metrics cannot be told; None when it can."""
+        """Return why a program with these metrics cannot be told; None if it can."""
         if score_of(metrics, features=self.feature_dimensions) is None:
             return f"The metrics {dict(metrics)} have no score: a finite number is needed."
         features = [name for name in self.feature_dimensions if name not in BUILT_IN]
@@ -236,11 +235,10 @@ class DatabaseState:
     references: tuple[CodeSummary, ...] = ()
     arms: tuple[Arm, ...] = ()
     num_told: int = 0
-    """Programs told so far."""
 
 
 class ProgramDatabase:
-    """Programs kept for search, by id."""
+    """The programs of a search, by id."""
 
     def __init__(
         self,
@@ -250,7 +248,7 @@ class ProgramDatabase:
         arms: Iterable[Arm] = (),
         state: DatabaseState | None = None,
     ) -> None:
-        """`arms` start a new database; a state brings its own."""
+        """`arms` start a new database; a state has its own."""
         self._config = config
         self._seed = seed
         self._num_told = state.num_told if state else 0
@@ -262,7 +260,7 @@ class ProgramDatabase:
 
     @property
     def state(self) -> DatabaseState:
-        """A copy that later tells do not change."""
+        """A copy, independent of later tells."""
         return DatabaseState(
             population=self._population.state,
             references=self._references.summaries,
@@ -272,30 +270,28 @@ class ProgramDatabase:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """All programs kept, by id."""
         return self._population.members
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """The models and adapters, and what each earned."""
         return self._bandit.arms
 
     @property
     def operators(self) -> tuple[OperatorRecord, ...]:
-        """Ways of making a child, and what each won; none where they are not drawn."""
+        """The operators with their results; empty if none are drawn."""
         return ()
 
     @property
     def best(self) -> Member | None:
-        """The highest score of all, the first told of equal ones."""
+        """The program of the highest score, the earliest of equals."""
         return self._population.best
 
     def problem_with(self, metrics: Mapping[str, float]) -> str | None:
-        """Why a program with these metrics cannot be told; None when it can."""
+        """Return why a program with these metrics cannot be told; None if it can."""
         return self._config.problem_with(metrics)
 
     def ask(self, attempt: int) -> Plan:
-        """The plan of an attempt; attempts count from 1."""
+        """Return the plan of an attempt; attempts count from 1."""
         if not self.members:
             raise ValueError("Nothing was told yet: tell the programs to start from first.")
         rng = stream(self._seed, "program", attempt)
@@ -318,7 +314,7 @@ class ProgramDatabase:
         )
 
     def tell(self, record: ScoredProgram) -> Member:
-        """Add a program that was evaluated, let migration happen if it is due, make room."""
+        """Add an evaluated program, make room for it, and migrate if it is time."""
         member = self._measure(record)
         if record.arm:
             before = member.score if record.parent_score is None else record.parent_score
@@ -334,11 +330,11 @@ class ProgramDatabase:
             self._bandit.tell(failed.arm, gain=0.0, cost=failed.cost)
 
     def add_arm(self, arm: Arm) -> None:
-        """Let a model or adapter join; part of what has to be told again."""
+        """Add a model or adapter; a rebuild must repeat this."""
         self._bandit.add(arm)
 
     def join_arm(self, arm: Arm, *, retires: Collection[str] = ()) -> None:
-        """The same while the search goes on: see `Bandit.join`."""
+        """Add a model or adapter to a running search: see `Bandit.join`."""
         self._bandit.join(arm, retires=retires)
 
     def _measure(self, record: ScoredProgram) -> Member:
@@ -363,11 +359,8 @@ class ProgramDatabase:
         return Member(record=record, serial=self._num_told, score=score, features=features)
 
 
-# A search of prompts: each is best on some tasks.
-
-
 class ParetoDatabase(ProgramDatabase):
-    """Parents are the programs that are best on some task, drawn by on how many they are."""
+    """A search of prompts: parents are best on some task, drawn by the number of such tasks."""
 
     def __init__(
         self, config: ProgramDatabaseConfig, *, seed: int, arms: Iterable[Arm] = ()
@@ -375,7 +368,7 @@ class ParetoDatabase(ProgramDatabase):
         super().__init__(config, seed=seed, arms=arms)
         self._front = Front(size=None)
         self._parents: dict[str, Member] = {}
-        """Those of the front, which the population may have forgotten."""
+        """Members of the front, which the population may have removed."""
 
     def tell(self, record: ScoredProgram) -> Member:
         member = super().tell(record)
@@ -399,12 +392,11 @@ class ParetoDatabase(ProgramDatabase):
         )
 
 
-# Simpler searches, to compare with.
+# Simpler searches as baselines.
 
 
 class BestOfN(ProgramDatabase):
-    """Independent children of the best first program, which a better child may have replaced among
-    the members."""
+    """Independent children of the best first program, even if the population dropped it."""
 
     first: Member | None = None
 
@@ -428,7 +420,7 @@ class BestOfN(ProgramDatabase):
 
 
 class Sequential(ProgramDatabase):
-    """A line of programs: each a child of the best before it."""
+    """A line of programs: each is a child of the best before it."""
 
     def ask(self, attempt: int) -> Plan:
         plan, best = super().ask(attempt), self.best
@@ -446,28 +438,28 @@ class StoppingConfig(Config):
     """The rules of `early_stopping_*`, `convergence_threshold` and `target_score`."""
 
     patience: int | None = None
-    """Stop after so many programs in a row without improvement; 0 or below stops when the metric
-    equals `threshold`; None never stops."""
+    """Stop after this many programs in a row without improvement; 0 or below stops when the metric
+    equals `threshold`; null never stops."""
     threshold: float = 0.001
-    """The least improvement that counts, or the value to reach."""
+    """Least improvement that counts, or the value to reach."""
     metric: str = Field(default=COMBINED, min_length=1)
-    """The metric that is watched; the mean of all metrics where a program does not have it."""
+    """Watched metric; if a program lacks it, the mean of all its metrics."""
     target_score: float | None = None
     """Stop when a program's score is at least this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """What was seen so far."""
+    """State of early stopping."""
 
     best: float | None = None
     num_without_improvement: int = 0
     reason: str = ""
-    """Why the search should stop; empty while it should not."""
+    """Why the search should stop; empty if it should go on."""
 
 
 def advance(stopping: Stopping, member: Member, *, config: StoppingConfig) -> Stopping:
-    """The state after one more program; attempts that failed do not count."""
+    """Return the state after one more program; failed attempts do not count."""
     value = _watched(member.record.metrics, config.metric)
     best, count = stopping.best, stopping.num_without_improvement
     if value is not None:
@@ -478,7 +470,7 @@ def advance(stopping: Stopping, member: Member, *, config: StoppingConfig) -> St
 
 
 def begin_again(stopping: Stopping, best: Member, *, config: StoppingConfig) -> Stopping:
-    """Of a search that ended and goes on: patience counts anew, a target that was reached holds."""
+    """Reset patience for a search that ended and resumes; a reached target stays reached."""
     is_reached = config.target_score is not None and best.score >= config.target_score
     return Stopping(best=stopping.best, reason=stopping.reason if is_reached else "")
 

@@ -1,16 +1,15 @@
-"""One island: its members, their ranking, its grid, and who came from elsewhere.
+"""One island: its members, their ranking, its grid, and its migrants.
 
     island.add(member, is_migrant=False)
     island.draw(rng), island.draw_by_score(rng)     # ids
 
-Draws cost the same for 100 members and for 10,000, up to a running sum of their weights.
+Draws cost the same for 100 members and for 10,000, up to a cumulative sum of their weights.
 
-Members sorted by score as they come and go.
+A ranking keeps members sorted by score. Adding and removing cost a bisection and the shift of a
+list of pointers.
 
     ranking.add(member)
     ranking.best(3)      # ids, best first
-
-Adding and removing cost a bisection and the shift of a list of pointers.
 """
 
 from bisect import bisect_left, insort
@@ -31,7 +30,7 @@ Key = tuple[float, int, str]
 
 
 class Ranking:
-    """A sorted list of members: the best first, of equal scores the one told first."""
+    """A sorted list of members: best first, of equal scores the earlier one."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self._keys = sorted(_key(member) for member in members)
@@ -40,7 +39,7 @@ class Ranking:
         return len(self._keys)
 
     def __getitem__(self, place: int) -> str:
-        """The id at a place; 0 is the best."""
+        """Return the id at a place; 0 is the best."""
         return self._keys[place][2]
 
     def __contains__(self, member: Member) -> bool:
@@ -48,11 +47,11 @@ class Ranking:
         return place < len(self._keys) and self._keys[place][2] == member.id
 
     def __iter__(self) -> Iterator[str]:
-        """Ids, best first."""
+        """Yield ids, best first."""
         return (key[2] for key in self._keys)
 
     def __reversed__(self) -> Iterator[str]:
-        """Ids, worst first."""
+        """Yield ids, worst first."""
         return (key[2] for key in reversed(self._keys))
 
     def best(self, count: int) -> tuple[str, ...]:
@@ -62,7 +61,6 @@ class Ranking:
         insort(self._keys, _key(member))
 
     def discard(self, member: Member) -> None:
-        """Remove the member if it is there."""
         if member in self:
             del self._keys[bisect_left(self._keys, _key(member))]
 
@@ -71,19 +69,19 @@ def _key(member: Member) -> Key:
     return (*member.rank, member.id)
 
 
-# The Pareto front of the programs told so far, kept up to date one program at a time.
+# The Pareto front of all programs so far, updated one program at a time.
 #
 #     front = Front(size=100)
 #     change = front.add("p7", (0.4, 0.9))    # Change(is_member=True, removed=("p2",))
 #     front.draw(rng, among=island)           # the less crowded of two random members
 #
-# One insertion compares the newcomer with the members in one vectorised step. Bigger is better in
+# An insertion compares the newcomer with all members in one vectorised step. Bigger is better in
 # every objective.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What one insertion did."""
+    """The effect of one insertion."""
 
     is_member: bool
     removed: tuple[str, ...] = ()
@@ -91,10 +89,8 @@ class Change:
 
 
 class Front:
-    """The programs that none dominates, at most `size` of them; None: all.
-
-    A full front drops its most crowded member. Of two with equal objectives the first one stays.
-    """
+    """The programs that no other dominates, at most `size` of them; None: no limit. A full front
+    drops its most crowded member. Of two with equal objectives the first stays."""
 
     def __init__(
         self, *, size: int | None, members: Mapping[str, Sequence[float]] | None = None
@@ -107,7 +103,7 @@ class Front:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """In the order in which they joined."""
+        """Ids in the order they joined."""
         return tuple(self._ids)
 
     def __contains__(self, id: str) -> bool:
@@ -140,16 +136,14 @@ class Front:
 
     @property
     def distances(self) -> NDArray[np.float64]:
-        """The crowding distance of each member, in the order of `ids`."""
+        """Crowding distance of each member, in the order of `ids`."""
         if self._distances is None:
             self._distances = crowding(self._values)
         return self._distances
 
     def draw(self, rng: np.random.Generator, *, among: Container[str]) -> str:
-        """The less crowded of two random members, as NSGA-II selects within a front.
-
-        Only members of `among` take part, unless there are none.
-        """
+        """Draw the less crowded of two random members, as NSGA-II selects within a front. Only
+        members of `among` take part, unless there are none."""
         places = [place for place, id in enumerate(self._ids) if id in among]
         places = places or list(range(len(self._ids)))
         first, second = (places[int(drawn)] for drawn in rng.integers(len(places), size=2))
@@ -157,7 +151,7 @@ class Front:
         return self._ids[second if is_second else first]
 
     def draw_by_wins(self, rng: np.random.Generator) -> str:
-        """A member that is best in some objective, by in how many it is."""
+        """Draw a member in proportion to the number of objectives in which it is best."""
         wins = (self._values == self._values.max(axis=0)).sum(axis=1)
         return self._ids[int(rng.choice(len(self._ids), p=wins / wins.sum()))]
 
@@ -165,19 +159,19 @@ class Front:
         self._ids, self._values, self._distances = ids, values, None
 
 
-# The feature grid of MAP-Elites with bounds that move: the best program of every cell.
+# The feature grid of MAP-Elites with moving bounds: the best program of every cell.
 #
 #     space = FeatureSpace(["complexity", "score"], bins=[10, 10])
 #     has_moved = space.widen((812.0, 0.4))
 #     cell = space.cell((812.0, 0.4))          # "5-5"
 #
-# A dimension reaches from the smallest to the largest value seen, as in OpenEvolve. When a value
-# lies outside, all cells move: `Grid.replace_all` then places the holders anew, so that a cell
-# never holds a program of another one.
+# A dimension reaches from the smallest to the largest value so far, as in OpenEvolve. If a value
+# lies outside, all cells move, and `Grid.replace_all` places the holders anew, so that no cell
+# holds a program of another.
 
 
 class FeatureSpace:
-    """The dimensions of the grid, their bins and the range of values seen so far."""
+    """The dimensions of the grid, their bins and the range of values so far."""
 
     def __init__(
         self,
@@ -192,12 +186,12 @@ class FeatureSpace:
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
-        """(smallest, largest) value seen, by dimension; empty before the first program."""
+        """(smallest, largest) value by dimension; empty before the first program."""
         pairs = zip(self.names, self._bounds, strict=True)
         return {name: bound for name, bound in pairs if bound is not None}
 
     def widen(self, values: Sequence[float]) -> bool:
-        """Take the values into the range; whether a bound moved."""
+        """Extend the range to the values; return whether a bound moved."""
         wider = [
             (value, value) if bound is None else (min(bound[0], value), max(bound[1], value))
             for bound, value in zip(self._bounds, values, strict=True)
@@ -207,18 +201,18 @@ class FeatureSpace:
         return has_moved
 
     def coordinates(self, values: Sequence[float]) -> tuple[int, ...]:
-        """The bin of each value; the middle bin while all values of a dimension are equal."""
+        """Return the bin of each value; the middle one while a dimension's values are equal."""
         bins_hit = []
         for value, bound, bins in zip(values, self._bounds, self._bins, strict=True):
             assert bound is not None, "widen comes first"
-            # Halves keep the span of the largest floats finite.
+            # Halving avoids overflow of the largest floats.
             span = bound[1] / 2 - bound[0] / 2
             share = (value / 2 - bound[0] / 2) / span if span > 0 else 0.5
             bins_hit.append(min(bins - 1, max(0, int(share * bins))))
         return tuple(bins_hit)
 
     def clip(self, coordinates: Sequence[int]) -> tuple[int, ...]:
-        """The nearest bins that exist."""
+        """Return the nearest existing bins."""
         pairs = zip(coordinates, self._bins, strict=True)
         return tuple(min(bins - 1, max(0, place)) for place, bins in pairs)
 
@@ -227,7 +221,7 @@ class FeatureSpace:
 
 
 def cell_key(coordinates: Iterable[int]) -> str:
-    """ "3-0" is bin 3 of the first dimension and bin 0 of the second, as OpenEvolve writes it."""
+    """Return a cell's name as in OpenEvolve: "3-0" is bin 3, then bin 0."""
     return "-".join(map(str, coordinates))
 
 
@@ -243,7 +237,7 @@ class Grid:
         return id in self._cells
 
     def __iter__(self) -> Iterator[str]:
-        """The ids of the holders."""
+        """Yield the ids of the holders."""
         return iter(self._cells)
 
     @property
@@ -254,7 +248,7 @@ class Grid:
         return self._holders.get(cell)
 
     def put(self, cell: str, id: str) -> None:
-        """Give the cell to the program, whoever held it."""
+        """Give the cell to the program, replacing any holder."""
         self._cells.pop(self._holders.get(cell, ""), None)
         self._holders[cell] = id
         self._cells[id] = cell
@@ -266,10 +260,8 @@ class Grid:
             del self._holders[cell]
 
     def replace_all(self, placed: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        """Hold (id, cell) pairs alone, best first: the first of a cell keeps it.
-
-        Returns the ids that lost their cell.
-        """
+        """Replace all holders by (id, cell) pairs, best first: the first of a cell keeps it.
+        Returns the ids that lost their cell."""
         self._holders, self._cells = {}, {}
         losers = []
         for id, cell in placed:
@@ -281,9 +273,9 @@ class Grid:
 
 
 LOWEST_WEIGHT = 0.001
-"""Weight of a program whose score is lower, in draws by score: OpenEvolve's number."""
+"""Least weight of a program in draws by score: OpenEvolve's number."""
 HIGHEST_WEIGHT = 1e300
-"""Keeps the sum of the weights finite."""
+"""Largest weight, which keeps the sum of the weights finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,13 +283,13 @@ class IslandState:
     """An island as a value."""
 
     members: tuple[str, ...] = ()
-    """In the order that draws count them in."""
+    """In the order that draws index."""
     migrants: tuple[str, ...] = ()
     """Members that came from another island, sorted."""
     cells: dict[str, str]
     """{cell: id of its holder}."""
     num_children: int = 0
-    """Programs told on this island, those that the search started from left out."""
+    """Children added to this island."""
 
 
 class Island:
@@ -350,7 +342,7 @@ class Island:
             self.migrants.add(member.id)
 
     def remove(self, member: Member) -> None:
-        """The last member takes the place that becomes free."""
+        """Remove a member; the last one takes its place."""
         place, last = self._places.pop(member.id), len(self._ids) - 1
         moved = self._ids.pop()
         if moved != member.id:
@@ -365,11 +357,11 @@ class Island:
         self.migrants.discard(member.id)
 
     def draw(self, rng: np.random.Generator) -> str:
-        """A member, all with the same chance."""
+        """Draw a member uniformly."""
         return self._ids[int(rng.integers(len(self._ids)))]
 
     def draw_by_score(self, rng: np.random.Generator) -> str:
-        """A member with a chance in proportion to its score, at least `LOWEST_WEIGHT`."""
+        """Draw a member in proportion to its score, at least `LOWEST_WEIGHT`."""
         sums = np.cumsum(self._weights[: len(self._ids)])
         place = int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
         return self._ids[min(place, len(self._ids) - 1)]
@@ -377,7 +369,7 @@ class Island:
     def draw_others(
         self, count: int, *, without: Iterable[str], rng: np.random.Generator
     ) -> tuple[str, ...]:
-        """Up to `count` members, none twice and none of `without`."""
+        """Draw up to `count` distinct members, none of `without`."""
         excluded = set(without)
         size = min(len(self._ids), count + len(excluded))
         drawn = (self._ids[int(i)] for i in rng.choice(len(self._ids), size=size, replace=False))

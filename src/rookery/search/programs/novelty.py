@@ -1,12 +1,12 @@
-"""Novelty: says whether a program was there before, and what it repeats.
+"""Novelty: whether a program repeats an earlier one, and which.
 
     index = NoveltyIndex(NoveltyConfig())
     repeated = index.find(code=code_hash(text, language="python"), embedding=vector)
     if repeated is None:
         index.add("p7", code=code_hash(text, language="python"), embedding=vector)
 
-`find` looks at what it is given. Embeddings are compared with the newest `num_compared` programs,
-so the cost does not grow with the run.
+`find` checks the given hash and embedding. Embeddings are compared with the newest `num_compared`
+programs, so the cost does not grow with the run.
 """
 
 import ast
@@ -25,14 +25,14 @@ __all__ = ["NoveltyConfig", "NoveltyIndex", "Repetition", "code_hash", "text_has
 
 
 class NoveltyConfig(Config):
-    """What counts as a repetition."""
+    """Limits of what counts as a repetition."""
 
     similarity_threshold: float = Field(default=0.99, gt=0, le=1)
     """Reject a program whose embedding has at least this cosine with another's."""
     num_compared: int = Field(default=1000, ge=1)
-    """Embeddings are compared with this many of the newest programs."""
+    """Newest programs whose embeddings are compared."""
     num_later: int = Field(default=0, ge=0)
-    """Embeddings kept beyond these, so that `find` can leave out as many that were added later."""
+    """Further embeddings kept, so that `find` can ignore as many that were added later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Repetition:
 
     kind: Literal["code", "embedding"]
     of: str
-    """The id of the program that it repeats."""
+    """Id of the repeated program."""
     similarity: float = 1.0
-    """The cosine of the embeddings; 1 for equal code."""
+    """Cosine of the embeddings; 1 for equal code."""
 
 
 class NoveltyIndex:
-    """The hashes of all programs added, and the embeddings of the newest."""
+    """The hashes of all added programs, and the embeddings of the newest."""
 
     def __init__(self, config: NoveltyConfig) -> None:
         self._config = config
@@ -57,7 +57,7 @@ class NoveltyIndex:
         self._vectors = np.zeros((0, 0), dtype=np.float32)
         self._num_kept = config.num_compared + config.num_later
         self.num_embedded = 0
-        """Programs that were added with an embedding, all together."""
+        """Programs added with an embedding so far."""
 
     def find(
         self,
@@ -66,18 +66,18 @@ class NoveltyIndex:
         embedding: Sequence[float] | None = None,
         num_known: int | None = None,
     ) -> Repetition | None:
-        """The program that this one repeats, or None when it is new.
+        """Return the program that this one repeats, or None if it is new.
 
-        With `num_known` its embedding is compared as it would have been when `num_embedded` was
-        that: with no program that was added later.
+        With `num_known`, the embedding is compared only with the first so many embedded programs,
+        as when `num_embedded` had that value.
         """
         if code is not None and code in self._codes:
             return Repetition(kind="code", of=self._codes[code])
         return None if embedding is None else self._find_similar(embedding, num_known)
 
     def can_compare(self, embedding: Sequence[float]) -> bool:
-        """Whether it has as many numbers as those before it. One that has not is never similar to
-        them, and adding it is an error."""
+        """Whether the embedding has the dimension of the earlier ones. If not, it is never similar
+        to them, and adding it is an error."""
         return not self._embedded or len(embedding) == self._vectors.shape[1]
 
     def add(
@@ -87,7 +87,7 @@ class NoveltyIndex:
         code: str | None = None,
         embedding: Sequence[float] | None = None,
     ) -> None:
-        """Remember the program; of equal ones the first is the one that is named."""
+        """Remember the program; of equal ones, `find` names the first."""
         if code is not None:
             self._codes.setdefault(code, id)
         if embedding is not None:
@@ -107,7 +107,7 @@ class NoveltyIndex:
         return Repetition(kind="embedding", of=self._embedded[nearest], similarity=similarity)
 
     def _add_embedding(self, id: str, embedding: Sequence[float]) -> None:
-        """A ring: the newest takes the place of the oldest."""
+        """Store in a ring: the newest replaces the oldest."""
         vector = _unit(embedding)
         if not len(self._vectors):
             self._vectors = np.zeros((self._num_kept, len(vector)), dtype=np.float32)
@@ -118,11 +118,11 @@ class NoveltyIndex:
 
 
 def code_hash(code: str, *, language: str) -> str:
-    """Equal for two programs that differ in layout and comments alone.
+    """Return a hash that is equal for programs that differ only in layout and comments.
 
-    Python is compared by its syntax tree; other languages, and Python that does not parse, by
-    their text without differences of white space. Takes milliseconds for a long program: call it
-    in a thread or a worker.
+    Python is compared by its syntax tree. Other languages, and Python that does not parse, are
+    compared by their text with white space normalised. Takes milliseconds for a long program: call
+    it in a thread or a worker.
     """
     if language == "python":
         try:
@@ -130,12 +130,12 @@ def code_hash(code: str, *, language: str) -> str:
             _walk(ast.parse(code), parts)
             return text_hash("python " + " ".join(parts))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            pass  # too deep or not Python: its text says as much as can be known
+            pass  # too deep or not Python: compare its text
     return text_hash("text " + " ".join(code.split()))
 
 
 def _walk(value: object, parts: list[str]) -> None:
-    """What `ast.dump` tells of a tree, in half of its time."""
+    """Collect what `ast.dump` prints, in half of its time."""
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
         for name in value._fields:
@@ -151,7 +151,7 @@ def _walk(value: object, parts: list[str]) -> None:
 
 
 def text_hash(text: str) -> str:
-    """Of the exact text, such as a program's output."""
+    """Return a hash of the exact text, such as a program's output."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -1,16 +1,15 @@
-"""The programs kept: on islands with feature grids, in the archive, in the front.
+"""The kept programs: on islands with feature grids, in the archive, in the front.
 
     population = ProgramPopulation(ProgramPopulationConfig(), state=None)
     population.add(member)
     population.best, population.islands[2].ranking.best(3)
 
-Adding one program costs the same however many there are. When it moves a bound of the feature
-space, all holders of cells are placed anew; their number is bounded by the grid.
+Adding a program costs the same however many there are. If it moves a bound of the feature space,
+all cell holders are placed anew; the grid bounds their number.
 
-Who is shown to the model: a parent, inspirations and the best programs of an island.
-
-Draws follow OpenEvolve: a parent is any member (exploration), an elite (exploitation), or a member
-by its score; inspirations are the island's best, programs of cells near the parent's, then others.
+The model sees a parent, inspirations and the best programs of an island. Draws follow OpenEvolve: a
+parent is any member (exploration), an elite (exploitation), or a member drawn by score.
+Inspirations are the island's best, programs of cells near the parent's, then others.
 """
 
 from collections.abc import Mapping
@@ -47,24 +46,23 @@ class ProgramPopulationConfig(Config):
     """Which programs are kept, and where."""
 
     population_size: int = Field(default=1000, ge=1)
-    """The most programs kept. The worst without a cell go first, then the worst with one; the best
-    of all, the best of each island and the newest stay."""
+    """Most programs kept. The worst without a cell are removed first, then the worst with one; the
+    best of each island and the newest stay."""
     archive_size: int = Field(default=100, ge=1)
-    """The most programs in the archive and in the front."""
+    """Most programs in the archive and in the front."""
     num_islands: int = Field(default=5, ge=1)
-    """Groups that evolve apart; attempt k works on island (k - 1) modulo this."""
+    """Groups that evolve separately; attempt k works on island (k - 1) modulo this."""
     feature_dimensions: tuple[str, ...] = Field(default=("complexity", "diversity"), min_length=1)
     """Dimensions of the grid: `complexity`, `diversity`, `score` or the name of a metric."""
     feature_bins: int | dict[str, int] = 10
-    """Bins of every dimension, or by dimension. One number is raised until the grid has at least
-    `archive_size` cells, as in OpenEvolve."""
+    """Bins of every dimension, or by dimension. A single number is raised until the grid has at
+    least `archive_size` cells, as in OpenEvolve."""
     migration_interval: int = Field(default=50, ge=1)
     """Children of the busiest island between migrations."""
     migration_rate: float = Field(default=0.1, ge=0, le=1)
-    """Share of an island's programs, the best ones, that go to both neighbours."""
+    """Share of an island's programs, the best ones, that migrate to both neighbours."""
     objectives: tuple[str, ...] = ()
-    """Metrics of a Pareto front, bigger is better; parents are then drawn from the front where
-    they would be from the archive."""
+    """Metrics of a Pareto front, bigger is better; elite parents are then drawn from the front."""
 
     @model_validator(mode="after")
     def _check_features(self) -> "ProgramPopulationConfig":
@@ -77,7 +75,7 @@ class ProgramPopulationConfig(Config):
 
     @property
     def bins(self) -> tuple[int, ...]:
-        """In the order of `feature_dimensions`; 10 where a dict names no number."""
+        """Bins in the order of `feature_dimensions`; 10 if a dict lacks the dimension."""
         names = self.feature_dimensions
         if isinstance(self.feature_bins, dict):
             return tuple(self.feature_bins.get(name, 10) for name in names)
@@ -90,7 +88,7 @@ class PopulationState:
     """A population as a value."""
 
     members: tuple[Member, ...] = ()
-    """In the order in which they were told."""
+    """In the order of `add`."""
     islands: tuple[IslandState, ...] = ()
     archive: tuple[str, ...] = ()
     front: tuple[str, ...] = ()
@@ -100,7 +98,7 @@ class PopulationState:
 
 
 class ProgramPopulation:
-    """Programs by id, with every index that search needs of them."""
+    """Programs by id, with the indexes that search needs."""
 
     def __init__(self, config: ProgramPopulationConfig, *, state: PopulationState | None) -> None:
         empty = tuple(IslandState(cells={}) for _ in range(config.num_islands))
@@ -124,7 +122,7 @@ class ProgramPopulation:
 
     @property
     def state(self) -> PopulationState:
-        """A copy that later changes do not reach."""
+        """A copy, independent of later changes."""
         return PopulationState(
             members=tuple(self._members.values()),
             islands=tuple(island.state for island in self.islands),
@@ -140,12 +138,12 @@ class ProgramPopulation:
 
     @property
     def best(self) -> Member | None:
-        """The highest score of all, the first told of equal ones."""
+        """The program of the highest score, the earliest of equals."""
         bests = [self._members[island.ranking[0]] for island in self.islands if len(island)]
         return min(bests, key=lambda member: member.rank, default=None)
 
     def add(self, member: Member) -> None:
-        """Take in a new program, make room, and let migration happen if it is due."""
+        """Add a new program, make room for it, and migrate if it is time."""
         if self.space.widen(member.features):
             self._move_cells()
         self._members[member.id] = member
@@ -159,10 +157,8 @@ class ProgramPopulation:
             self._migrate_if_due()
 
     def _place(self, member: Member, island: Island, *, is_migrant: bool) -> None:
-        """Join the island, and take the cell if it is free or its holder's score is lower.
-
-        A holder that lost its cell to a better program leaves the island.
-        """
+        """Join the island, and take the cell if it is free or its holder scores lower. A holder
+        that lost its cell to a better program leaves the island."""
         cell = self.space.cell(member.features)
         holder = island.grid.holder(cell)
         island.add(member, is_migrant=is_migrant)
@@ -175,7 +171,7 @@ class ProgramPopulation:
         self._rank(member)
 
     def _settle(self, member: Member) -> None:
-        """Forget a program that is on no island and not in the front, else rank it anew."""
+        """Forget a program that is on no island and not in the front, else update its rank."""
         if member.id in self.front or any(member.id in island for island in self.islands):
             self._rank(member)
             return
@@ -187,13 +183,13 @@ class ProgramPopulation:
         return id in self.front or any(id in island.grid for island in self.islands)
 
     def _rank(self, member: Member) -> None:
-        """Put the program among those with or without a cell, as it is now."""
+        """Sort the program into those with or without a cell."""
         self._elites.discard(member)
         self._others.discard(member)
         (self._elites if self._is_elite(member.id) else self._others).add(member)
 
     def _move_cells(self) -> None:
-        """Place the holders of all cells anew after a bound moved."""
+        """Place all cell holders anew after a bound moved."""
         for island in self.islands:
             holders = sorted((self._members[id] for id in island.grid), key=lambda one: one.rank)
             cells = [(one.id, self.space.cell(one.features)) for one in holders]
@@ -223,7 +219,7 @@ class ProgramPopulation:
 
     def _make_room(self, newest: Member) -> None:
         while len(self._members) > self._config.population_size:
-            # The best of all is the best of an island.
+            # The best of all is also the best of an island.
             kept = {newest.id, *(island.best for island in self.islands)}
             worst = next(
                 (
@@ -246,10 +242,10 @@ class ProgramPopulation:
         self._settle(member)
 
     def _migrate_if_due(self) -> None:
-        """The best of every island go to both neighbours; they stay at home as well.
+        """Copy the best of every island to both neighbours.
 
-        All are chosen before the first one moves. Who came from elsewhere does not move on, and
-        nobody goes where its exact text is already.
+        All are chosen before the first one moves. Migrants do not move on, and no program moves to
+        an island that has its exact text already.
         """
         num_children = max(island.num_children for island in self.islands)
         is_due = num_children - self._last_migration >= self._config.migration_interval
@@ -272,65 +268,64 @@ class ProgramPopulation:
 
 
 REACH = 2
-"""A cell is near the parent's if no coordinate differs by more: OpenEvolve's number."""
+"""Largest difference per coordinate between a near cell and the parent's: OpenEvolve's number."""
 NUM_DRAWS = 16
-"""Draws from the archive before all of it is looked at; with 5 islands 1 in 35 gets there."""
+"""Random draws from the archive before a full scan; with 5 islands 1 in 35 gets there."""
 TRIES = 3
-"""Cells that are looked up for one place among the inspirations: OpenEvolve's number."""
+"""Cells looked up per inspiration: OpenEvolve's number."""
 
 
 class ParentSamplingConfig(Config):
     """How a parent and inspirations are drawn."""
 
     exploration_ratio: float = Field(default=0.2, ge=0, le=1)
-    """Share of parents drawn from all members of the island alike."""
+    """Share of parents drawn uniformly from all members of the island."""
     exploitation_ratio: float = Field(default=0.7, ge=0, le=1)
-    """Share of parents drawn from the archive, or from the front when there are objectives; the
-    rest are drawn by score."""
+    """Share of parents drawn from the archive, or the front if there is one; others go by score."""
     elite_selection_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of the inspirations that are the island's best programs; at least one is."""
+    """Share of the inspirations that are the island's best programs, at least one."""
     num_inspirations: int = Field(default=2, ge=0)
-    """Programs shown beside the parent for their ideas."""
+    """Programs shown beside the parent as inspirations."""
     num_top: int = Field(default=5, ge=0)
-    """The best programs of the island, shown as well."""
+    """Best programs of the island that are shown too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What attempt `attempt` works with, by id. The child goes to `island`."""
+    """The programs, by id, and settings of attempt `attempt`. The child goes to `island`."""
 
     attempt: int
     island: int
     parent: str
     parent_score: float
     generation: int
-    """The child's."""
+    """Generation of the child."""
     inspirations: tuple[str, ...]
     top: tuple[str, ...]
     """The island's best, best first."""
     arm: str
-    """The model or adapter that writes the child; empty when none was named."""
+    """The model or adapter that writes the child; empty without arms."""
     operator: str = ""
-    """How the child is made: one of `adaptive.OPERATORS`; empty where none was drawn."""
+    """Operator that makes the child, one of `bandit.OPERATORS`; empty if none was drawn."""
     mends: str = ""
-    """The failed program that is to be mended; `parent` is then its parent."""
+    """The failed program to repair; `parent` is then its parent."""
     failures: tuple[str, ...] = ()
-    """Failures that recur, each as a sentence for the prompt."""
+    """Recurring failures, each as a sentence for the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elites:
-    """Where exploitation draws from, for all islands."""
+    """Sources of exploitation draws, for all islands."""
 
     archive: Ranking
     front: Front
-    """Empty when there are no objectives."""
+    """Empty without objectives."""
 
     def draw(self, rng: np.random.Generator, *, island: Island) -> str:
-        """An elite of the island, or any when it has none."""
+        """Draw an elite of the island, or any elite if it has none."""
         if len(self.front):
             return self.front.draw(rng, among=island)
-        # A few draws from all find one of the island; looking at all of them is the exception.
+        # A few draws usually hit the island; a full scan is the exception.
         for place in rng.integers(len(self.archive), size=NUM_DRAWS).tolist():
             if self.archive[place] in island:
                 return self.archive[place]
@@ -341,7 +336,7 @@ class Elites:
 def draw_parent(
     island: Island, *, elites: Elites, config: ParentSamplingConfig, rng: np.random.Generator
 ) -> str:
-    """A parent for a child on the island; from elsewhere while the island is empty."""
+    """Draw a parent for a child on the island; from elsewhere while the island is empty."""
     share = rng.random()
     if len(island) and share < config.exploration_ratio:
         return island.draw(rng)
@@ -358,12 +353,12 @@ def draw_inspirations(
     config: ParentSamplingConfig,
     rng: np.random.Generator,
 ) -> tuple[str, ...]:
-    """Members of the island without the parent, none twice, at most `num_inspirations`."""
+    """Draw up to `num_inspirations` distinct members of the island, without the parent."""
     count = config.num_inspirations
     if not count or not len(island):
         return ()
     num_best = max(1, int(count * config.elite_selection_ratio))
-    # A dict keeps the order and drops who comes twice.
+    # A dict keeps the order and drops duplicates.
     drawn = dict.fromkeys(id for id in island.ranking.best(num_best) if id != parent.id)
     centre = space.coordinates(parent.features)
     shifts = rng.integers(-REACH, REACH + 1, size=(TRIES * count, len(centre))).tolist()

@@ -1,4 +1,4 @@
-"""A program under search as the database keeps it: what was measured of it, never its code.
+"""A program under search as the database keeps it: its measurements, never its code.
 
     record = ScoredProgram(id="p7", attempt=7, island=1, metrics=numeric_metrics(answer),
                            code=summarize(text), parent="p3", parent_score=0.4, generation=2)
@@ -24,18 +24,18 @@ __all__ = [
 ]
 
 COMBINED = "combined_score"
-"""The metric that is the score when an evaluator reports it."""
+"""Metric that is the score if an evaluator reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSummary:
-    """What the database needs of a program's text.
+    """The properties of a program's text that the database needs.
 
     `summarize("a = 1\\n")` has num_chars 6, num_newlines 1 and characters "\\n 1=a".
     """
 
     digest: str
-    """Of the exact text."""
+    """Hash of the exact text."""
     num_chars: int
     num_newlines: int
     characters: str
@@ -54,26 +54,26 @@ class ScoredProgram:
     code: CodeSummary
     parent: str | None = None
     parent_score: float | None = None
-    """The parent's score when the child was planned: the parent may be gone by now."""
+    """The parent's score when the child was planned: the parent may have been removed since."""
     generation: int = 0
     arm: str = ""
     """The model or adapter that wrote it; empty for a program that the search started from."""
     cost: float = 0.0
-    """What writing it cost, in the unit in which arms are compared, such as tokens."""
+    """Cost of writing it, in the unit that compares arms, such as tokens."""
     operator: str = ""
-    """How it was made, where the database draws operators."""
+    """Operator that made it; empty if the database draws none."""
     mends: str = ""
-    """The failed program that it is a repair of."""
+    """The failed program that it repairs."""
     rewards: tuple[float, ...] = ()
-    """On each task, of a prompt that was scored on tasks."""
+    """Rewards by task, if the program is a prompt scored on tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRecord:
-    """One attempt that gave no program: it failed, or repeated another."""
+    """An attempt that gave no program: it failed, or repeated another."""
 
     id: str = ""
-    """Of the program, where there is one."""
+    """Id of the failed program, if there is one."""
     arm: str = ""
     cost: float = 0.0
     operator: str = ""
@@ -83,18 +83,18 @@ class FailedRecord:
     parent: str = ""
     parent_score: float = 0.0
     generation: int = 0
-    """Of the program."""
+    """Generation of the failed program."""
     can_be_mended: bool = False
-    """Whether there is a program that the evaluator could not score."""
+    """Whether it is a program that the evaluator could not score, which `repair` may mend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A record in the database, with what was derived from it when it was told."""
+    """A record in the database, with values derived by `tell`."""
 
     record: ScoredProgram
     serial: int
-    """How many programs were told before."""
+    """Number of programs told before it."""
     score: float
     features: tuple[float, ...]
     """In the order of `feature_dimensions`."""
@@ -105,12 +105,12 @@ class Member:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sorts the best first; of equal scores the one told first."""
+        """Sort key, best first; of equal scores the earlier one."""
         return (-self.score, self.serial)
 
 
 def summarize(code: str) -> CodeSummary:
-    """The summary of a program's text; cost grows with its length."""
+    """Summarise a program's text; the cost grows with its length."""
     return CodeSummary(
         digest=blake2b(code.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(),
         num_chars=len(code),
@@ -120,10 +120,10 @@ def summarize(code: str) -> CodeSummary:
 
 
 def numeric_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
-    """The numbers among an evaluator's metrics.
+    """Return the numbers among an evaluator's metrics.
 
-    A bool is a flag and left out, except as the combined score. A number beyond the range of
-    floats becomes an infinity, which `score_of` refuses.
+    A bool is a flag and left out, except as the combined score. A number beyond the range of floats
+    becomes infinite, which `score_of` refuses.
     """
     return {
         name: _as_float(value)
@@ -133,10 +133,10 @@ def numeric_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def score_of(metrics: Mapping[str, float], *, features: Collection[str] = ()) -> float | None:
-    """The combined score if there is one, else the mean of the metrics that are no features.
+    """Return the combined score if there is one, else the mean of the non-feature metrics.
 
-    Where all metrics are features it is the mean of all. None when there is no metric, or when a
-    number that counts is NaN or infinite: leaving it out would reward a broken evaluation.
+    If all metrics are features, it is the mean of all. None without metrics, or if a number that
+    counts is NaN or infinite: ignoring it would reward a broken evaluation.
     """
     if COMBINED in metrics:
         return mean_of([metrics[COMBINED]])
@@ -145,7 +145,7 @@ def score_of(metrics: Mapping[str, float], *, features: Collection[str] = ()) ->
 
 
 def mean_of(values: Collection[float]) -> float | None:
-    """None when there are no values, or when one of them or their sum is not finite."""
+    """Return the mean; None without values, or if one of them or their sum is not finite."""
     mean = sum(values) / len(values) if values else math.nan
     return mean if math.isfinite(mean) else None
 

@@ -1,4 +1,4 @@
-"""Losses: one dict of all. A new one is a class, a line here and one in the union."""
+"""Losses: one dict of all. A new loss is a class, a line here and one in the union."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -43,7 +43,7 @@ PolicyLossConfig = Annotated[
     Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce | Dro,
     Field(discriminator="type"),
 ]
-"""Any loss of drawn tokens with its options, as a part of a config file."""
+"""Any loss of sampled tokens with its options, as a part of a config file."""
 
 LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss] | type[Custom]] = {
     "cross_entropy": CrossEntropy,
@@ -62,7 +62,7 @@ LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss] | type[Custom]] = {
 
 
 def make_loss(name: str, options: Mapping[str, Json]) -> Loss:
-    """The loss of that name with its options, or an error that says what there is."""
+    """Return the named loss with its options; TrainError lists the known names."""
     kind = LOSSES.get(name)
     if kind is None:
         raise TrainError(f"{name!r} is not a loss. There are: {', '.join(LOSSES)}.")

@@ -1,4 +1,4 @@
-"""A loss of the caller's own, as a graph in plain data: computed for each datum, and summed.
+"""A loss that the caller defines as a graph in plain data: computed per datum and summed.
 
     {"inputs": [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}], "graph": {...}}
 
@@ -24,27 +24,25 @@ from rookery.types import Datum, Json
 
 __all__ = ["Custom", "LossGraph"]
 
-# A loss as a graph of tensor operations in plain data, checked and run from a list of what is
-# allowed.
+# A graph of tensor operations in plain data, run from a list of allowed operations.
 #
 #     graph = LossGraph({"format": 1, "nodes": [...]}, names=("logprobs", "weights"))
 #     loss, metrics = graph(logprobs, weights)
 #
-# The form is that of the `tinker` SDK (torch.fx, node by node). Nothing in it is code: an operation
-# is a name that is looked up here, and what is not here is refused. Before tensors of a shape are
-# computed with, they run through as shapes alone, so that no graph takes more memory than it may.
+# The format is that of the `tinker` SDK (torch.fx, node by node). It contains no code: operations
+# are names that are looked up here, and unknown ones are refused. Each new shape of inputs first
+# runs on fake tensors, which bounds the memory of a graph.
 
 
 MAX_NODES = 2_000
 MAX_VALUES = 1 << 25
-"""Numbers that all tensors of a graph hold together, for one datum: 128 MB of float32."""
+"""Most numbers in all tensors of a graph for one datum: 128 MB of float32."""
 MAX_VALUES_PER_POSITION = 1 << 18
-"""Of the data of a pass: about as much work as the position's log-probability, so that a request
-takes as long as its tokens say."""
+"""Most numbers per position of a pass, about the work of a log-probability: time follows tokens."""
 NODE_VALUES = 512
-"""What a node counts for: to start its operation takes as long as to compute so many numbers."""
+"""Numbers that a node counts as: starting an operation takes as long as computing this many."""
 CHECK_RUNS = 4
-"""What a run with shapes alone, once for all data of equal shapes, takes longer than another."""
+"""Cost of a run on fake tensors, once per shape of data, in real runs."""
 MAX_INTEGER = 1 << 53
 
 METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -56,7 +54,7 @@ logical_or logsumexp lt masked_fill max maximum mean min minimum mul nan_to_num 
 reciprocal relu round rsqrt sigmoid sign sin softmax sqrt square squeeze std sub sum tanh transpose
 true_divide unsqueeze var where
 """
-"""Functions of torch that are methods of tensors too."""
+"""Functions of torch that are also methods of tensors."""
 _METHODS = """
 bool detach dim double float long reshape size view
 """
@@ -86,7 +84,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()
 }
-"""They also take numbers, which are kept small: Python's have no end."""
+"""These also take numbers, whose size is bounded because Python's integers are unbounded."""
 _ALLOWED = {
     *(("call_method", name) for name in (*_BOTH.split(), *_METHODS.split())),
     *(("call_function", name) for name in (*_FUNCTIONS, *_ARITHMETIC)),
@@ -94,13 +92,13 @@ _ALLOWED = {
     ("placeholder", None),
     ("output", None),
 }
-"""Operations with their targets; None: any."""
+"""Operations with their targets; None allows any."""
 _ATTRIBUTES = {"shape", "ndim", "dtype", "T"}
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
 
 
 class LossGraph:
-    """Checked as far as it can be without tensors. Its inputs are named in their order."""
+    """A checked graph. `names` are its inputs in order."""
 
     def __init__(self, document: object, *, names: Sequence[str]) -> None:
         with boundary(TrainError, "The graph of the loss cannot be read"):
@@ -113,13 +111,13 @@ class LossGraph:
         self._num_values: dict[tuple[tuple[int, ...], ...], int] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """The loss and the metrics of one datum, scalars all."""
+        """Return the loss and the metrics of one datum, all scalars."""
         with boundary(TrainError, "The graph of the loss cannot be computed"):
             self._values(inputs)
             return _output(_Pass(inputs, max_values=None).run(self._nodes))
 
     def check_pass(self, data: Sequence[Sequence[torch.Tensor]], *, num_positions: int) -> None:
-        """Raise TrainError if the inputs of all data of a pass are more than may be computed."""
+        """Raise TrainError if a pass's data need too much computation."""
         most = MAX_VALUES_PER_POSITION * num_positions
         num_runs = len(data) + CHECK_RUNS * len({_shapes(inputs) for inputs in data})
         num_values = NODE_VALUES * num_runs * len(self._nodes)
@@ -135,7 +133,7 @@ class LossGraph:
             )
 
     def _values(self, inputs: Sequence[torch.Tensor]) -> int:
-        """How many numbers are computed for one datum, told by shapes alone."""
+        """Return the numbers computed for one datum, from shapes alone."""
         shapes = _shapes(inputs)
         if shapes not in self._num_values:
             with FakeTensorMode():
@@ -151,8 +149,6 @@ def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Pass:
-    """One run through the nodes."""
-
     def __init__(self, inputs: Sequence[torch.Tensor], *, max_values: int | None) -> None:
         self._inputs = iter(inputs)
         self._max_values = max_values
@@ -204,7 +200,7 @@ class _Pass:
             )
 
     def _read(self, value: Any) -> Any:
-        """An argument as the SDK writes it."""
+        """Decode an argument in the SDK's format."""
         if isinstance(value, list):
             return [self._read(item) for item in value]
         if not isinstance(value, dict):
@@ -229,7 +225,7 @@ class _Pass:
 
 
 def _read_nodes(document: object) -> list[dict[str, Any]]:
-    """The nodes, each with an operation that is allowed."""
+    """Return the nodes if all their operations are allowed."""
     if not isinstance(document, dict) or document.get("format") != 1:
         raise TrainError("The graph of the loss is not of format 1.")
     nodes: list[dict[str, Any]] = document["nodes"]
@@ -259,7 +255,7 @@ def _output(result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
 
 
 def _calculate(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Of tensors, or of numbers: whole ones too are multiplied and raised as floats."""
+    """Calculate with tensors or numbers. Powers of numbers use floats, which bounds their size."""
     if not any(isinstance(arg, torch.Tensor) for arg in args):
         if not all(isinstance(arg, int | float | bool) for arg in args):
             raise TrainError(f"{function.__name__} takes tensors and numbers")
@@ -283,7 +279,7 @@ def _attribute(owner: Any, name: Any) -> Any:
 
 
 def _require_tensors(target: str, args: Sequence[Any]) -> None:
-    """Strings and lists have operations of the same names, which may not end."""
+    """Require tensors: the same operations on strings and lists may not terminate."""
     if target == "operator.getitem":
         is_fine = isinstance(args[0], torch.Tensor | tuple)
         is_fine = is_fine and not _has_tensor(args[1])
@@ -311,13 +307,13 @@ class LossInput(Config):
 
 
 class Custom(Config):
-    """What the graph gives for each datum, summed; its metrics by their own names."""
+    """Sum of the graph's loss over data; metrics keep their own names."""
 
     type: Literal["custom"] = "custom"
     needs: ClassVar[tuple[Column, ...]] = ()
     inputs: tuple[LossInput, ...] = Field(min_length=1, max_length=16)
     graph: dict[str, Any]
-    """As `LossGraph` reads it."""
+    """Document for `LossGraph`."""
 
     @cached_property
     def _run(self) -> LossGraph:
@@ -334,8 +330,7 @@ class Custom(Config):
         return True
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
-        """Each datum's gradient is computed with its loss, so that the tensors of one graph are in
-        memory at a time."""
+        """Compute each datum's gradient with its loss, to hold one graph's tensors at a time."""
         sizes = torch.bincount(targets.datum, minlength=len(targets.num_rows)).tolist()
         parts = [
             part.requires_grad_(logprobs.requires_grad)
@@ -362,7 +357,6 @@ class Custom(Config):
     def _inputs(
         self, logprobs: torch.Tensor, targets: Targets, place: int
     ) -> tuple[torch.Tensor, ...]:
-        """What the graph reads of one datum."""
         rest = (
             self._tensor(one, targets.inputs[place], device=logprobs.device)
             for one in self.inputs[1:]
@@ -387,7 +381,7 @@ class Custom(Config):
 
 
 class _Differentiated(torch.autograd.Function):
-    """A loss whose gradient is known: what it was computed from need not be kept."""
+    """A loss with a known gradient, so that its inputs need not be kept."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What every loss takes and gives: a pure function of log-probabilities, one call per pass.
+"""The Loss protocol: a pure function of log-probabilities, called once per pass.
 
     class MyLoss(Config):
         type: Literal["my_loss"] = "my_loss"
@@ -7,9 +7,9 @@
         def learns_from(self, datum: Datum) -> bool: ...
         def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
 
-Its fields are its options. A loss is a plain sum over targets: sums of passes, of requests and of
-trainees add up to the sum over all their data, in any grouping. Who wants a mean divides the
-weights beforehand: `averaged` does it for all data of a step.
+Its fields are its options. A loss is a plain sum over targets, so sums of passes, requests and
+trainees add up in any grouping. For a mean, divide the weights first: `averaged` does so for all
+data of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,43 +36,42 @@ __all__ = [
 
 
 Column = Literal["sampled_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
-"""What a datum may have besides tokens, targets and weights."""
+"""Optional columns of a datum, besides tokens, targets and weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What belongs to each target, in the order of the log-probabilities, T of them."""
+    """Values per target, in the order of the T log-probabilities."""
 
     weights: torch.Tensor
     """[T]"""
     datum: torch.Tensor
-    """[T] which datum of the pass a target is of; a datum is never cut in two."""
+    """[T] Datum of each target, counted in the pass; a datum is never split over passes."""
     sampled_logprobs: torch.Tensor
-    """[T] The columns of the data; empty when the data do not have it, see `Loss.needs`."""
+    """[T] A column of the data, as are the next three; empty if they lack it, see `Loss.needs`."""
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
     advantages: torch.Tensor
     num_rows: Sequence[int] = ()
-    """Of each datum, how many positions its targets are at."""
+    """Per datum: the number of distinct positions of its targets."""
     inputs: Sequence[Mapping[str, Json]] = ()
-    """Of each datum, what else it brings for a loss of its own."""
+    """Per datum: further inputs, for a custom loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """What a loss makes of one pass."""
+    """The loss of one pass, with metrics."""
 
     loss: torch.Tensor
-    """Scalar, the sum that is differentiated."""
+    """Scalar to differentiate."""
     sums: Mapping[str, torch.Tensor]
     """Detached scalars, reported as `train/<key>` per unit of weight over all passes of a request.
-
     Passes of sums 6 and 2 and weights 3 and 1 report 2."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Detached scalars, reported as `train/<key>_max`: the largest of all passes of a request."""
+    """Detached scalars; their maximum over a request's passes is reported as `train/<key>_max`."""
     totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Detached scalars summed over data, reported by their own keys: those that end in `:mean`
-    divided by the number of data."""
+    """Detached scalars, summed over data and reported by their own keys. Keys that end in `:mean`
+    are divided by the number of data."""
 
 
 class Loss(Protocol):
@@ -84,17 +83,14 @@ class Loss(Protocol):
         ...
 
     def learns_from(self, datum: Datum) -> bool:
-        """Whether the datum can have a gradient; if not, its log-probabilities are all there is."""
+        """Whether the datum can have a gradient; if not, only log-probabilities are computed."""
         ...
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
 
 
-# Cross-entropy: the sum of -weight * log p, what supervised training minimises.
-
-
 class CrossEntropy(Config):
-    """Log-probabilities (-0.5, -1, -1.5) and weights (0.5, 1, 1): loss 2.75, reported as 1.1."""
+    """Sum of -weight * log p: log p (-0.5, -1, -1.5) and weights (0.5, 1, 1) give 2.75."""
 
     type: Literal["cross_entropy"] = "cross_entropy"
     needs: ClassVar[tuple[Column, ...]] = ()
@@ -107,36 +103,36 @@ class CrossEntropy(Config):
         return LossOutput(loss=loss, sums={"loss": loss.detach()})
 
 
-# How the tokens of a step are averaged: weights divided once, for all calls of the step.
+# Averages over the tokens of a step: weights are divided once, for all calls of the step.
 #
 #     calls = averaged([data[:64], data[64:]], "sequence")
 #     for data in calls:
 #         await trainer.forward_backward([TrainRequest(..., data=data)])
 #     await trainer.optim_step(...)
 #
-# Losses are sums and gradients add up, so that what is divided here is the same in one call and in
-# many, except where `call` asks for another.
+# Losses are sums and gradients add up, so one call or many give the same average, except with
+# `call`.
 #
 # Answers of 2 and 6 tokens, all of weight 1, in one call; at most 10 tokens are drawn:
 #
 #     sequence   1/4 and 1/12    every sequence counts alike
 #     token      1/8 and 1/8     every token counts alike
-#     constant   1/20 and 1/20   every token counts alike, and as much in a step of short answers
+#     constant   1/20 and 1/20   every token counts alike, independent of the step's other answers
 
 
 Average = Literal["sequence", "token", "call", "constant"]
 """`sequence`: over the tokens of each sequence, then over sequences. `token`: over all tokens of a
-step. `call`: over the tokens of each call, then over calls. `constant`: the sum over tokens by the
-number of sequences times the most tokens that are drawn."""
+step. `call`: over the tokens of each call, then over calls. `constant`: the sum over tokens,
+divided by the number of sequences times the most tokens per answer."""
 
 
 def averaged(
     calls: Sequence[Sequence[Datum]], average: Average, *, max_tokens: int | None = None
 ) -> list[tuple[Datum, ...]]:
-    """All data of one step, call by call, with weights that make the sum of losses the average.
+    """Return a step's data, call by call, with weights that make the sum of losses the average.
 
-    Weights are 1 for what was drawn and 0 for what was not, or any shares of 0 or more. Data
-    without any weight count as sequences.
+    Input weights are 1 for drawn tokens and 0 for others, or any share from 0 up. Data without
+    weight still count as sequences.
     """
     if average == "constant" and (max_tokens is None or max_tokens < 1):
         raise TrainError(
@@ -179,9 +175,9 @@ _WEIGHT = "train/weight_sum"
 
 
 def merged_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums and counts add up, maxima are the largest, all else is a mean by weight.
+    """Join reports: sums and counts add up, maxima take the largest, all else is a mean by weight.
 
-    Losses 2 and 4 of weights 3 and 1: 2.5. What some calls do not report is of those that do.
+    Losses 2 and 4 of weights 3 and 1: 2.5. A report without a key does not count towards its mean.
     """
     merged = {}
     for key in {key: None for report in reports for key in report}:

@@ -1,9 +1,9 @@
-"""Losses of drawn tokens; they share the ratio, the correction, the KL term and the metrics.
+"""Losses of sampled tokens, which share the ratio, the correction, the KL term and the metrics.
 
     loss = sum over targets of weight * (-factor * objective + kl.weight * kl)
 
-A loss of this kind gives the objective of each target; `ImportanceSampling` is the shortest one.
-Advantages are given, per target: how they come from rewards is not a loss's matter.
+A subclass of `PolicyLoss` computes the objective of each target; `ImportanceSampling` is the
+shortest. Advantages are part of the data, one per target.
 """
 
 from abc import ABC, abstractmethod
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 
-# Sums over the targets of each datum, given back to each of those targets.
+# Sums over the targets of each datum, repeated for each of its targets.
 #
 # Values (1, 2, 5) of data (0, 0, 1): sums (3, 3, 5).
 
 
 def sequence_sums(values: torch.Tensor, datum: torch.Tensor) -> torch.Tensor:
-    """[T]: for each target the sum over its datum."""
+    """Return [T]: for each target the sum over its datum."""
     num_data = int(datum.max()) + 1
     return values.new_zeros(num_data).index_add(0, datum, values)[datum]
 
@@ -49,33 +49,30 @@ def sequence_sums(values: torch.Tensor, datum: torch.Tensor) -> torch.Tensor:
 def sequence_means(
     values: torch.Tensor, datum: torch.Tensor, *, is_learned: torch.Tensor
 ) -> torch.Tensor:
-    """[T]: for each target the mean over the learned targets of its datum; 0 if there are none."""
+    """Return [T]: for each target the mean over its datum's learned targets; 0 if it has none."""
     counts = sequence_sums(is_learned.to(values.dtype), datum)
     return sequence_sums(values * is_learned, datum) / counts.clamp_min(1)
 
 
-# Correction for an engine that draws by slightly other probabilities than the trainer computes.
+# Correction for differences between the engine's and the trainer's probabilities.
 #
-# The same weights give other log-probabilities in another engine, precision or batch. A token's
-# mismatch is p / p when drawn, where p is the trainer's; a sequence's is the product over its
-# tokens.
+# Equal weights give other log-probabilities in another engine, precision or batch. A token's
+# mismatch is the trainer's p divided by the p it was drawn with; a sequence's is the product over
+# its tokens.
 
 
 class CorrectionConfig(Config):
-    """Multiplies the objective of every token, not its KL term, by the mismatch, bounded.
-
-    Mismatches 0.5, 1.2 and 8 with maximum 3 become 0.5, 1.2 and 3 by truncating, 0.5, 1.2 and 0 by
-    masking.
-    """
+    """Multiplies the objective of every token, but not its KL term, by the bounded mismatch. With
+    maximum 3, mismatches 0.5, 1.2 and 8 become 0.5, 1.2 and 3 (truncate) or 0 (mask)."""
 
     level: Literal["token", "sequence"] = "token"
-    """Whose mismatch: each token's own, or the product over its sequence."""
+    """Mismatch of each token, or the product over its sequence."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of one outside the bounds: the bound, or 0."""
+    """Replace a mismatch outside the bounds by the bound (`truncate`) or by 0 (`mask`)."""
     minimum: float = Field(default=0.0, ge=0.0)
-    """The least value of a correction."""
+    """Lower bound of a correction."""
     maximum: float = Field(default=3.0, gt=0.0)
-    """The largest value of a correction."""
+    """Upper bound of a correction."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "CorrectionConfig":
@@ -87,7 +84,7 @@ class CorrectionConfig(Config):
         return self
 
     def mismatch(self, log_mismatch: torch.Tensor, datum: torch.Tensor) -> torch.Tensor:
-        """[T], at the level chosen, before any bound."""
+        """Return [T] mismatches at the chosen level, unbounded."""
         if self.level == "sequence":
             log_mismatch = sequence_sums(log_mismatch, datum)
         return torch.exp(log_mismatch)
@@ -96,7 +93,7 @@ class CorrectionConfig(Config):
         return (mismatch < self.minimum) | (mismatch > self.maximum)
 
     def factor(self, mismatch: torch.Tensor) -> torch.Tensor:
-        """What the objective of each token is multiplied by."""
+        """Return the factor on each token's objective."""
         if self.mode == "mask":
             return mismatch.masked_fill(self.is_outside(mismatch), 0.0)
         return mismatch.clamp(self.minimum, self.maximum)
@@ -105,16 +102,16 @@ class CorrectionConfig(Config):
 class KlConfig(Config):
     """Adds weight * estimate to the loss of every token; d = log p - log p under the reference.
 
-    k1 = d. Unbiased; its gradient is 0 in expectation, so that it is for watching, not for holding.
+    k1 = d. Unbiased, but its gradient is 0 in expectation: use it to monitor, not to constrain.
     k2 = d^2 / 2. Biased; its gradient is that of the KL divergence.
-    k3 = exp(-d) + d - 1. Unbiased and never negative; what GRPO and TRL add.
+    k3 = exp(-d) + d - 1. Unbiased and never negative; GRPO and TRL add it.
     d = 0.5: 0.5, 0.125, 0.107.
     """
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Which estimate."""
+    """Estimator of the KL divergence."""
     weight: float = Field(default=0.04, ge=0.0)
-    """TRL's beta."""
+    """Weight of the KL term; TRL's beta."""
 
     def __call__(self, difference: torch.Tensor) -> torch.Tensor:
         if self.estimator == "k1":
@@ -126,11 +123,11 @@ class KlConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What an objective is made of, [T] each."""
+    """Inputs of an objective, [T] each."""
 
     logprobs: torch.Tensor
     log_ratio: torch.Tensor
-    """log p - log p of what `ratio_to` names; 0 where there is no weight."""
+    """log p - log p of the model that `ratio_to` names; 0 for targets without weight."""
     advantages: torch.Tensor
     datum: torch.Tensor
     is_learned: torch.Tensor
@@ -139,28 +136,28 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is to rise, [T] each."""
+    """An objective to maximise, [T] each."""
 
     values: torch.Tensor
     ratio: torch.Tensor
-    """The one the values were made with, for the metrics."""
+    """The ratio in `values`, for the metrics."""
     shares: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Which targets were treated so, such as `clip_low`; reported as fractions."""
+    """1 for affected targets by kind, such as `clip_low`; reported as fractions."""
 
 
 class PolicyLoss(Config, ABC):
-    """A loss of drawn tokens with advantages."""
+    """A loss of sampled tokens with advantages."""
 
     average: Average = "token"
-    """What `averaged` divides the weights of a step's data by; the loss itself is a sum."""
+    """How `averaged` divides the weights of a step's data; the loss itself is a sum."""
     ratio_to: Literal["sampled", "old", "current"] = "sampled"
-    """What the ratio divides p by: p when the engine drew the token; p by this trainer before the
-    first step on these data (`old_logprobs`); or p itself, for data that are trained once: the
-    ratio is 1 and has the gradient of log p."""
+    """Denominator of the ratio. `sampled`: p when the engine drew the token. `old`: p by this
+    trainer before the first step on these data (`old_logprobs`). `current`: p itself, for data that
+    are trained on once; the ratio is 1 and has the gradient of log p."""
     kl: KlConfig | None = None
     """A KL term to `reference_logprobs`; none by default."""
     correction: CorrectionConfig | None = None
-    """For mismatch between engine and trainer; none by default."""
+    """Correction of the mismatch between engine and trainer; none by default."""
 
     @model_validator(mode="after")
     def _check_correction(self) -> "PolicyLoss":
@@ -174,7 +171,6 @@ class PolicyLoss(Config, ABC):
 
     @property
     def needs(self) -> tuple[Column, ...]:
-        """Columns that its data must have, by the options."""
         wanted: dict[Column, bool] = {
             "advantages": True,
             "sampled_logprobs": self.ratio_to == "sampled" or self.correction is not None,
@@ -184,18 +180,18 @@ class PolicyLoss(Config, ABC):
         return tuple(column for column, is_wanted in wanted.items() if is_wanted)
 
     def learns_from(self, datum: Datum) -> bool:
-        """A group whose answers are all equally good has advantages of 0."""
+        """Whether it has weights, and a KL term or advantages other than 0."""
         is_held = self.kl is not None and self.kl.weight > 0
         return any(datum.weights) and (is_held or any(datum.advantages))
 
     @abstractmethod
     def objective(self, terms: Terms) -> Objective:
-        """What is to rise, of each target."""
+        """Return the objective of each target, which training maximises."""
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
         is_learned = targets.weights != 0
         current = logprobs.detach()
-        # By the trainer, at the weights that drew the tokens or as near to them as is known.
+        # The trainer's p for the weights that drew the tokens, or its closest known value.
         trainer = targets.old_logprobs if self.ratio_to == "old" else current
         compared = targets.sampled_logprobs if self.ratio_to == "sampled" else trainer
         terms = Terms(
@@ -225,13 +221,13 @@ class PolicyLoss(Config, ABC):
 
     def _factor(self, correction: CorrectionConfig, mismatch: torch.Tensor) -> torch.Tensor:
         if self.ratio_to == "sampled":
-            # The ratio has the mismatch already: only what is outside the bounds is dropped.
+            # The ratio contains the mismatch already: only drop mismatches outside the bounds.
             return (~correction.is_outside(mismatch)).float()
         return correction.factor(mismatch)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
-    """One - other, 0 where there is no weight: exp of what a prompt has there may be infinite."""
+    """Return one - other, 0 for targets without weight: their exp may be infinite."""
     return (one - other).masked_fill(~is_learned, 0.0)
 
 
@@ -256,16 +252,16 @@ def _output(
 class ClippedLoss(PolicyLoss):
     """min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), A the advantage.
 
-    A gradient ends where a token has already moved far enough the way its advantage points: with
-    clips of 0.2 at ratio 1.5 and A 1, and at ratio 0.5 and A -1; not at ratio 1.5 and A -1.
+    The gradient is 0 once a token has moved far enough in its advantage's direction: with clips of
+    0.2 at ratio 1.5 and A 1, and at ratio 0.5 and A -1; not at ratio 1.5 and A -1.
     """
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """How far a ratio counts below 1."""
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: float = Field(default=0.2, ge=0.0)
-    """How far a ratio counts above 1."""
+    """Ratios above 1 + clip_high are clipped."""
     max_ratio: float | None = Field(default=None)
-    """Larger ratios count as this one where the advantage is negative too; none by default."""
+    """Bound of the ratio if the advantage is negative, which clip_high leaves; none by default."""
 
     @model_validator(mode="after")
     def _check_max_ratio(self) -> "ClippedLoss":
@@ -277,7 +273,7 @@ class ClippedLoss(PolicyLoss):
         return self
 
     def log_ratio(self, terms: Terms) -> torch.Tensor:
-        """The ratio that is clipped: each token's own."""
+        """Log of the clipped ratio: per token."""
         return terms.log_ratio
 
     def objective(self, terms: Terms) -> Objective:
@@ -293,8 +289,7 @@ class ClippedLoss(PolicyLoss):
 
 
 class Grpo(ClippedLoss):
-    """Averaged over the tokens of each sequence, then over sequences: each counts alike, however
-    long it is. Shao et al. 2024."""
+    """Averages within sequences, then over them: length does not matter. Shao et al. 2024."""
 
     type: Literal["grpo"] = "grpo"
     average: Average = "sequence"
@@ -302,7 +297,7 @@ class Grpo(ClippedLoss):
 
 
 class Bnpo(ClippedLoss):
-    """DAPO's average, by call, as TRL has it: tokens of short calls count more."""
+    """DAPO averaged per call, as TRL does: tokens of short calls count more."""
 
     type: Literal["bnpo"] = "bnpo"
     average: Average = "call"
@@ -310,15 +305,14 @@ class Bnpo(ClippedLoss):
 
 
 class Cispo(PolicyLoss):
-    """The ratio within bounds * A * log p, the ratio without gradient: no token loses its own.
-    MiniMax 2025."""
+    """Clamped, constant ratio * A * log p: no token loses its gradient. MiniMax 2025."""
 
     type: Literal["cispo"] = "cispo"
     max_ratio: float = Field(default=5.0, gt=0.0)
-    """Larger ratios count as this one; TRL's epsilon_high, which is the bound itself."""
+    """Upper bound of the ratio; TRL's epsilon_high, which is also the bound itself."""
 
     min_ratio: float = Field(default=0.0, ge=0.0)
-    """Smaller ratios count as this one."""
+    """Lower bound of the ratio."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "Cispo":
@@ -339,18 +333,18 @@ class Cispo(PolicyLoss):
 
 
 class Dapo(ClippedLoss):
-    """Yu et al. 2025. Every token counts alike; unlikely tokens have room to become likely."""
+    """Every token counts alike, and unlikely tokens may become likely faster. Yu et al. 2025."""
 
     type: Literal["dapo"] = "dapo"
     average: Average = "token"
     """How the tokens of a step are averaged."""
     clip_high: float = Field(default=0.28, ge=0.0)
-    """How far a ratio counts above 1."""
+    """Ratios above 1 + clip_high are clipped."""
 
 
 class DrGrpo(ClippedLoss):
-    """Liu et al. 2025. Long wrong answers are not excused by their length; its advantages are not
-    divided by the standard deviation of their group."""
+    """Length does not excuse long wrong answers. Its advantages are not divided by their group's
+    standard deviation. Liu et al. 2025."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
     average: Average = "constant"
@@ -359,16 +353,16 @@ class DrGrpo(ClippedLoss):
 
 class Dro(PolicyLoss):
     """A * log p - beta / 2 * (log p - log p when drawn)^2. Richemond et al. 2024, without a value
-    network: whoever has one gives its advantages.
+    network; advantages may come from one.
 
     log p -1, when drawn -2, advantage 3, beta 0.5: loss 3.25.
     """
 
     type: Literal["dro"] = "dro"
     ratio_to: Literal["sampled", "old"] = "sampled"
-    """Which log-probabilities it is held to."""
+    """Log-probabilities in the quadratic penalty: the engine's, or this trainer's from before."""
     beta: float = Field(default=0.05, ge=0.0)
-    """How strongly."""
+    """Strength of the quadratic penalty."""
 
     def learns_from(self, datum: Datum) -> bool:
         return any(datum.weights)
@@ -379,26 +373,26 @@ class Dro(PolicyLoss):
 
 
 class Gspo(ClippedLoss):
-    """Zheng et al. 2025. Token ratios 2 and 0.5: the sequence's is 1. Its clips are as small as
-    such means are."""
+    """Clips the ratio per sequence: token ratios 2 and 0.5 give 1. Such means vary little, so its
+    clips are small. Zheng et al. 2025."""
 
     type: Literal["gspo"] = "gspo"
     average: Average = "sequence"
     """How the tokens of a step are averaged."""
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """How far a ratio counts below 1."""
+    """Ratios below 1 - clip_low are clipped."""
     clip_high: float = Field(default=4e-4, ge=0.0)
-    """How far a ratio counts above 1."""
+    """Ratios above 1 + clip_high are clipped."""
 
     def log_ratio(self, terms: Terms) -> torch.Tensor:
         return sequence_means(terms.log_ratio, terms.datum, is_learned=terms.is_learned)
 
 
 class ImportanceSampling(PolicyLoss):
-    """ratio * A, without any clip.
+    """ratio * A, without clipping.
 
-    Drawn with p 0.25, now 0.5, advantage 3, weight 1: loss -6. `train/ratio` is the mean ratio; at
-    the weights that drew the tokens it is 1.
+    Drawn with p 0.25, now 0.5, advantage 3, weight 1: loss -6. `train/ratio` is the mean ratio, 1
+    at the weights that drew the tokens.
     """
 
     type: Literal["importance_sampling"] = "importance_sampling"
@@ -409,17 +403,17 @@ class ImportanceSampling(PolicyLoss):
 
 
 class Ppo(ClippedLoss):
-    """Schulman et al. 2017, without a value network: whoever has one gives its advantages."""
+    """PPO without a value network; advantages may come from one. Schulman et al. 2017."""
 
     type: Literal["ppo"] = "ppo"
 
 
 class Reinforce(PolicyLoss):
-    """A * log p. Right for tokens drawn by the current weights; `correction` mends small gaps."""
+    """A * log p. Unbiased for tokens of the current weights; `correction` corrects small gaps."""
 
     type: Literal["reinforce"] = "reinforce"
     ratio_to: Literal["current"] = "current"
-    """There is no ratio."""
+    """Only `current`: there is no ratio."""
 
     def objective(self, terms: Terms) -> Objective:
         ratio = torch.ones_like(terms.logprobs)
