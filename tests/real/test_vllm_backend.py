@@ -10,11 +10,11 @@ import pytest
 from tests.real.peers import needs_vllm, served_on_cpu
 
 from rookery.compat import vllm_backend as backend
-from rookery.concurrency import LoopThread
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.http.capabilities import read_shapes
+from rookery.runtime.concurrency import LoopThread
 from rookery.weights import write_adapter
 from rookery.weights.stack import LayerShape, Layout, random_adapter
 

@@ -25,7 +25,7 @@ MODULES = sorted({*SOURCE.rglob("*.py")} - {*(SOURCE / "starters" / "projects").
 
 LAYERS = [
     {"types", "errors", "model_names", "seeding"},
-    {"app_shell", "concurrency", "config", "paths", "runtime"},
+    {"config", "paths", "runtime"},
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"}
     | {"starters"},

@@ -32,7 +32,6 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from rookery.concurrency import LoopThread
 from rookery.config import Config, parse_config
 from rookery.errors import AdapterError, FleetDownError, FleetError, RookeryError
 from rookery.fleet.bridges.reload import (
@@ -55,6 +54,7 @@ from rookery.fleet.http.client import (
 )
 from rookery.fleet.servers.settings import FleetConfig
 from rookery.fleet.staging import as_safetensors
+from rookery.runtime.concurrency import LoopThread
 from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 

@@ -19,7 +19,6 @@ from rookery.compose.running import (
     new_run,
     open_shown_engine,
 )
-from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
 from rookery.embedded.engine import check_int4
@@ -41,6 +40,7 @@ from rookery.reports import (
 from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.runs.run_folder import in_folder, resolve_references
+from rookery.runtime.concurrency import run_in_thread
 from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
 from rookery.tasks.splits import question_of

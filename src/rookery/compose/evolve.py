@@ -34,7 +34,6 @@ from rookery.compose.running import (
     tracked,
     write_page,
 )
-from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, RookeryError, RunError, SandboxError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.fleet.http.external import ExternalEmbedder
@@ -53,6 +52,7 @@ from rookery.reports import EvolveReport
 from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.run_folder import EVENTS, check_changes, find_changes, in_folder
 from rookery.runs.summary import note_elsewhere
+from rookery.runtime.concurrency import run_in_thread
 from rookery.sandbox import EvaluationOutcome, decode_outcome
 from rookery.search.programs.program import numeric_metrics
 from rookery.types import Job, JobDone, Message, TextRequest

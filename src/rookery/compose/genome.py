@@ -20,7 +20,6 @@ from rookery.compose.running import (
     open_shown_engine,
     read_tasksets,
 )
-from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, require_adapters
 from rookery.loops.genome import GenomeConfig, GenomeInputs, evolve
 from rookery.loops.genome.adapter_builder import check_device
@@ -36,6 +35,7 @@ from rookery.ports import Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.tasks.splits import SPLITS, SplitName
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template, load_template

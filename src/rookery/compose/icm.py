@@ -11,7 +11,6 @@ from typing import Any, cast
 from rookery.compose.elsewhere import forget_states, sft_elsewhere
 from rookery.compose.inputs import IsMade, RunInputs, digest
 from rookery.compose.running import ConfigSource, Outcome, RunKind, RunOpener, RunPlan, finisher
-from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import TextCodec
 from rookery.loops.comparison import warn_of_batches, warn_of_precision
@@ -31,6 +30,7 @@ from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine, Observer, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.slots import find_device, load_model
 from rookery.tasks.template import load_template
 from rookery.train.sft import sft

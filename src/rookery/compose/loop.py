@@ -14,7 +14,6 @@ from rookery.compose.running import (
     open_shown_engine,
     read_tasksets,
 )
-from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder
 from rookery.loops.comparison import describe_taskset
 from rookery.loops.contract import Loop, LoopConfig, LoopInputs
@@ -22,6 +21,7 @@ from rookery.ports import Engine, Observer
 from rookery.reports import LoopReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import load_template
 from rookery.ui.display import Bar, Display

@@ -54,7 +54,6 @@ from rookery.compose.steps import (
     require_places,
     take_steps,
 )
-from rookery.concurrency import run_in_thread
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.errors import (
@@ -72,6 +71,7 @@ from rookery.model_names import model_names
 from rookery.paths import expanded
 from rookery.reports import EvaluationReport, PipelineReport, PipelineStep
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.tasks.taskset import load_taskset_file
 from rookery.types import Message
 from rookery.ui.display import Display

@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rookery.compose.inputs import InputReader, IsMade, RunInputs
-from rookery.concurrency import run_in_thread, task_group
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import (
     EngineDownError,
@@ -58,6 +57,7 @@ from rookery.rollout import set_scores_aside
 from rookery.runs import Run
 from rookery.runs.run_folder import check_name, in_folder, resolve_references
 from rookery.runs.trackers import TrackerName, follow_metrics, require_trackers
+from rookery.runtime.concurrency import run_in_thread, task_group
 from rookery.runtime.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, TasksetConfig, load_tasksets

@@ -13,7 +13,6 @@ from rookery.compose.evaluation import EvaluationConfig, Split
 from rookery.compose.inputs import IsMade, RunInputs, digest_tasks
 from rookery.compose.kinds import resume
 from rookery.compose.running import Outcome, RunKind, RunOpener, RunPlan, finisher, merge, new_run
-from rookery.concurrency import run_in_thread
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
 from rookery.engines import base_name
@@ -24,6 +23,7 @@ from rookery.reports import SftReport, SpentRecord
 from rookery.runs import Run, find_runs
 from rookery.runs.budget import Budget
 from rookery.runs.run_folder import in_folder, resolve_references
+from rookery.runtime.concurrency import run_in_thread
 from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import load_template

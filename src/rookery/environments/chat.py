@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
+from rookery.runtime.concurrency import run_in_thread
 from rookery.seeding import stream_seed
 from rookery.tasks.template import Template
 from rookery.types import (

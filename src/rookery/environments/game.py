@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rookery.concurrency import run_in_thread, task_group, together
 from rookery.config import Config
 from rookery.environments.chat import Chat, DrawReply, Seat, draw_reply
 from rookery.errors import (
@@ -36,6 +35,7 @@ from rookery.errors import (
 )
 from rookery.ports import Engine, Sampler
 from rookery.rollout import RolloutLog
+from rookery.runtime.concurrency import run_in_thread, task_group, together
 from rookery.seeding import stream_seed
 from rookery.tasks.python_function import (
     LARGEST,

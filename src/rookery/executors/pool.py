@@ -26,9 +26,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors.worker import MAX_MESSAGE_BYTES, Worker, WorkerGone, WorkerRefused
+from rookery.runtime.concurrency import task_group
 from rookery.runtime.retry import Backoff
 from rookery.types import (
     Job,

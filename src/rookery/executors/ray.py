@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from rookery.concurrency import task_group
 from rookery.errors import ConfigError, ExecutorError, RookeryError, boundary, install_extra
 from rookery.executors.pool import WorkerPool, check_num_workers, closed_unless_opened, open_pool
 from rookery.executors.worker import (
@@ -33,6 +32,7 @@ from rookery.executors.worker import (
     count_cores,
     read_version,
 )
+from rookery.runtime.concurrency import task_group
 from rookery.types import Job, WorkerInfo
 
 __all__ = ["RayHost", "connect_ray", "open_ray"]

@@ -21,7 +21,6 @@ from uuid import uuid4
 
 import aiohttp
 
-from rookery.concurrency import run_to_end
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.http.capabilities import (
     Fit,
@@ -50,6 +49,7 @@ from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.ray_placement import place_on_ray
 from rookery.fleet.servers.settings import FleetConfig
 from rookery.fleet.staging import Staging, open_staging
+from rookery.runtime.concurrency import run_to_end
 from rookery.types import (
     Adapter,
     Completion,

@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import Field
 
-from rookery.concurrency import run_in_thread
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
@@ -22,6 +21,7 @@ from rookery.ports import Engine, Observer
 from rookery.reports import LoopReport, ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset, TasksetConfig, from_folder
 from rookery.types import ModelRef, Task

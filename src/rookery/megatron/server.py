@@ -24,8 +24,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from rookery.app_shell import ErrorAnswers, Refusal, key_check
-from rookery.app_shell import make_app as make_shell
 from rookery.config import parse_config
 from rookery.embedded import EmbeddedEngine
 from rookery.megatron.wire import (
@@ -39,6 +37,8 @@ from rookery.megatron.wire import (
     read_records,
     write_json,
 )
+from rookery.runtime.app_shell import ErrorAnswers, Refusal, key_check
+from rookery.runtime.app_shell import make_app as make_shell
 from rookery.slots import SlottedModel
 from rookery.train import LoraTrainer, initial_adapter
 from rookery.types import Adapter, ModelRef, OptimStep, SampleRequest, ScoreRequest, TrainRequest

@@ -23,10 +23,10 @@ from weakref import WeakValueDictionary
 import aiohttp
 from pydantic import Field
 
-from rookery.concurrency import task_group, together
 from rookery.config import Config
 from rookery.errors import AdapterError, EngineError, RookeryError, ServiceDownError, ServiceError
 from rookery.remote.records import PROTOBUF, read_score
+from rookery.runtime.concurrency import task_group, together
 from rookery.runtime.retry import Backoff
 from rookery.types import (
     Adapter,

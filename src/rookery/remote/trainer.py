@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rookery.concurrency import together
 from rookery.errors import TrainError
 from rookery.remote.engine import Connection, HttpReply, Samplers, ServiceRefusal, upload
 from rookery.remote.records import read_output, train_document
 from rookery.runs.disk import write_file
+from rookery.runtime.concurrency import together
 from rookery.types import (
     Json,
     LoraShape,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from rookery.concurrency import together
 from rookery.errors import (
     EngineDownError,
     EngineError,
@@ -17,6 +16,7 @@ from rookery.errors import (
     TaskError,
 )
 from rookery.ports import Sampler
+from rookery.runtime.concurrency import together
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
 from rookery.tasks.scorers.text import correct_choice
 from rookery.tasks.taskset import Taskset

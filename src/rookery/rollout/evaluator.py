@@ -24,11 +24,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rookery.concurrency import AskOnce, run_in_thread, together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
 from rookery.rollout.asking import Answer, Asking
 from rookery.runs import FORMER, Event, NewEvent, Run
+from rookery.runtime.concurrency import AskOnce, run_in_thread, together
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import (

@@ -15,10 +15,10 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from rookery.app_shell import ErrorAnswers
-from rookery.app_shell import make_app as make_shell
-from rookery.concurrency import run_in_thread, together
 from rookery.reports import QueueStatus, ServiceStatus, TenantStatus
+from rookery.runtime.app_shell import ErrorAnswers
+from rookery.runtime.app_shell import make_app as make_shell
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
 from rookery.service.drawing import Drawn, encode_prompts

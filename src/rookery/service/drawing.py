@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from rookery.concurrency import task_group, together
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
 from rookery.ports import AdapterFolders, Codec
+from rookery.runtime.concurrency import task_group, together
 from rookery.seeding import stream_seed
 from rookery.service.context import ServiceContext, Throughput
 from rookery.service.fair_queue import FairSemaphore

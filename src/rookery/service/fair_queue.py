@@ -18,7 +18,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from rookery.concurrency import run_in_thread
+from rookery.runtime.concurrency import run_in_thread
 
 __all__ = [
     "READERS",

@@ -9,8 +9,8 @@ requests. Drawn samples are answered as they were. Accepted requests that are no
 import asyncio
 from typing import Any, Protocol
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
+from rookery.runtime.concurrency import run_in_thread
 from rookery.service.commands import is_immediate
 from rookery.service.context import ServiceContext
 from rookery.service.futures import Future, Futures

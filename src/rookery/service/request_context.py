@@ -15,9 +15,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
-from rookery.app_shell import CLIENT_CLOSED, key_of
 from rookery.errors import ConfigError
 from rookery.remote.records import PROTOBUF
+from rookery.runtime.app_shell import CLIENT_CLOSED, key_of
 from rookery.service.config import read_recipient
 from rookery.service.drawing import ANSWER_MIB
 from rookery.service.fair_queue import FairSemaphore

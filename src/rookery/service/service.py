@@ -22,8 +22,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread, task_group
 from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
 from rookery.service.context import Metrics, ServiceContext

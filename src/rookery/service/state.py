@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
 from rookery.runs import Entry, Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.service.records import (
     Checkpoint,
     CustomLoss,

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError, RunError, ServiceError, boundary
+from rookery.runtime.concurrency import run_in_thread
 from rookery.service.config import encrypt_folder
 from rookery.service.context import ServiceContext
 from rookery.service.records import Checkpoint, Model, SamplingSession

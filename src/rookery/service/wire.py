@@ -28,8 +28,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticSerializationError
 
-from rookery.app_shell import too_large
 from rookery.remote.records import KEY
+from rookery.runtime.app_shell import too_large
 from rookery.service.work import Refusal, bad
 from rookery.types import (
     Datum,

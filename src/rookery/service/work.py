@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rookery.app_shell import Refusal
 from rookery.errors import EngineDownError, FleetDownError, RunError
 from rookery.ports import AdapterFolders, Codec, Engine, Trainees, Trainer
+from rookery.runtime.app_shell import Refusal
 from rookery.service.records import CustomLoss, SamplingSession
 from rookery.types import (
     Completion,

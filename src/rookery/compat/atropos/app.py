@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rookery.app_shell import ErrorAnswers, key_check, make_app, too_large
 from rookery.compat.atropos.engine_side import EngineSide
 from rookery.compat.atropos.gateway import Delivery, Gateway
 from rookery.compat.atropos.group_queue import Registration, TrainerRegistration
@@ -32,8 +31,9 @@ from rookery.compat.openai.routes import (
     text_choice,
 )
 from rookery.compat.openai.stream import usage_of
-from rookery.concurrency import together
 from rookery.errors import TaskError
+from rookery.runtime.app_shell import ErrorAnswers, key_check, make_app, too_large
+from rookery.runtime.concurrency import together
 from rookery.service.drawing import encode_prompts
 from rookery.service.fair_queue import READERS, FairSemaphore
 from rookery.service.records import JsonRows

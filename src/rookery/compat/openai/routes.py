@@ -32,9 +32,9 @@ from rookery.compat.openai.stream import (
     text_logprobs,
     usage_of,
 )
-from rookery.concurrency import together
 from rookery.errors import TaskError
 from rookery.ports import Codec
+from rookery.runtime.concurrency import together
 from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import encode_prompts

@@ -26,7 +26,6 @@ import torch
 
 from rookery.compat.atropos.engine_side import ServingEngine
 from rookery.compose.grpo.setup import BridgePlan, GrpoSetup
-from rookery.concurrency import run_in_thread, task_group
 from rookery.embedded import EmbeddedEngine, run_engine
 from rookery.embedded import open_engine as open_embedded
 from rookery.embedded.folders import ModelFolder
@@ -49,6 +48,7 @@ from rookery.fleet.staging import memory_folder
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Publisher, Trainer
+from rookery.runtime.concurrency import run_in_thread, task_group
 from rookery.slots import FixedText, SlottedModel, load_model
 from rookery.slots.loading import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher

@@ -20,7 +20,6 @@ from rookery.compose.evaluation import BASE, model_row
 from rookery.compose.league.entrants import BEST_OF_N, Entrant, League
 from rookery.compose.running import open_shown_engine
 from rookery.compose.steps import ADAPTERS, place_of
-from rookery.concurrency import run_in_thread
 from rookery.engines import with_rank
 from rookery.loops.comparison import (
     compare,
@@ -51,6 +50,7 @@ from rookery.reports import (
 from rookery.rollout import BlockProgress, RolloutLog, TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget, BudgetConfig
+from rookery.runtime.concurrency import run_in_thread
 from rookery.seeding import stream_seed
 from rookery.tasks.splits import question_of
 from rookery.types import Adapter, Evaluation, Group, Task

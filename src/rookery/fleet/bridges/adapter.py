@@ -7,11 +7,11 @@ reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
 import json
 from typing import TYPE_CHECKING, Any
 
-from rookery.concurrency import run_in_thread
 from rookery.fleet.bridges.update import BaseUpdate, Canary, CanaryRead, Give, Logprobs
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
+from rookery.runtime.concurrency import run_in_thread
 from rookery.types import ModelRef, ModelWeights
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rookery.concurrency import task_group
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.http.client import ServerLost
 from rookery.fleet.residency import require_adapter
+from rookery.runtime.concurrency import task_group
 from rookery.types import Weights
 
 __all__ = ["AdapterBridge", "CopyBridge", "FolderBridge"]

@@ -22,7 +22,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rookery.concurrency import run_in_thread, run_to_end
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.bridges.update import (
     PAUSE,
@@ -37,6 +36,7 @@ from rookery.fleet.fleet import Fleet
 from rookery.fleet.residency import require_adapter
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, bit_sum, open_tensors, view
+from rookery.runtime.concurrency import run_in_thread, run_to_end
 from rookery.types import Adapter, LoraFactors, ModelRef, Weights
 
 __all__ = ["UNFINISHED", "AliasBridge", "MergeBridge", "SharedBase", "alias_weights", "share_base"]

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import FleetError, install_extra
 from rookery.fleet.bridges.update import SMALLEST_VOCABULARY, BaseUpdate, Canary, Give
 from rookery.fleet.fleet import Fleet
@@ -27,6 +26,7 @@ from rookery.fleet.http.client import is_local
 from rookery.fleet.residency import claim_folder
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.staging import memory_folder
+from rookery.runtime.concurrency import run_in_thread
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rookery.concurrency import run_to_end, together
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.http.capabilities import Capabilities
@@ -26,6 +25,7 @@ from rookery.fleet.http.wire import Fields, read_reading
 from rookery.fleet.routing.load import Call
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.routing.replica import Replica
+from rookery.runtime.concurrency import run_to_end, together
 from rookery.types import Adapter, Datum, ModelRef, TokenIds
 
 __all__ = [

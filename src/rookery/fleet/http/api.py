@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rookery.concurrency import together
 from rookery.config import Config, check_url
 from rookery.errors import (
     ConfigError,
@@ -41,6 +40,7 @@ from rookery.fleet.http.client import (
     ServerRefusal,
     open_session,
 )
+from rookery.runtime.concurrency import together
 from rookery.types import TokenIds, TokenUsage
 
 if TYPE_CHECKING:

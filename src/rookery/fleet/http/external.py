@@ -21,10 +21,10 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
-from rookery.concurrency import together
 from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError, boundary
 from rookery.fleet.http.api import CHECK_S, Api, ExternalConfig, open_api, read_usage
 from rookery.fleet.http.client import ServerLost
+from rookery.runtime.concurrency import together
 from rookery.types import (
     Completion,
     Message,

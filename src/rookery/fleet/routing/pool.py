@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from rookery.concurrency import together
 from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
 from rookery.fleet.http.client import ServerLost
 from rookery.fleet.http.wire import Choice
@@ -32,6 +31,7 @@ from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.routing.router import Router
 from rookery.fleet.servers.launch import HANG_S, LocalServer
+from rookery.runtime.concurrency import together
 from rookery.types import Adapter, ModelRef
 
 __all__ = ["Pool"]

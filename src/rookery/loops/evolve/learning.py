@@ -20,7 +20,6 @@ from typing import Protocol
 
 from pydantic import TypeAdapter
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError
 from rookery.loops.evolve.config import LearnConfig
 from rookery.loops.evolve.config_sections import FEWEST_ROWS
@@ -28,6 +27,7 @@ from rookery.loops.evolve.program import ProgramStore
 from rookery.loops.evolve.search_state import Answered, Learned, SearchState
 from rookery.ports import TextModel
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 
 __all__ = ["Learner", "Learning", "Lesson", "Trained", "choose_answers"]
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveBudgetConfig, EvolveConfig
 from rookery.loops.evolve.outputs import OutputFormat, Outputs, log_to_file, open_outputs
@@ -42,6 +41,7 @@ from rookery.loops.evolve.stages import Evaluated
 from rookery.ports import UNOBSERVED, Executor, Observer
 from rookery.reports import EvolveReport
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import BestOfN, ProgramDatabase, Sequential
 from rookery.seeding import stream_seed

@@ -21,7 +21,6 @@ from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Protocol
 
-from rookery.concurrency import run_in_thread, task_group
 from rookery.errors import RunError, boundary
 from rookery.loops.evolve.config import EvolveConfig, TraceConfig
 from rookery.loops.evolve.problem import FirstProgram, suffix_of
@@ -29,6 +28,7 @@ from rookery.loops.evolve.program import ProgramRecord, ProgramStore
 from rookery.loops.evolve.prompts import Prompt
 from rookery.loops.evolve.search_state import SearchState
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread, task_group
 from rookery.search.programs.database import DatabaseState
 from rookery.search.programs.program import Member
 

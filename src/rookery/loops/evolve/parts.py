@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.learning import Learner, Learning
@@ -26,6 +25,7 @@ from rookery.loops.evolve.search_state import ADAPTER_NAME, SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data
 from rookery.ports import Embedder, Executor, Observer, TextModel
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.search.es import load_library
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.program import COMBINED, numeric_metrics, score_of

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rookery.concurrency import run_in_thread, together
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.problem import EvaluationRequest, say_not_isolated
@@ -27,6 +26,7 @@ from rookery.loops.evolve.proposer import Child, Endpoint, ModelFailed, make_chi
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.loops.evolve.tuning import Constant, NumberSearch, lift_constants, write_constants
 from rookery.ports import Executor
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.sandbox import Artifact, EvaluationOutcome, Metric, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
 from rookery.seeding import stream_seed

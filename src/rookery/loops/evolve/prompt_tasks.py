@@ -20,7 +20,6 @@ from itertools import chain
 
 import numpy as np
 
-from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.comparison import (
     compare,
@@ -38,6 +37,7 @@ from rookery.reports import describe_task
 from rookery.reports.evolve import FinalistRow, TasksReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.search.programs.program import COMBINED
 from rookery.seeding import stream
 from rookery.tasks.splits import SplitName, hash_fraction

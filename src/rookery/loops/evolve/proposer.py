@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import (
     EngineDownError,
     EngineError,
@@ -35,6 +34,7 @@ from rookery.loops.evolve.search_state import program_id, similarity_failure
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated, Generated
 from rookery.loops.evolve.tuning import TUNE
 from rookery.ports import Embedder, TextModel
+from rookery.runtime.concurrency import run_in_thread
 from rookery.runtime.retry import Backoff
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.novelty import Repetition, code_hash

@@ -29,7 +29,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rookery.concurrency import task_group
 from rookery.loops.evolve.learning import Learning
 from rookery.loops.evolve.order import (
     BacklogLimit,
@@ -57,6 +56,7 @@ from rookery.loops.evolve.stages import (
 from rookery.loops.evolve.tuning import TUNE
 from rookery.runs import Attempt, AttemptLog, AttemptState, Event
 from rookery.runs.budget import find_hours_over
+from rookery.runtime.concurrency import task_group
 from rookery.search.programs.database import Ask, Tell, Window
 from rookery.search.programs.program import Member
 

@@ -13,7 +13,6 @@ the run's event log before it counts, so a resumed run asks nothing twice.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rookery.concurrency import run_in_thread
 from rookery.errors import TaskError
 from rookery.loops.genome.config import check_inputs, check_tasks
 from rookery.loops.genome.documents import (
@@ -29,6 +28,7 @@ from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import UNOBSERVED, Engine, Observer
 from rookery.reports import GenerationRecord, GenomeReport
 from rookery.runs import Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.search.population import pair_plans
 from rookery.tasks.taskset import join_splits
 

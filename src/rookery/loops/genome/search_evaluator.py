@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
-from rookery.concurrency import task_group, together
 from rookery.errors import (
     AdapterError,
     EngineDownError,
@@ -35,6 +34,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.ports import Adapters
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.runs import Run
+from rookery.runtime.concurrency import task_group, together
 from rookery.search import racing
 from rookery.search.annealing import Waves
 from rookery.search.candidate import FAILED, Fitness, find_violation, fitness_of, rank_key

@@ -18,13 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rookery.concurrency import run_in_thread
 from rookery.loops.comparison import Samples, compare, complete_means
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights, SavedWeights
 from rookery.ports import Evaluator
 from rookery.reports import ReportRow, SampledRecord
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.runs import FORMER, Event, NewEvent, Run
+from rookery.runtime.concurrency import run_in_thread
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter, Evaluation, ModelRef, Task

@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rookery.concurrency import task_group
 from rookery.errors import TaskError
 from rookery.loops.grpo.batch import (
     Batch,
@@ -43,6 +42,7 @@ from rookery.loops.grpo.batch import (
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.ports import GroupDrawer
 from rookery.runs import Event, Run
+from rookery.runtime.concurrency import task_group
 from rookery.seeding import bulk_stream, stream_seed
 from rookery.types import Draw, Group, ModelRef, Rollout, Task
 

@@ -37,7 +37,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.checkpoints import Checkpoints, Selection
 from rookery.loops.grpo.config import GrpoConfig
@@ -57,6 +56,7 @@ from rookery.ports import UNOBSERVED, Engine, Evaluator, GroupDrawer, Observer
 from rookery.reports import GrpoReport, ReportRow
 from rookery.runs import Run
 from rookery.runs.budget import Budget
+from rookery.runtime.concurrency import task_group
 from rookery.tasks.taskset import Taskset
 from rookery.types import TokenIds
 

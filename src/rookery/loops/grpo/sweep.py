@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rookery.concurrency import run_to_end, task_group
 from rookery.config import Config, assign, parse_config
 from rookery.errors import RookeryError, TaskError, TrainError
 from rookery.loops.comparison import mean_rewards
@@ -38,6 +37,7 @@ from rookery.loops.grpo.policy_weights import AdapterTrainer, SavedWeights
 from rookery.ports import UNOBSERVED, Engine, Evaluator, Observer
 from rookery.reports import GrpoReport, ReportRow, SettingRow, SweepRecord, SweptAdapter
 from rookery.runs import NewEvent, Run
+from rookery.runtime.concurrency import run_to_end, task_group
 from rookery.types import Adapter, ModelRef, OptimStep, StepOutput, TrainOutput, TrainRequest
 
 __all__ = [

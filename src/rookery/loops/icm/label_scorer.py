@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 from zlib import crc32
 
-from rookery.concurrency import AskOnce
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
 from rookery.loops.icm.objective import LabelLogprobs
 from rookery.loops.icm.prompts import BatchPrompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
+from rookery.runtime.concurrency import AskOnce
 from rookery.search.labelling import UNLABELLED, Labels, Order, PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 

@@ -17,7 +17,6 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
 from rookery.loops.icm.chain import (
@@ -41,6 +40,7 @@ from rookery.ports import UNOBSERVED, Observer, Sampler
 from rookery.reports import IcmReport, SpentRecord
 from rookery.runs import NewEvent, Run
 from rookery.runs.budget import Budget, find_stop_reason
+from rookery.runtime.concurrency import run_in_thread, together
 from rookery.search.labelling import UNLABELLED, IdOrder, Order, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from rookery.concurrency import run_in_thread
 from rookery.loops.icm.baselines import (
     INVERTED,
     Baselines,
@@ -41,6 +40,7 @@ from rookery.reports import (
     TokensRecord,
     TransferRecord,
 )
+from rookery.runtime.concurrency import run_in_thread
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 from rookery.tasks.splits import join_keys
 from rookery.types import ModelRef

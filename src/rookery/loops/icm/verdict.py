@@ -41,9 +41,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rookery.concurrency import together
 from rookery.loops.icm.chain import ItemBatch
 from rookery.loops.icm.objective import log_odds
+from rookery.runtime.concurrency import together
 from rookery.search.annealing import AnnealingConfig, start_labels
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 from rookery.search.statistics import Interval, proportion

@@ -36,10 +36,10 @@ from pydantic import BaseModel, Field
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import StreamingResponse
 
-from rookery.concurrency import task_group
 from rookery.config import is_loopback
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.runs.summary import find_runs
+from rookery.runtime.concurrency import task_group
 from rookery.ui.live.address import served
 from rookery.ui.live.export import join_modules, read_file, to_json
 from rookery.ui.live.folder import MALFORMED, RunsFolder, malformed

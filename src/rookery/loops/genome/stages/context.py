@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from rookery.concurrency import together
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.runtime.concurrency import together
 from rookery.search.candidate import BY_BLOCK, ChildPlan, EsStep, Fitness, Recipe, rank_key
 from rookery.seeding import shuffled, stream, stream_seed
 from rookery.types import Adapter

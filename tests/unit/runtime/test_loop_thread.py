@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rookery.concurrency import LoopThread
 from rookery.errors import FleetError
+from rookery.runtime.concurrency import LoopThread
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from rookery.concurrency import run_in_thread
+from rookery.runtime.concurrency import run_in_thread
 
 
 async def test_who_is_cancelled_waits_for_the_thread() -> None:
