@@ -63,7 +63,7 @@ def league_sentence(report: LeagueReport) -> str:
 
 
 def league_contexts(report: LeagueReport) -> list[str]:
-    """What was measured under which budget, and which entrants were left out."""
+    """Budget and number of report tasks, and the entrants left out with their reasons."""
     measured = wording.tasks(report.num_tasks, report.num_questions, "report task")
     lines = [f"Each under {report.budget}; measured once on {measured} that no entrant has seen."]
     lines += [f"{one.name} is left out. {one.reason}" for one in report.left_out]
@@ -114,7 +114,7 @@ def cost_rows(report: LeagueReport) -> list[tuple[str, ...]]:
 
 
 def setting_lines(report: LeagueReport) -> list[str]:
-    """How each entrant was made: `sft: trained on the answers; rank 2`."""
+    """Training and settings of each entrant: `sft: trained on the answers; rank 2`."""
     return [
         f"{row.name}: {row.what}; {row.settings or 'default settings'}"
         for row in report.rows

@@ -160,7 +160,7 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
         answers[f"{base}/duel?candidate={duel['candidate']}"] = duel
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
     left = MOST_BYTES
-    chosen = answers[f"{base}/report"].get("chosen", {})  # of a sweep: the chosen adapter
+    chosen = answers[f"{base}/report"].get("chosen", {})  # only a sweep has a chosen adapter
     numbers = chosen.get("steps") or [int(row["id"]) for row in lists.get("steps", [])]
     for number in reversed(list(numbers)):
         step = run.step(number)

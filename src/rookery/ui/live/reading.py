@@ -105,7 +105,7 @@ class OpenRun:
         self._curves = Curves(path / "metrics.jsonl")
         self._report: tuple[int, dict[str, Any]] | None = None
         self._chosen: OpenRun | None = None
-        """Of a sweep: the open run of its chosen adapter."""
+        """Open run of a sweep's chosen adapter."""
         self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
 
     @property
