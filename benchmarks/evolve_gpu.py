@@ -65,12 +65,12 @@ MESSAGES = {
         "and numpy only."
     ),
 }
-"""What the model is told of each task."""
+"""Task descriptions for the model."""
 TUNED = (
     " After you answer, the numbers written in your program are tuned automatically: write what "
     "matters as numbers, also long lists of numbers, rather than computing it."
 )
-"""And where its numbers are tuned."""
+"""Addition to the description for runs that tune numbers."""
 
 SHOWN = """It scores {score}.
 ```{language}
@@ -113,12 +113,12 @@ the whole new program
     "top_program": f"\n# Another Program\n{SHOWN}",
     "inspirations_section": "",
 }
-"""Shorter than the shipped ones, which a model of this size loses its way in."""
+"""Prompt templates, shorter than the shipped ones, which confuse a model of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the model is asked."""
+    """Form of the prompt."""
 
     is_diff: bool
     has_history: bool
@@ -134,7 +134,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all runs share."""
+    """Settings shared by all runs."""
 
     url: str
     model: str
@@ -144,9 +144,9 @@ class Setting:
     workers: int
     tune: Mapping[str, float]
     model_folder: str
-    """What an adapter is trained on."""
+    """Folder of the model that adapters are trained on."""
     max_tokens: int | None
-    """Of an evolution."""
+    """Tokens at which an evolution ends."""
     max_answer: int
     learn: Mapping[str, float]
 
@@ -170,7 +170,7 @@ class Case:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """As the config names them."""
+        """Names of the run's searches in the config."""
         arms = ARMS if self.has_baselines else (LEARN if self.learns else ARMS[0],)
         return tuple(f"{arm}{WITH_TUNE}" for arm in arms) if self.is_tuned else arms
 
@@ -221,7 +221,7 @@ def write_config(case: Case, setting: Setting) -> Path:
 
 
 def learning(setting: Setting) -> dict[str, Any]:
-    """The same server as an engine that takes adapters."""
+    """Config that trains adapters and loads them into the same server."""
     url = setting.url.removesuffix("/v1")
     return {
         "engine": {"type": "fleet", "urls": [url]},
@@ -231,21 +231,21 @@ def learning(setting: Setting) -> dict[str, Any]:
 
 
 def start(case: Case, setting: Setting) -> "subprocess.Popen[bytes]":
-    """The command, its output in a file."""
+    """Start the command of a case, with its output in a file."""
     folder, problem = write_config(case, setting), task_folder(case.task)
     command = [
         sys.executable, "-m", "rookery", "evolve", "run",
         str(problem / "initial_program.py"), str(problem / "evaluator.py"),
         "-c", str(folder / "config.yaml"), "-o", str(folder / "run"),
     ]  # fmt: skip
-    # A key that is meant for another server is not sent to this one.
+    # Do not send this server a key that is meant for another one.
     environment = {**os.environ, "OPENAI_API_KEY": os.environ.get("VLLM_API_KEY", "")}
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[Result]:
-    """All at the same time; those that are not done after `limit_s` are ended."""
+    """Run all cases at the same time; end those not done after `limit_s`."""
     end = time.monotonic() + limit_s
     processes = [start(case, setting) for case in cases]
     results = []
@@ -275,7 +275,7 @@ def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[
 
 
 def end_all(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask all to end, then make them."""
+    """Ask all processes to end, then kill those that remain."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -288,7 +288,7 @@ def end_all(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
-    """Try every way on the unreported task."""
+    """Choose the best way on the unreported task."""
     cases = [
         Case(task=UNREPORTED, seed=seed, way=way, iterations=iterations, has_baselines=False)
         for way in WAYS
@@ -296,7 +296,7 @@ def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
     ]
     results = run_all(cases, setting, limit_s=limit_s)
     arms: dict[str, list[Arm]] = {}
-    for case, result in zip(cases, results, strict=True):  # all or none have begun
+    for case, result in zip(cases, results, strict=True):  # fails if a run left no events
         arms.setdefault(case.way, []).append(result.arms[ARMS[0]])
 
     def merit(way: str) -> tuple[float, int]:
@@ -310,7 +310,7 @@ def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
 
 
 def python_paths() -> list[str]:
-    """Where packages come from by PYTHONPATH, made absolute for the runs too."""
+    """Folders of PYTHONPATH as absolute paths."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = [str(Path(path).absolute()) for path in given if Path(path).exists()]
     if paths:
@@ -319,7 +319,7 @@ def python_paths() -> list[str]:
 
 
 async def sandbox_settings(shown: Sequence[str]) -> dict[str, Any]:
-    """The folders of packages are shown inside. No sandbox where none works, and that is said."""
+    """Sandbox settings that show the package folders. If no sandbox works, say so and use none."""
     variables = ("PYTHONPATH",) if shown else ()
     config = SandboxConfig(variables=variables, readable=tuple(map(Path, shown)))
     probes = await probe(config)
@@ -334,7 +334,7 @@ async def sandbox_settings(shown: Sequence[str]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def open_server(options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
-    """The URL and the model's name there."""
+    """Open a server if needed; yields its URL and the model's name there."""
     if options.base_url:
         yield options.base_url.rstrip("/"), options.model
         return
@@ -413,7 +413,7 @@ async def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the runs are kept")
     parser.add_argument("--out", type=Path, help="the results as JSON")
     options = parser.parse_args()
-    load_library()  # of the tuning: says what to install
+    load_library()  # raises with the package to install for tuning
     sandbox = await sandbox_settings(python_paths())
     with tempfile.TemporaryDirectory() as scratch:
         async with open_server(options) as (url, model):

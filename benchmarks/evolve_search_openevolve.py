@@ -33,7 +33,7 @@ class OpenEvolveSearch:
         self._num_islands = self._database.config.num_islands
         self._parents: dict[int, Any] = {}
         self._ids: dict[str, int] = {}
-        """By code: migration copies programs under ids of its own."""
+        """Our id by code, because migration copies programs under new ids."""
 
     def ask(self, attempt: int) -> Request:
         island = (attempt - 1) % self._num_islands

@@ -53,10 +53,10 @@ from rookery.types import (
 )
 
 NUM_PUBLISHED = 12
-"""The first two are for warming up."""
+"""Publications, of which the first two warm up."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NUM_NEW = 40
-"""Adapters that come while another one answers."""
+"""Adapters loaded while another one answers."""
 LEARNED_STEPS = 30
 
 
@@ -82,7 +82,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def copy_seconds(weights: Sequence[torch.Tensor]) -> float:
-    """The median of ten copies of all weights to other memory of their device, also shown."""
+    """Median seconds of ten copies of all weights on their device; also prints them."""
     device = weights[0].device
     others = [torch.empty_like(weight) for weight in weights]
     found = []
@@ -114,7 +114,7 @@ def canary_of(fleet: Fleet, model: SlottedModel) -> Canary:
 
 
 class SharedModel:
-    """The trainer's model over the memory of a server, and what it takes besides."""
+    """The trainer's model in the memory of a server, and the trainer's additional memory."""
 
     def __init__(self, base: SharedBase, model: SlottedModel) -> None:
         self.base = base
@@ -239,8 +239,8 @@ async def lora_step(trainer: LoraTrainer) -> None:
 
 
 async def measure_loss(fleet: Fleet, model: SlottedModel, lora: LoraConfig) -> None:
-    """Tokens per second of one adapter, alone and while others are put into slots. The trainer
-    computes nothing meanwhile."""
+    """Tokens per second of one adapter, alone and while others are put into slots. The trainer is
+    idle."""
     made = [
         on_device(initial_adapter(model, lora, name=f"new{n}", base="", seed=n), model.device)
         for n in range(NUM_NEW)

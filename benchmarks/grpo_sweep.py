@@ -36,7 +36,7 @@ STAGES = ("draw", "train", "publish")
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Answers of any model differ in it."""
+    """Reward that differs between the answers of any model."""
     del task
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
 
@@ -46,12 +46,12 @@ class Timed:
     """One training, or one sweep."""
 
     step_s: float
-    """Of one step of all adapters, without the first, which warms up."""
+    """Seconds of one step of all adapters, without the first step, which warms up."""
     stages: dict[str, float]
-    """Of these, on average over adapters: what one waits for, or does together with the others."""
+    """By stage: seconds per step, averaged over adapters, including waits for the others."""
     whole_s: float
     num_tokens: float
-    """Drawn in one step by all."""
+    """Tokens drawn by all adapters in one step."""
 
 
 def write_tasks(path: Path, *, num: int) -> None:
@@ -85,7 +85,7 @@ def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -
 
 
 def train(config: dict[str, Any], runs: Path, *, num: int) -> Timed:
-    """One adapter, or a sweep of several."""
+    """Train one adapter, or a sweep of several."""
     if num > 1:
         config = {**config, "sweep": {"seeds": num}}
     began = time.perf_counter()
@@ -104,7 +104,7 @@ def _timed(folders: Sequence[Path], whole_s: float) -> Timed:
                 ends.setdefault(event.payload["step"], []).append(event.time_s)
                 if event.payload["step"] > 0:
                     metrics.append(event.payload["metrics"])
-    # A step is over when the last adapter has taken it.
+    # A step ends when the last adapter finishes it.
     first, last = max(ends[0]), max(ends[max(ends)])
     num_steps = max(ends)
     return Timed(
@@ -119,7 +119,7 @@ def _timed(folders: Sequence[Path], whole_s: float) -> Timed:
 
 
 def launch(options: argparse.Namespace) -> dict[str, Any]:
-    """A server as both trainings start it; a sweep has it hold as many adapters as it needs."""
+    """Launch settings of the server of both trainings; it holds all adapters of the sweep."""
     is_gpu = torch.cuda.is_available()
     return {
         "model": str(options.model),

@@ -1,4 +1,4 @@
-"""icm on a real model: the search beside zero-shot, bootstrap and golden few-shot, and what waits.
+"""icm on a real model: the search beside zero-shot, bootstrap and golden few-shot, and engine use.
 
     python benchmarks/icm_real.py DATA --url http://127.0.0.1:8001 --model FOLDER
     python benchmarks/icm_real.py DATA --model FOLDER --items 128       # the embedded engine
@@ -36,7 +36,7 @@ from rookery.types import Completion, SampleRequest, Score, ScoreRequest
 
 
 class BusySampler:
-    """A sampler that notes how long requests are in flight, and how many."""
+    """Sampler that records how long and how many requests are in flight."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -129,7 +129,7 @@ def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
     ]
     (folder / path.name).write_text("".join(json.dumps(item) + "\n" for item in items))
     config = configure(CONFIGS / "icm_solutions.yaml", path=folder / path.name)
-    # Some solutions were cut off before their answer.
+    # Some solutions end before their answer.
     [equal] = config.constraints
     return config.model_copy(
         update={"constraints": (equal.model_copy(update={"missing": "free"}),)}
@@ -146,9 +146,9 @@ def limited(config: IcmConfig, num_items: int, *, batch: int | None = None) -> I
 
 
 async def label_plainly(config: IcmConfig, labeller: Labeller) -> None:
-    """All items behind the same few demonstrations: the ways that need no search."""
+    """Label without a search: all items after the same few demonstrations."""
     items = read_items(config.data)
-    # Few demonstrations at a time: that all items together pass the context matters to none.
+    # A request holds few demonstrations, so it fits even if all items together exceed the context.
     unlimited = Labeller(sampler=labeller.sampler, model=labeller.model, encoder=labeller.encoder)
     problem = open_problem(config, items, labeller=unlimited, store=ScoreStore())
     baselines = Baselines(problem, config=config.baselines, seed=config.seed)

@@ -1,4 +1,4 @@
-"""What an evaluation costs: warm (a fork) beside cold (a new jail), with numpy. A minute, no GPU.
+"""Cost of an evaluation: warm (a fork) beside cold (a new jail), with numpy. A minute, no GPU.
 
     python benchmarks/sandbox.py [--backend bubblewrap]
 

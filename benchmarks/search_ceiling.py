@@ -1,4 +1,4 @@
-"""What training reaches where genome combines: an adapter by `rookery sft` on the search tasks.
+"""Training as a ceiling for genome's search: an adapter by `rookery sft` on the search tasks.
 
     python benchmarks/search_ceiling.py CONFIG MODEL [--fleet URL]
 

@@ -39,7 +39,7 @@ from rookery.seeding import shuffled, stream
 from rookery.tasks import generators
 
 NUM_TRAINING, NUM_TARGET = 600, 240
-"""Rows of each task at most."""
+"""Limits on the rows of each task."""
 SPLITS = {"search": 0.25, "select": 0.25, "report": 0.5}
 SETTINGS = ("--rank", "8", "--layers", "8", "--targets", "[q_proj, v_proj, o_proj]",
             "--learning-rate", "0.0005", "--steps", "80", "--batch-size", "16")  # fmt: skip
@@ -50,9 +50,9 @@ WORDS = {
     "liberal": ("liberal", "conservative"),
     "french": ("French", "English"),
 }
-"""The answers to each task: what is asked about is so, or is not."""
+"""Answers of each task: the claim holds, or it does not."""
 Claims = dict[str, list[tuple[str, bool]]]
-"""Question -> what is asked about it, and whether it is so."""
+"""By question: its claims, and whether each holds."""
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def gather(rows: Iterable[tuple[str, str, bool]]) -> Claims:
 
 
 def write_task(out: Path, name: str, claims: Claims, words: tuple[str, str]) -> None:
-    """Half of the questions for the founder, half for the target, as many of each answer."""
+    """Write half of the questions for the founder and half for the target, balanced by answer."""
     questions = shuffled(sorted(claims), rng=stream(0, "questions", name))
     half = len(questions) // 2
     trained = [claim for question in questions[:half] for claim in claims[question]]
@@ -188,7 +188,7 @@ def write(path: Path, claims: Sequence[tuple[str, bool]], words: tuple[str, str]
 
 
 def family(tasks: Sequence[str], *, model: str) -> dict[str, Any]:
-    """The config: the same sizes as the demo's, the children of rank 32."""
+    """Config with the sizes of the demo and children of rank 32."""
     scorer = {"type": "choice"}
     return {
         "engine": {"type": "embedded", "model": model or "MODEL"},
@@ -204,7 +204,7 @@ def family(tasks: Sequence[str], *, model: str) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """An adapter per task, each from a seed of its own."""
+    """Train an adapter per task, each with its own seed."""
     steps = ["--steps", str(options.steps)] if options.steps else []
     running: list[subprocess.Popen[bytes]] = []
     for seed, name in enumerate(tasks):
@@ -219,7 +219,7 @@ def train(options: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 
 def finish(running: list["subprocess.Popen[bytes]"]) -> None:
-    """Wait for these trainings; a failed one ends the program."""
+    """Wait for these trainings; exit if one failed."""
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit("A training failed.")
