@@ -4,13 +4,13 @@
     ROOKERY_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/embedded.py   # and vLLM
     ROOKERY_LLAMA_PYTHON=PYTHON python benchmarks/embedded.py --int4
 
-SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. Each engine
-runs in a process of its own, one after another, on all cores of an otherwise idle machine; about
-twelve minutes.
+SmolLM2 in float32, 32 new tokens, no early stop, better of two runs after one warm-up. The engines
+run one after another, each in its own process, on all cores of an idle machine; about twelve
+minutes.
 
 `--int4` compares float32, `weights: int4` and, in an environment that has llama-cpp-python,
-llama.cpp on the packaged GGUF file with as many threads. They take turns, five each, and the best
-counts: other work on the machine slows all of them, though not at the same time.
+llama.cpp on the packaged GGUF file with as many threads. They take five turns each and the best
+turn counts, so that other work on the machine matters less.
 """
 
 import argparse

@@ -4,11 +4,11 @@
 
 MODEL is a folder with a chat model (Qwen2.5-1.5B-Instruct). A task gives three or four numbers and
 a target that they make with + - * /, each used once; a checker computes the answer in fractions.
-The tasks are generated, all different: `train` to search on, `held-out` is read once, greedy, at
-the end. For each seed `genome` runs `--steps` steps of `stages: [{type: es, rank: 1}]`, then `grpo`
-until its next step would draw more tokens than that, groups that are replaced counted; each starts
-vLLM servers of its own (`--python` names an interpreter that has vLLM). Printed are the scores on
-`train` over seconds and tokens, and held-out accuracy with its 95 % interval.
+All tasks differ. The search uses `train`; `held-out` is read once, greedily, at the end. For each
+seed, `genome` runs `--steps` steps of `stages: [{type: es, rank: 1}]`, then `grpo` runs until its
+next step would draw more tokens than genome did, replaced groups included. Each starts its own vLLM
+servers (`--python` names an interpreter with vLLM). The output has the scores on `train` over
+seconds and tokens, and held-out accuracy with its 95 % interval.
 """
 
 import argparse

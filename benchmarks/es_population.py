@@ -9,8 +9,8 @@ does everything, in one run:
   model; drawn tokens per second.
 - members: the same requests, each to its member, made from seeds in `--slots` adapter slots.
 - step: `--steps` steps of `stages: [{type: es, population: ..., rank: 1}]` as `genome` does them,
-  with scoring, the run's files and the update. Overhead is the share of a step that the same
-  requests, in one call and of members that were loaded before, do not take.
+  with scoring, the run's files and the update. Overhead is the share of a step beyond the time of
+  the same requests in one call to loaded members.
 - stock: a member as a PEFT folder, `load_lora_adapter`, its answers, `unload_lora_adapter`; one
   member after another, and `--slots` of them at a time. `--stock-members` are timed.
 

@@ -1,13 +1,13 @@
-"""What the controller of evolve costs, with a model that takes seconds. OpenEvolve in the same run.
+"""Cost of evolve's controller with a model that takes seconds per call; OpenEvolve beside it.
 
     python benchmarks/evolve.py                                   # 5 s a call; a quarter of an hour
     python benchmarks/evolve.py --latency 0.5 --in-flight 16 --iterations 64 --only rookery
 
-A scripted model answers every call after `--latency` seconds, in a process of its own. `bare` is a
-client that keeps so many calls in flight and does nothing else: its calls per second are 1.0.
-Efficiency is iterations per second over that, both from the first call to the last answer, by the
-model's own clock. CPU is that of the hub's process between the two, memory its peak and the peak of
-all its processes together; `growth` compares the CPU at 100 and at 10,000 programs.
+A scripted model in its own process answers every call after `--latency` seconds. `bare` is a client
+that only keeps the same number of calls in flight. Efficiency is iterations per second relative to
+its calls per second, from the first call to the last answer by the model's clock. CPU is that of
+the hub's process in this time; memory is its peak, and the peak of all its processes together.
+`growth` compares the CPU at 100 and at 10,000 programs.
 OpenEvolve 0.4 needs ROOKERY_OPENEVOLVE_PYTHON, Ray the package ray.
 """
 

@@ -4,24 +4,23 @@
     python benchmarks/evolve_gpu.py --model NAME --base-url http://127.0.0.1:8000/v1
 
 Meant for Qwen2.5-Coder-1.5B-Instruct on one GPU. The tasks are function_minimization and
-circle_packing (26 circles, zero tolerance), own ones in `evolve_tasks/`; where OPENEVOLVE_EXAMPLES
-names the `examples` folder of a checkout of OpenEvolve, its files of these names are used. Every
-task runs under three seeds, with `tune` and without. A run is the command `rookery evolve run` with
-both baselines: the evolution, then best_of_n and sequential, each until it has spent the
-evolution's tokens. All runs go on at the same time against the one server.
+circle_packing (26 circles, zero tolerance) from `evolve_tasks/`. If OPENEVOLVE_EXAMPLES names the
+`examples` folder of an OpenEvolve checkout, its files of these names are used instead. Every task
+runs with three seeds, with and without `tune`. A run is the command `rookery evolve run` with both
+baselines: the evolution, then best_of_n and sequential, each until it has spent the evolution's
+tokens. All runs share the one server at the same time.
 
-How the model is asked (diff or whole program, with or without another program in the prompt) is
-chosen on `bin_packing`, a task that is not reported: the way with the best mean score of two seeds,
-of equal ones the way with fewer failures. `--ask` names it instead.
+The form of the prompt (diff or whole program, with or without another program) is chosen on the
+unreported task `bin_packing`: best mean score of two seeds, then fewest failures. `--ask` sets it
+instead.
 
 `--learn N` adds an evolution to each of these that trains an adapter of the model every N
 iterations (`rookery.learn`) on the GPU of the server: leave it room with `--gpu-share 0.5`.
-`--tokens` ends all evolutions at the same number of tokens, those that were trained on too; the
-baselines then spend as many.
+`--tokens` ends all evolutions at the same number of tokens, trained ones included; the baselines
+then spend as many.
 
-Generated programs run in the sandbox; where none works the output says so and they run without.
-`--minutes` ends the runs that are not done by then; what they have found is in the table, marked
-`cut`.
+Generated programs run in the sandbox; if none works, the output says so and they run without it.
+`--minutes` ends unfinished runs; the table has their results so far, marked `cut`.
 """
 
 import argparse

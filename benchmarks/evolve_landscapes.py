@@ -2,10 +2,10 @@
 
     best = simulate(search, problem, num_attempts=100, in_flight=1, seed=0)
 
-A program is six numbers, an idea (which half of them it works on) and perhaps a bug, without which
-it would have the score of its numbers. A proposer sees what a prompt would show: the program to
-change, the other programs, and whether a repair or a combination is asked for. Standard library
-only: OpenEvolve's own database runs under it too (`evolve_search_openevolve.py`).
+A program is six numbers, an idea (the half of them that it works on) and perhaps a bug, which makes
+it fail. A proposer sees the content of a prompt: the program to change, the other programs, and
+whether a repair or a combination is requested. The module uses only the standard library, because
+OpenEvolve's own database runs on it too (`evolve_search_openevolve.py`).
 """
 
 import itertools

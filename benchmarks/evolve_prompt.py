@@ -5,11 +5,11 @@
     python benchmarks/evolve_prompt.py --fleet http://127.0.0.1:8000 --model FOLDER_OR_ID
     python benchmarks/evolve_prompt.py --gepa VENV/lib/python3.11/site-packages    # GEPA elsewhere
 
-One model answers and reflects. Ours finds prompts on the search tasks and chooses one on the select
-tasks; GEPA trains on the search tasks and validates on the select tasks, with its defaults, and may
-spend the rollouts that ours took for both. Answers are greedy and come from one engine. Every
-seed's prompts answer the report tasks, which neither has seen. The interval of the difference is a
-bootstrap over tasks, each with its mean over seeds.
+One model answers and reflects. Rookery finds prompts on the search tasks and chooses one on the
+select tasks. GEPA, with its defaults, trains on the search tasks and validates on the select tasks
+with as many rollouts as Rookery used for both. Answers are greedy and come from one engine. Every
+seed's prompts answer the report tasks, which neither side has seen. The interval of the difference
+is a bootstrap over tasks, each with its mean over seeds.
 """
 
 import argparse

@@ -3,13 +3,13 @@
     python benchmarks/evolve_search.py                            # 100 and 1,000 iterations
     python benchmarks/evolve_search.py --iterations 100 --in-flight 16
     python benchmarks/evolve_search.py --openevolve .venv-openevolve/bin/python
-    python benchmarks/evolve_search.py --held-out                 # what settings were chosen on
+    python benchmarks/evolve_search.py --held-out                 # landscapes used for tuning
 
 Six landscapes, three proposers, ten seeds; no model and no GPU. Every search has the same number of
-iterations and of calls in flight. `sequential` is the child of the best program there, and with one
-call in flight exactly the baseline of a run. Printed are the mean best score, the mean rank with a
-95 % interval (bootstrap over runs), and whether the default loses to another by more than 0.02
-on any landscape.
+iterations and of calls in flight. `sequential` always changes the best program so far; with one
+call in flight, it equals the baseline of a run. The output has the mean best score, the mean rank
+with a 95 % interval (bootstrap over runs), and whether the default loses to another by more than
+0.02 on any landscape.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
 python benchmarks/evolve_search_openevolve.py JOBS.json > scores.json
 
-A job is [landscape, proposer, number of attempts, in flight, seed]. What its workers do around the
-database is done here: islands in turn, top programs and inspirations shown, migration after a
-child, failed programs kept with score 0.
+A job is [landscape, proposer, number of attempts, in flight, seed]. This module
+replaces its workers: it takes islands in turn, shows top programs and inspirations, migrates after
+a child, and keeps failed programs with score 0.
 """
 
 import json

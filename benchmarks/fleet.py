@@ -1,4 +1,4 @@
-"""What the fleet costs and how well it spreads work, against stub servers. Two minutes, no GPU.
+"""Cost of the fleet, and how well it spreads work over stub servers. Two minutes, no GPU.
 
     python benchmarks/fleet.py [--openai-python PYTHON]
 

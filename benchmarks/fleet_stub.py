@@ -3,7 +3,7 @@
     python benchmarks/fleet_stub.py '[{"latency_s": 0.05, "capacity": 4}, ...]'
 
 Prints the ports it listens on as a JSON list, then serves until its input closes. `GET /stats`
-tells what a server saw.
+has a server's counts.
 """
 
 import asyncio

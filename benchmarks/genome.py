@@ -4,7 +4,7 @@
     python benchmarks/genome.py --vllm .venv-vllm/bin/python      # the overhead on a vLLM server
 
 Same engine (SmolLM2, embedded), same founders, same tasks. Overhead is the share of a generation's
-wall time that is not the engine answering the same requests in one call. GENOME's schedule is one
+wall time beyond the time of the same requests in one call. GENOME's schedule is one
 adapter at a time, factor-wise linear merges, tournament of three, mutation of a tenth of the
 numbers, with the same number of candidate evaluations.
 """

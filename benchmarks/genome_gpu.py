@@ -5,12 +5,12 @@
 
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up; the founders are random, rank 16 of q, k, v, o.
-The children are those of the default search: sums, TIES, mutations. Overhead is the
-share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
-requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
-computes 256 sequences together, is full to the end of that call. `--merge-device cpu cuda` makes
-the children on the CPU and, in another generation, on the GPU. One H200: six minutes. With
-`--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
+The children are those of the default search: sums, TIES, mutations. Overhead is the share of a
+generation's wall time (making, loading, asking, scoring, logging) beyond the time of the same
+requests in one call to loaded adapters. With 256 tasks the server, which computes 256 sequences
+together, is full to the end of that call. `--merge-device cpu cuda` makes the children on the CPU
+and, in another generation, on the GPU. One H200: six minutes. `--waiting` simulates the GPU by
+sleeping, so that only the cost of the loop itself remains.
 """
 
 import argparse

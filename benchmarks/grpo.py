@@ -5,16 +5,16 @@
 
 Learning is of two-digit addition: a Llama of 445,000 weights that answers about half of the tasks,
 40 steps of 16 groups of 8. `start` and `end` are greedy accuracies on 1,400 tasks that are not
-trained on, `drawn` is the mean reward of the answers drawn in the last ten steps, the gaps are how
-far the log-probabilities of the trainer are from those drawn, in the first step and in the last.
+trained on, `drawn` is the mean reward of the answers drawn in the last ten steps, and the gaps are
+the differences of the trainer's log-probabilities from the drawn ones in the first and last step.
 
     rank 8, rank 1, full   at least 0.15 better, rank 1 by 0.7 of what full gains
     shuffled               advantages at random: not better than the start
     publish off            the engine keeps the first weights: the gap grows 1,000 times, and the
                            answers drawn earn 0.05 less than those of rank 8
 
-How much is gained depends on the start model more than on the seed of the training: `--model-seed`
-makes another one, with the same number of steps on other sums. For speed see `grpo_speed.py`.
+The gain depends more on the start model than on the training's seed: `--model-seed` makes another
+start model with the same number of steps on other sums. For speed see `grpo_speed.py`.
 """
 
 import argparse

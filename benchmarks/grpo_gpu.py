@@ -1,4 +1,4 @@
-"""How soon a vLLM on the trainer's GPU serves new weights, and what both hold.
+"""Time until a vLLM on the trainer's GPU serves new weights, and the memory of both.
 
     python benchmarks/grpo_gpu.py --tokenizer FOLDER [--python PYTHON] [--parts alias slot]
     python benchmarks/grpo_gpu.py --parts learn --model FOLDER          # reward of three seeds
@@ -6,14 +6,14 @@
 The model of `alias` and `slot` has the shape of Qwen2.5-7B and weights that the server makes up;
 the trainer's model is views of them. One H200: about six minutes each, mostly the start.
 
-alias: masters in float32 are cast into the memory of the server, with CUDA graphs on. *Sync* is
-from before the cast, which ends an optimizer step, until the server is proved to compute with the
-new weights and takes requests; *stall* is how long it is paused. The unit is a copy of all weights
-on the device, measured in the same run.
-slot: an optimizer step of a rank-16 adapter of q, k, v, o, then *sync* until the server is proved
-to compute with it, and what another adapter's requests lose meanwhile.
+alias: masters in float32 are cast into the memory of the server, with CUDA graphs on. *Sync* lasts
+from before the cast, which ends an optimizer step, until the server provably computes with the new
+weights and accepts requests; *stall* is its pause. The unit is a copy of all weights on the device,
+measured in the same run.
+slot: an optimizer step of a rank-16 adapter of q, k, v, o, then *sync* until the server provably
+computes with it, and the loss of speed for another adapter's requests meanwhile.
 learn: all weights of a small model by alias, rewarded for digits; reward of the first and the last
-steps, and the part of a step that publishing takes.
+steps, and the share of a step spent on publishing.
 """
 
 import argparse

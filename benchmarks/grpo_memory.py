@@ -4,8 +4,8 @@
     python benchmarks/grpo_memory.py --cases "full" --rows  # one case, with all parts of the plan
 
 A Llama of random weights answers with `--max-tokens` tokens, as long as planned: its end token is
-never drawn. Plan and training have a process of their own each; the peak is the VmHWM of the one
-that trains, interpreter and libraries included.
+never drawn. Plan and training each run in their own process; the peak is the VmHWM of the training
+process, interpreter and libraries included.
 """
 
 import argparse

@@ -5,10 +5,10 @@
 MODEL is a folder with a chat model (Qwen2.5-Coder-1.5B-Instruct), DATA one with `train.jsonl` and
 `test.jsonl` of GSM8K. Both sides have the same model, prompts, batch (32 groups of 8), adapter
 (rank 16 on all linear layers), learning rate, loss and reward: `right_number` below. Rookery is the
-command `rookery grpo run` with a config that says nothing about speed; TRL draws with vLLM in its
-own process (`vllm_mode="colocate"`). One after the other, each in a process of its own. A clock
-begins with its command. Checkpoints of both are measured afterwards by the same `rookery eval`.
-Last, the same vLLM alone in one process draws as many groups as a step of Rookery's had.
+command `rookery grpo run` with default settings for speed; TRL draws with vLLM in its own process
+(`vllm_mode="colocate"`). They run one after the other, each in its own process, timed from the
+start of its command. The same `rookery eval` then measures the checkpoints of both. Last, the same
+vLLM alone in one process draws as many groups as a step of Rookery had.
 """
 
 import argparse

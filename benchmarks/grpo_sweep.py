@@ -7,11 +7,10 @@ FOLDER is a model, `smollm2`, or `tiny` for one that is made here. `--engine emb
 process, `fleet` with a vLLM server that shares the GPU with the trainer (`--python` names an
 interpreter that has vLLM); each training starts one, with the same settings. Tasks are additions of
 two numbers; the reward is the share of even tokens, so that groups differ for any model. Seconds
-per step are those between the first and the last step that was recorded, the select tasks left out
-(one checkpoint, at the end), and the ratio is sweep / alone.
+per step are measured from the first to the last recorded step, without the select tasks (one
+checkpoint, at the end). The ratio is sweep / alone.
 
-The whole training is timed too, with the start and the report, which reads 16 adapters in place of
-one.
+The whole training is timed too, with its start and its report, which covers all adapters.
 """
 
 import argparse

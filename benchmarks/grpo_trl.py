@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer as a process that is asked for timings: a JSON line in, a JSON line out.
+"""TRL's GRPOTrainer as a process that measures on request: a JSON line in, a JSON line out.
 
-    {"model": FOLDER, "prompts": [...], ...}         once, to begin
+    {"model": FOLDER, "prompts": [...], ...}         once, at the start
     {"do": "pass", "tokens": [[...], ...], "num_prompt": 5}      {"seconds": 1.9}
     {"do": "steps", "num": 3}                                    {"steps": [[seconds, tokens], ...]}
 

@@ -3,15 +3,16 @@
     python benchmarks/icm_search.py                            # seven minutes, no GPU
     python benchmarks/icm_search.py --claims truthfulqa.json   # the lengths of your claims
 
-256 items, four to a group, 1500 iterations. The scripted model knows a hidden concept: A well, B
-noisily, C as B and from start labels that are all wrong, which leads to the opposite concept, where
-many items stay frustrated and are tried in vain. It does not mind the order of its context, so all
-ways take the same decisions, which is checked. Counted in 16-token blocks with a cache of 450,000
-tokens.
+256 items, four per group, 1,500 iterations. The scripted model knows a hidden concept: A well, B
+noisily, C like B but from start labels that are all wrong. C leads to the opposite concept, where
+many items stay frustrated and are retried in vain. The model ignores the order of its context, so
+all ways must take the same decisions, which is checked. Tokens are counted in 16-token blocks with
+a cache of 450,000 tokens.
 
-Two searches: `ours`, and `published`, as its authors' code does it (another repair, which asks for
-much twice, and other random numbers). Each runs twice: as a plain loop in id order, one context
-after another, nothing remembered; and through the loop's scorer, which remembers, on the tree.
+Two searches: `ours`, and `published`, which follows its authors' code (another repair, which
+repeats many requests, and other random numbers). Each runs twice: as a plain loop in id order, one
+context after another, without a memory; and through the loop's scorer, which remembers, on the
+tree.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python benchmarks/int4_kernels.py --threads 2
 
 Microseconds for 1, 7 and 32 rows, the fastest of turns taken one by one, weights read from memory;
-how far the product is from float32's, for weights and inputs of a normal distribution; and whether
-a row has the same bits among 1 to 64 rows, without which a kernel is not used.
+the error relative to float32 for normally distributed weights and inputs; and whether a row has the
+same bits among 1 to 64 rows, without which a kernel is not used.
 """
 
 import argparse

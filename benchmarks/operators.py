@@ -7,12 +7,12 @@
 Adapters of rank 8 for the linear layers of a 2-billion-parameter model, 364 tensors each. Every
 child has two parents. Traffic counts only what every operator needs: two reads and one write of an
 adapter per child. The second read of each parent by TIES, to find its limits, and the random
-factors of DARE are not counted. Copy bandwidth, one read and one write, is measured in the
-same rounds as the operators, and the best round of each counts. The peers merge the same parents
-tensor by tensor: `loop` selects with torch.topk and masks with bernoulli, as published
-evolution code does, `peft` calls peft.utils.merge_utils.
+factors of DARE are not counted. Copy bandwidth, one read and one write, is measured in the same
+rounds as the operators, and the best round of each counts. The peers merge the same parents tensor
+by tensor: `loop` selects with torch.topk and masks with bernoulli, as published evolution code
+does; `peft` calls peft.utils.merge_utils.
 
-Run it alone on the machine: both the copy and the operators suffer from neighbours, not equally.
+Run it alone on the machine: other load slows the copy and the operators unequally.
 """
 
 import argparse

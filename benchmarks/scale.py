@@ -3,10 +3,10 @@
     python benchmarks/scale.py            # a minute, no GPU
     python benchmarks/scale.py racing     # rows whose name holds this word
 
-Linear work has exponent 1. Above `MOST` a row is marked and the program ends with 1. Seconds are
-CPU time of one thread, the best of `REPEATS`. A new row is a function that takes a size, prepares,
-and returns what is timed, and a line of `ROWS`. `FLAT` has rows of work that should not grow: the
-last size may take `MOST_FLAT` times as long as the first.
+Linear work has exponent 1. A row above `MOST` is marked, and the exit code is 1. Seconds are
+CPU time of one thread, the best of `REPEATS`. To add a row, write a function that takes a size,
+prepares, and returns the work to time, and name it in `ROWS`. `FLAT` has rows of work that should
+not grow: the last size may take `MOST_FLAT` times as long as the first.
 """
 
 import argparse

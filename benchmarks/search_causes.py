@@ -2,11 +2,11 @@
 
     python benchmarks/search_causes.py runs/demo-0 [RUN ...]
 
-Asks every candidate of the run that saw all search tasks about the report tasks, which the run
-itself never does, on the engine of the run's config. One that fails on a report task has no mean
-and is left out. For each run one line of JSON:
+Measures every candidate that saw all search tasks on the report tasks, which the run itself never
+does, on the engine of the run's config. Candidates that fail on a report task are left out. Prints
+one line of JSON per run:
 
-    num_failed   candidates that are left out
+    num_failed   candidates left out
     oracle       the best of all candidates on the report tasks: the ceiling of any choice
     correlation  of merit on the search tasks with the mean on the report tasks, over candidates
     overfit      the winner's mean reward on the search tasks minus that on the report tasks

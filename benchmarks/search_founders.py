@@ -4,15 +4,15 @@
 
 Every run is the real loop (`rookery.loops.genome.evolve`: founders, stages, races, the choice on
 `select`, the report); only the model is made up. A founder is an adapter of one number per block, a
-candidate's merge coefficients are read off its weights, and a task's log-odds are a function of
-them: what founders know of the task's kind, how they disturb other kinds and single tasks, and how
-far the sum is beyond what a model bears. Families differ in the number of founders, how many of
-them do harm, and what is known of an answer: whether it is right (`generated`), or also how certain
-the model is of it. Where tasks are `mislabelled`, certainty says little: who knows more is surer of
-answers that count as wrong.
+candidate's merge coefficients follow from its weights, and a task's log-odds are a function of
+them: the founders' knowledge of the task's kind, their interference with other kinds and single
+tasks, and the excess of the sum over the model's tolerance. Families differ in the number of
+founders, the number of harmful ones, and the visible part of an answer: whether it is right
+(`generated`), or also how certain the model is. On `mislabelled` tasks, certainty says little:
+better models are surer of answers that count as wrong.
 
-`--picks` prints what random search finds without any loop: by how its weights are drawn, and by the
-merit that it chooses by.
+`--picks` prints the results of random search without a loop, by the distribution of its weights and
+by the merit of its choice.
 
 A seed makes founders, tasks and the search. Gains are means over seeds of paired differences on
 the report tasks, with 95 % intervals (Student's t).

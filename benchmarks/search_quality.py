@@ -1,21 +1,21 @@
-"""How good the search of genome is: its winner beside random search and others, over many seeds.
+"""Quality of genome's search: its winner beside random search and others, over many seeds.
 
     python benchmarks/search_quality.py CONFIG [CONFIG ...] [--url http://127.0.0.1:8001]
         [--variants shipped "random by reward"] [--seeds 0 1 2 3] [--minutes 20]
 
 CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml` or the one that
 `benchmarks/search_tasks.py` writes: a family of tasks. Each variant in VARIANTS is that config with
-a few keys changed; every variant runs under every seed, `--parallel` at a time, on the config's
-engine or on the servers named, family after family within a seed: what `--minutes` leaves out are
-the last seeds of all. Peers are the best founder, the founders' average and the finalists' vote of
-each run, and variants: `random by ...` (as many candidates: the founders, their average and random
-sums of them, the winner chosen in the same two steps, by the merit in its name), `cmaes`
-(coefficients, one per founder) and `genome` (the published schedule). Every variant is compared
-with all random searches.
+a few keys changed. Every variant runs under every seed, `--parallel` at a time, on the config's
+engine or on the named servers, family after family within a seed. `--minutes` therefore cuts off
+the last seeds of all families. Each run is compared with its best founder, its founders' average
+and its finalists' vote. Further variants are `random by ...` (equally many candidates: the
+founders, their average and random sums of them, with the winner chosen in the same two steps by the
+merit in the name), `cmaes` (coefficients, one per founder) and `genome` (the published schedule).
+Every variant is compared with all random searches.
 
-The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
-changes the search and the random search, the report tasks stay the same. `--causes N` also says of
-the first N seeds where the search lost (`benchmarks/search_causes.py`).
+The gain over random search is the mean over seeds with its 95 % interval (Student's t). A seed
+changes both searches; the report tasks stay the same. `--causes N` also prints the causes of loss
+for the first N seeds (`benchmarks/search_causes.py`).
 """
 
 import argparse

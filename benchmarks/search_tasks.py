@@ -13,15 +13,15 @@ political statements:
     challenges/{train,test}_political_normative.json   question, choice, is_liberal
     truthfulqa/TruthfulQA.csv                Question, Correct Answers, Incorrect Answers
 
-Every task has two answers of its own; with `--yes-or-no` all have the same two, so that adapters of
-different tasks disturb one another and sums of them are hardly better than guessing. Each founder
+Every task has its own two answers. With `--yes-or-no` all have the same two, so that adapters of
+different tasks interfere and sums of them are hardly better than guessing. Each founder
 is trained by `rookery sft` on one task's own training questions; the target is the mixture of all
-tasks, on questions that no founder saw. A question is in one split of one file only, with one of
-its answers: search a quarter, select a quarter, report half.
+tasks, on questions that no founder saw. Each question is in one split of one file only, with one of
+its answers: search has a quarter, select a quarter, report half.
 
 With `judgements` in place of DATA the tasks are made up: whether a product, a sorted word, a number
 of letters, a remainder and a reversed word are right. A small model can hardly tell, so its
-founders know next to nothing, and how certain they are says little.
+founders know next to nothing, and their certainty says little.
 """
 
 import argparse

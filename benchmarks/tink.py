@@ -7,8 +7,8 @@
 `--part queue` is tink_queue.py, `--part served` is tink_served.py.
 
 Tenants differ in rank, layers, loss, lengths and optimizer values. First all together are compared
-with each alone: on the CPU, gradients and weights after a step are bitwise equal. Then both
-take turns in one process on an otherwise idle machine; the median of several rounds each. About
+with each alone: on the CPU, gradients and weights after a step are bitwise equal. Then both take
+turns in one process on an otherwise idle machine, and the median of several rounds counts. About
 four minutes on two cores.
 """
 

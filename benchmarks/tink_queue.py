@@ -2,9 +2,9 @@
 
     python benchmarks/tink_queue.py          # a stub for the model; about two minutes
 
-2,000 samples wait, each with a poll that is held open, the journal is on. Submissions of another
-tenant (gradients of 64 tokens) and heartbeats are timed one after another, before and beside them.
-Then one tenant queues 1,000 requests, and another one asks for one of the same size.
+2,000 samples wait, each with an open poll, and the journal is on. Submissions of another tenant
+(gradients of 64 tokens) and heartbeats are timed one after another, without and with this load.
+Then one tenant queues 1,000 requests, and another one sends a request of the same size.
 """
 
 import asyncio

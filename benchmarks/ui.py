@@ -6,8 +6,8 @@
 evolution of 10,000 programs, one an evaluation with 100,000 answers, one with 100,000 events. The
 server is its own process. Seconds are measured in the browser, from the request for the page to the
 frame that shows the rows or the drawing. Frames are counted while a script scrolls a table and
-moves a chart in every frame. Processor seconds of the page's main thread and of
-the server are less disturbed by other work on the machine. ROOKERY_CHROMIUM names another browser.
+moves a chart in every frame. Processor seconds of the page's main thread and of the server depend
+less on other work on the machine. ROOKERY_CHROMIUM names another browser.
 """
 
 import argparse

@@ -77,7 +77,7 @@ class Display:
 
     @property
     def _can_draw(self) -> bool:
-        """Whether bars can be drawn. FORCE_COLOR, which notebooks set, makes a pipe a terminal."""
+        """Whether bars can be drawn. With FORCE_COLOR, as in notebooks, pipes pass for terminals."""
         console = self._console
         return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 

@@ -32,7 +32,7 @@ SURE = "*"
 
 
 def league_verdict(report: LeagueReport) -> str:
-    """`better` if the gain of the best entrant over the untouched model is above zero."""
+    """`better` if the interval of the best entrant's gain over the untouched model is above 0."""
     best = _best(report)
     if best is None:
         return "unfinished"

@@ -111,7 +111,7 @@ def parse_report(kind: str, document: dict[str, Any]) -> Report:
 
 
 def summarize(report: Report) -> Summary:
-    """Raises RunError if the report belongs to no loop."""
+    """Summarize a report. Raises RunError if it belongs to no loop."""
     match report:
         case GenomeReport():
             return _genome(report)

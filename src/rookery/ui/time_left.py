@@ -49,7 +49,7 @@ LOOK_S = 1.0
 
 
 class Clock:
-    """Returns the time, and the time without delays, in seconds.
+    """Clock whose call returns (time, time without delays) in seconds.
 
     A delay is time in which this process and its children waited for processors that other
     programs had. Only Linux reports delays.

@@ -53,7 +53,7 @@ class Digest:
         kinds = [self._run.events(kind, after=after) for kind in self.kinds]
         for event in heapq.merge(*kinds, key=lambda event: event.seq):
             if event.seq > last:
-                break  # left for the next update, with the events before it
+                break  # appended meanwhile: left for the next update
             self.take(event)
             self.seq = event.seq  # a damaged next event does not repeat this one
             if time.monotonic() > until_s:
@@ -78,7 +78,7 @@ class Digest:
         return self._lists.setdefault(name, {})
 
     def document(self, *, after: int = 0, most: int | None = None) -> dict[str, Any]:
-        """The facts, and the rows that changed after an event: about `most` at most, the earliest
+        """The facts, and the rows that changed after event `after`: up to about `most`, earliest
         changes first."""
         new = {name: self._changed_after(name, after) for name in self._lists}
         last, is_more = self.seq, False

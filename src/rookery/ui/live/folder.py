@@ -98,7 +98,7 @@ class Curves:
     def document(
         self, *, points: int, first: int = 0, last: int | None = None, names: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The curves from step `first` to `last`, each with about `points` points at most."""
+        """The curves from step `first` to `last`, each with up to about `points` points."""
         chosen = {}
         for name in sorted(names or self._steps):
             steps = self._steps.get(name)

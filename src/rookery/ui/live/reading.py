@@ -233,7 +233,7 @@ class OpenRun:
         self, *, after: int = 0, seconds: float = math.inf, most: int | None = None
     ) -> dict[str, Any]:
         """Data for the loop's view that changed after event `after`: as much as can be read in
-        `seconds`, and about `most` rows at most."""
+        `seconds`, and up to about `most` rows."""
         with self._mutex:
             document = self._digest.document(after=after, most=most)
             if document["is_more"]:  # enough for one response without reading

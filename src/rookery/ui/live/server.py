@@ -139,7 +139,8 @@ def open_page(
     """Serve the page of a folder of runs; the server accepts requests when this returns.
 
     Open the `url` of the result in a browser. A `host` beyond this machine needs a `key`. `fleet`
-    has URLs of servers to show instead of those that this user started, `service` the URL of one.
+    has the URLs of servers to show instead of those that this user started. `service` is the URL
+    of a service to show.
     """
     if not is_loopback(host) and len(key) < KEY_CHARACTERS:
         raise ConfigError(
