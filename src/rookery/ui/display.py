@@ -77,7 +77,7 @@ class Display:
 
     @property
     def _can_draw(self) -> bool:
-        """Whether bars can be drawn. With FORCE_COLOR, as in notebooks, pipes pass for terminals."""
+        """Whether bars can be drawn. FORCE_COLOR, as in notebooks, makes pipes pass for terminals."""
         console = self._console
         return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
@@ -96,7 +96,6 @@ class Display:
             self._console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     def fail(self, sentence: str) -> None:
-        """Print one error line."""
         self._console.print(Text("error: ", style="bold red") + Text(sentence), soft_wrap=True)
 
     @contextmanager
@@ -211,8 +210,6 @@ class ProgressFile:
 
 
 class Bar:
-    """One line of progress."""
-
     def __init__(self, progress: Progress, line: TaskID, left: TimeLeft) -> None:
         self._progress, self._line = progress, line
         self.left = left
@@ -255,15 +252,11 @@ class Bar:
 
 
 class _TokenRate(ProgressColumn):
-    """Tokens per second since the bar started."""
-
     def render(self, task: Task) -> Text:
         return Text(f"{_rate(task):,.0f} tok/s", style="cyan")
 
 
 class _TimeLeft(ProgressColumn):
-    """Time left as predicted by `TimeLeft`."""
-
     def render(self, task: Task) -> Text:
         left = _left_s(task)
         return Text("" if left is None else f"ETA {_clock(left)}", style="cyan")
@@ -287,7 +280,6 @@ def _line(task: Task) -> str:
 
 
 def _rate(task: Task) -> float:
-    """Tokens per second since the task began."""
     elapsed = task.elapsed or 0.0
     return task.fields.get("tokens", 0) / elapsed if elapsed > 0 else 0.0
 

@@ -26,7 +26,6 @@ from rookery.ui import wording
 __all__ = ["ELSEWHERE", "Headline", "Verdict", "gain_verdict", "make_headline", "short_result"]
 
 BASE = "base model"
-"""Name of the row of the model without any adapter."""
 
 Verdict = Literal["better", "unclear", "worse", "unmeasured", "unfinished"]
 
@@ -45,8 +44,6 @@ ELSEWHERE = "Not measured here: the report tasks are read by the run that this o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The top of a genome run's page."""
-
     verdict: Verdict
     sentence: str
     winner: ReportRow | None
@@ -129,7 +126,6 @@ def _with_gain(row: ReportRow | None) -> str:
 
 
 def gain_verdict(gain: Estimate | None) -> Verdict:
-    """Verdict by the position of the interval relative to zero."""
     if gain is None or gain.low is None or gain.high is None:
         return "unmeasured"
     if gain.low > 0:

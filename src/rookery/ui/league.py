@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 BASE = "base"
-"""Name of the untouched model's row."""
 COLUMNS = ("entrant", "accuracy", "95 % interval", "gain over base", "below the best")
 COST_COLUMNS = ("entrant", "drawn", "trained", "time", "seeds")
 SURE = "*"

@@ -53,7 +53,6 @@ def evolve_sentence(report: EvolveReport) -> str:
 
 
 PROMPT_COLUMNS = ("prompt", "search", "select", "report", "95 % interval", "gain")
-"""Columns of the table of a prompt search."""
 PROMPT_SENTENCES: dict[Verdict, str] = {
     "better": "Better than the first prompt on tasks that the search never saw. The whole 95 % "
     "interval of the gain lies above zero.",
@@ -66,7 +65,6 @@ PROMPT_SENTENCES: dict[Verdict, str] = {
 
 
 def prompt_sentence(report: EvolveReport, tasks: TasksReport) -> str:
-    """The result on the report tasks in one sentence."""
     if report.first is not None and tasks.chosen == report.first.id:
         return "No prompt was chosen over the first one."
     return PROMPT_SENTENCES[gain_verdict(tasks.rows[0].gain if tasks.rows else None)]

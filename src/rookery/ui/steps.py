@@ -25,8 +25,6 @@ __all__ = ["Steps", "steps_left"]
 
 
 class Steps:
-    """Steps of one run, each a run of its own."""
-
     def __init__(self, places: Mapping[str, Path]) -> None:
         self._places = places
         self._took: dict[str, float | None] = {}

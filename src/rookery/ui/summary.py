@@ -85,8 +85,6 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Texts of a result, ready to show."""
-
     facts: Sequence[tuple[str, str]]
     verdict: str
     """`better` colours the gains; other words do not."""

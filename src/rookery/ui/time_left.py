@@ -105,16 +105,12 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """State after a finished unit."""
-
     spent_s: float
     kinds: dict[str, tuple[float, float]]
     """By kind: seconds spent on it, and its finished units."""
 
 
 class TimeLeft:
-    """Predicts the end of one run."""
-
     def __init__(self, clock: Callable[[], tuple[float, float]] | None = None) -> None:
         self._clock = clock or Clock()
         self._readings = [self._clock()]

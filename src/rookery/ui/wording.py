@@ -76,7 +76,6 @@ def tasks(num_tasks: int, num_questions: int, noun: str = "task") -> str:
 
 
 def report_tasks(tasksets: Sequence[TasksetRecord], noun: str = "task") -> str:
-    """Number of report tasks over all tasksets."""
     num_tasks = sum(taskset.num_report for taskset in tasksets)
     num_questions = sum(taskset.num_questions or taskset.num_report for taskset in tasksets)
     return tasks(num_tasks, num_questions, noun)

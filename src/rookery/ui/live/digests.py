@@ -28,7 +28,6 @@ class Digest:
     """Lists of rows, each row with an `id`, and a few facts; the base of every loop's digest."""
 
     kinds: tuple[str, ...] = ()
-    """Kinds of events to read."""
 
     def __init__(self, run: RunView) -> None:
         self._run = run
@@ -184,8 +183,6 @@ class GrpoDigest(Digest):
 
 
 class IcmDigest(Digest):
-    """Decisions of all chains."""
-
     kinds = ("decision",)
 
     def __init__(self, run: RunView) -> None:
@@ -213,8 +210,6 @@ class IcmDigest(Digest):
 
 
 class EvolveDigest(Digest):
-    """Programs with their origin, score and failure."""
-
     kinds = ("first_program", "attempt")
 
     def __init__(self, run: RunView) -> None:

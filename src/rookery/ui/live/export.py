@@ -221,7 +221,6 @@ TENANTS = (
 
 
 def render_service_page(status: ServiceStatus) -> str:
-    """HTML page with the current queues and tenants."""
     queues = [
         (
             queue.name,

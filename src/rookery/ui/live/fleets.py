@@ -33,8 +33,6 @@ async def read_fleet(urls: Sequence[str]) -> dict[str, Any]:
 
 
 class ServiceLink:
-    """Client of a service's state, models and sampling."""
-
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 

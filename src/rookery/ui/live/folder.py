@@ -220,7 +220,6 @@ class RunsFolder:
         """Held only briefly, so that responses never wait for reading."""
         self._paths: dict[str, Path] = {}
         self._seen: dict[str, object] = {}
-        """By run: state of its files when its row was read."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._removed: dict[str, int] = {}
         self._stale: list[tuple[str, Path, tuple[int, ...]]] = []
@@ -253,7 +252,6 @@ class RunsFolder:
             self._reading.release()
 
     def _look(self) -> None:
-        """Collect the runs whose files changed."""
         begun_s = time.thread_time()
         with self._mutex:
             self._find()
@@ -417,7 +415,6 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def _progress(run: RunView) -> dict[str, Any] | None:
-    """Progress that the run's process last wrote."""
     if not (run.path / PROGRESS).is_file():
         return None
     written = run.read_json(PROGRESS)
@@ -433,7 +430,6 @@ def _progress(run: RunView) -> dict[str, Any] | None:
 
 
 def _result(run: RunView) -> dict[str, Any] | None:
-    """Main number of the report, with its interval."""
     if not (run.path / "report.json").is_file():
         return None
     report = run.read_json("report.json")

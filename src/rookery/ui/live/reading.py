@@ -169,7 +169,6 @@ class OpenRun:
         return document if isinstance(document, dict) else {}
 
     def _written_ns(self) -> int:
-        """Newest modification time of the files that `report` reads."""
         files = (self.path / "report.json", self.path / CHECKPOINTS)
         return max(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
@@ -380,7 +379,6 @@ def _chosen(report: GrpoReport) -> dict[str, Any]:
 
 
 def _examples(examples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group the example completions of a step by task."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for example in examples:
         row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}

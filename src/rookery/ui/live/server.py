@@ -350,8 +350,6 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
 
 
 class SampleForm(BaseModel):
-    """Body of the sample form on the service's page."""
-
     key: str = ""
     model: str
     prompt: str = Field(max_length=200_000)

@@ -158,7 +158,6 @@ export function runLink(id, query) {
 // The name and links to the pages; the link to the list of runs selects `selected` there.
 export const brandLine = (here, selected) => h("nav", { class: "brand", "aria-label": "Pages" }, "Rookery", ["runs", "fleet", "service"].map((one) => h("a", { href: address([one], one === "runs" && { sel: selected ?? [] }), "aria-current": one === here ? "page" : null }, one)));
 
-// Limits `work` to one call per frame.
 export function perFrame(work) {
   let waiting = false;
   return () => {

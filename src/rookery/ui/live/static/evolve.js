@@ -77,7 +77,6 @@ export class EvolveView {
     if (this.isMissing && this.programs.has(this.picked)) this.pick(this.picked);
   }
 
-  // Draws simpler searches, winning line, grid, front and costs from the report.
   drawReport(report) {
     this.report = report;
     const name = (row) => [h("span", { class: "name" }, row.name), row.note && [" ", h("span", { class: "note" }, row.note)]];
@@ -280,7 +279,6 @@ export class EvolveView {
       ...steps.map(step));
   }
 
-  // A program of a line: its metrics and its diff.
   stepNode(one) {
     const shown = h("div");
     const draw = ({ diff, code }) => {

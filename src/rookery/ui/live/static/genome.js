@@ -64,7 +64,6 @@ export class GenomeView {
     this.duelists = duelists;
   }
 
-  // Draws baselines, tasksets, Pareto front and costs from the report.
   drawReport(report) {
     this.report = report;
     const { rows, sources, tasksets, front } = report;

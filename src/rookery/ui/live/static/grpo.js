@@ -121,7 +121,6 @@ export class GrpoView {
     return chart;
   }
 
-  // Draws the mean reward with its spread, the adapters of a sweep, and the checkpoints.
   drawReward(named) {
     const deviation = new Map(named.get("reward/std") ?? []);
     const mean = named.get("reward/mean") ?? [];

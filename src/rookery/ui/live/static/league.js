@@ -62,7 +62,6 @@ export class LeagueView extends EvalView {
     return table(["", ...names.slice(1).map((name) => [name])], names.slice(0, -1).map(line));
   }
 
-  // Accuracy with its interval over cost; the untouched model is a horizontal line.
   costChart(rows, base) {
     const option = (colours) => {
       const points = rows.filter((row) => row !== base && isNumber(row.mean)).map((row) => ({ row, value: [costOf(row, this.cost), row.mean, row.low ?? row.mean, row.high ?? row.mean] }));

@@ -5,7 +5,6 @@ import { isNumber, number, score } from "./words.js";
 
 const MOST_DRAWN = 3000;
 
-// Ids of a candidate and all its ancestors.
 export function ancestry(candidates, id) {
   const seen = new Set();
   const open = [id];

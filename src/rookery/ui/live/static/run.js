@@ -152,7 +152,6 @@ class RunPage {
     this.body.replaceChildren(this.part.element);
   }
 
-  // Opens the overview: result, warnings and the view of the loop.
   async openLoop(kind) {
     const Loop = LOOP_VIEWS.get(kind) ?? CurvesView;
     const [view, report] = await Promise.all(this.asked);

@@ -111,7 +111,6 @@ class RunsView {
     this.describe();
   }
 
-  // Filters and sorts the rows by the state.
   arrange(isNewTable = false) {
     const { q, loop, status, sort } = this.state;
     const words = q.toLowerCase().split(/\s+/).filter(Boolean);
