@@ -77,7 +77,7 @@ class Display:
 
     @property
     def _can_draw(self) -> bool:
-        """Whether bars can be drawn. FORCE_COLOR, as in notebooks, makes pipes pass for terminals."""
+        """Whether bars can be drawn. `is_terminal` alone is true of a pipe with FORCE_COLOR."""
         console = self._console
         return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
