@@ -3,9 +3,9 @@
     ROOKERY_ATROPOS_PYTHON=PYTHON python benchmarks/atropos.py      # about a minute
 
 ROOKERY_ATROPOS_PYTHON names a Python that has atroposlib 0.4. Eight clients send groups of 8
-sequences of 256 tokens, gzipped as atroposlib sends them, one client takes batches of 8 groups. A
-group counts when the trainer has it. The two servers are measured in turn, several times, each in a
-process of its own; the gateway has written a group to the disk before it answers.
+sequences of 256 tokens, gzipped as atroposlib does, and one client takes batches of 8 groups. A
+group counts once the trainer has it. The two servers take turns for several rounds, each in its own
+process. The gateway writes a group to disk before it responds.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GROUPS_PER_BATCH = 8
 VOCAB_SIZE = 32_000
 START_S = 60.0
 PATIENCE_S = 120.0
-"""The longest that a number of groups may take."""
+"""Limit on one measurement, in seconds."""
 REGISTRATION = {
     "wandb_group": "benchmark", "wandb_project": "benchmark", "checkpoint_dir": "",
     "batch_size": GROUPS_PER_BATCH * GROUP_SIZE, "max_token_len": NUM_TOKENS,
@@ -61,7 +61,7 @@ async def main(python: str, *, num_groups: int, rounds: int) -> None:
 
 @contextmanager
 def serving(name: str, python: str, folder: str) -> Iterator[str]:
-    """The address of a server that runs inside the block."""
+    """Run a server inside the block; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     if name == "gateway":
@@ -84,7 +84,7 @@ async def measure(url: str, num_groups: int) -> float:
     async with aiohttp.ClientSession(url, timeout=limits) as session:
         await wait_for(session)
         await ask(session, "POST", "/register", REGISTRATION)
-        await ask(session, "GET", "/batch")  # environments are let in from here on
+        await ask(session, "GET", "/batch")  # the server admits environments from now on
         found = await ask(session, "POST", "/register-env", ENVIRONMENT)
         bodies = make_bodies(found["env_id"])
         left = iter(range(num_groups))
@@ -131,7 +131,7 @@ async def ask(session: aiohttp.ClientSession, method: str, path: str, body: Any 
 
 
 def make_bodies(env_id: int) -> list[bytes]:
-    """A few groups that differ, compressed."""
+    """Compressed request bodies of a few different groups."""
     numbers = random.Random(0)
     bodies = []
     for _ in range(16):

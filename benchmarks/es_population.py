@@ -9,8 +9,8 @@ does everything, in one run:
   model; drawn tokens per second.
 - members: the same requests, each to its member, made from seeds in `--slots` adapter slots.
 - step: `--steps` steps of `stages: [{type: es, population: ..., rank: 1}]` as `genome` does them,
-  with scoring, the run's files and the update. Overhead is the share of a step that the same
-  requests, in one call and of members that were loaded before, do not take.
+  with scoring, the run's files and the update. Overhead is the share of a step beyond the time of
+  the same requests in one call to loaded members.
 - stock: a member as a PEFT folder, `load_lora_adapter`, its answers, `unload_lora_adapter`; one
   member after another, and `--slots` of them at a time. `--stock-members` are timed.
 
@@ -54,7 +54,7 @@ SIGMA = 0.1
 
 
 class Clock(Observer[GenerationRecord]):
-    """When each generation ended, and how many answers it had."""
+    """Records the end of each generation and its number of answers."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, GenerationRecord]] = []
@@ -75,7 +75,7 @@ class Clock(Observer[GenerationRecord]):
 
 
 def make_taskset(options: argparse.Namespace) -> Taskset:
-    """Prompts of about 60 tokens that differ from the first word on."""
+    """Prompts of about 60 tokens without a common prefix."""
     tasks = tuple(
         Task(
             id=f"sum/{i}",
@@ -130,7 +130,7 @@ class Measurement:
         self.num_answers = self.num_members * len(self.prompts)
 
     def requests(self, refs: Sequence[ModelRef]) -> list[SampleRequest]:
-        """All tasks of each model, member by member, as a step asks them."""
+        """Requests of one step: all tasks of each model, member by member."""
         return [
             SampleRequest(model=ref, prompt=prompt, params=self.taskset.sampling)
             for ref in refs
@@ -150,7 +150,7 @@ class Measurement:
         return await self.draw([self.fleet.base] * self.options.members)
 
     async def members(self, seed: int) -> float:
-        """The same to members that are loaded before: slots are filled while they are drawn."""
+        """Seconds of the same requests to loaded members; slots fill while answers are drawn."""
         made = make_members(self.founder, count=self.options.members, seed=seed)
         refs = [await self.fleet.load(member) for member in made]
         seconds = await self.draw(refs)
@@ -191,7 +191,7 @@ class Measurement:
         return clock.steps
 
     async def stock(self, *, together: int) -> float:
-        """Seconds of a step by `load_lora_adapter`, from some members, `together` at a time."""
+        """Seconds of a step with `load_lora_adapter`, extrapolated from some members."""
         count = min(int(self.options.stock_members), self.num_members)
         members = make_members(self.founder, count=count, seed=10**9 + together)
         places = asyncio.Semaphore(together)
@@ -218,7 +218,7 @@ async def measure(fleet: Fleet, options: argparse.Namespace) -> None:
     num_tokens = own.num_answers * options.new_tokens
     await own.members(seed=0)  # warms up the kernels of adapters
     base, members = [], []
-    for i in range(options.rounds):  # by turns: a host that slows down slows both
+    for i in range(options.rounds):  # in turns, so that a slow host affects both
         base.append(await own.base())
         members.append(await own.members(seed=10**6 * (i + 1)))
         print(f"round {i}: base {base[-1]:.2f} s, members {members[-1]:.2f} s", flush=True)

@@ -1,13 +1,13 @@
-"""What the controller of evolve costs, with a model that takes seconds. OpenEvolve in the same run.
+"""Cost of evolve's controller with a model that takes seconds per call; OpenEvolve beside it.
 
     python benchmarks/evolve.py                                   # 5 s a call; a quarter of an hour
     python benchmarks/evolve.py --latency 0.5 --in-flight 16 --iterations 64 --only rookery
 
-A scripted model answers every call after `--latency` seconds, in a process of its own. `bare` is a
-client that keeps so many calls in flight and does nothing else: its calls per second are 1.0.
-Efficiency is iterations per second over that, both from the first call to the last answer, by the
-model's own clock. CPU is that of the hub's process between the two, memory its peak and the peak of
-all its processes together; `growth` compares the CPU at 100 and at 10,000 programs.
+A scripted model in its own process answers every call after `--latency` seconds. `bare` is a client
+that only keeps the same number of calls in flight. Efficiency is iterations per second relative to
+its calls per second, from the first call to the last answer by the model's clock. CPU is that of
+the hub's process in this time; memory is its peak, and the peak of all its processes together.
+`growth` compares the CPU at 100 and at 10,000 programs.
 OpenEvolve 0.4 needs ROOKERY_OPENEVOLVE_PYTHON, Ray the package ray.
 """
 
@@ -36,12 +36,12 @@ def evaluate(path):
     return {"combined_score": runpy.run_path(path)["solve"]()}
 """
 NUM_ROUNDS = 10
-"""Iterations per call in flight: ramps at both ends are then a tenth or so."""
+"""Iterations per call in flight; start and end ramps are then about a tenth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much is asked of one side."""
+    """Work given to one side."""
 
     in_flight: int
     iterations: int
@@ -72,7 +72,7 @@ def serve(latency_s: float) -> Iterator[Server]:
 
 
 async def ask_bare(server: Server, load: Load) -> None:
-    """So many calls, so many at a time."""
+    """Make the calls of a load without a controller."""
     left = iter(range(load.iterations))
     message = {"role": "user", "content": f"# Current Program\n```python\n{PROGRAM}```"}
     limit = aiohttp.ClientTimeout(total=600)
@@ -131,7 +131,7 @@ def openevolve_command(server: Server, load: Load, folder: Path) -> list[str]:
 
 
 def run(command: Sequence[str], server: Server) -> Usage:
-    """Run to the end."""
+    """Run a command to its end and measure its use of CPU and memory."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         usage = watch(process, num_calls=lambda: int(server.stats()["calls"]))
@@ -148,7 +148,7 @@ def rate(server: Server, load: Load) -> float:
 
 @contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[str]:
-    """Two nodes on this machine."""
+    """Start a Ray cluster of two nodes on this machine."""
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": num_cpus // 2, "include_dashboard": False}
@@ -162,7 +162,7 @@ def ray_cluster(num_cpus: int) -> Iterator[str]:
 
 
 def measure(name: str, load: Load, latency_s: float) -> tuple[float, Usage | None]:
-    """Iterations per second, and what they cost."""
+    """Iterations per second of one side, with its use of CPU and memory."""
     with serve(latency_s) as server, tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if name == "bare":
@@ -193,7 +193,7 @@ def report(name: str, load: Load, latency_s: float, bare: float) -> float:
 
 
 def compare(sides: Sequence[str], load: Load, latency_s: float) -> None:
-    """The bare client first, then the sides under the same load."""
+    """Measure the bare client, then the sides under the same load."""
     bare, _ = measure("bare", load, latency_s)
     print(f"{'bare':<11} {load.in_flight:>4} in flight  {bare:7.2f} calls/s", flush=True)
     found = {}
@@ -208,11 +208,13 @@ def compare(sides: Sequence[str], load: Load, latency_s: float) -> None:
 
 
 def report_growth(num_programs: int) -> None:
-    """The hub's CPU per iteration with few programs and with many, by a model that is quick."""
+    """Print the hub's CPU per iteration with few and with many programs, using a fast model."""
     load = Load(in_flight=64, iterations=num_programs, workers=2)
     _, usage = measure("growth", load, 0.2)
     assert usage is not None
-    window = max(200, num_programs // 10)  # calls come in bursts: a smaller one measures those
+    window = max(
+        200, num_programs // 10
+    )  # calls come in bursts, which a smaller window would measure
     few = usage.cpu_ms(100, 100 + window)
     many = usage.cpu_ms(num_programs - window, num_programs - 1)
     print(

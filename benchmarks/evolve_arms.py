@@ -1,4 +1,4 @@
-"""What an evolve run and its baselines found, read from the run's events, and shown as a table."""
+"""Reads the results of an evolve run and its baselines from its events, and prints a table."""
 
 import math
 import statistics
@@ -25,7 +25,7 @@ ARMS = ("evolve", "best_of_n", "sequential")
 WITH_TUNE = "+tune"
 LEARN = "evolve+learn"
 SCALES = {"circle_packing": 2.635}
-"""What a score is multiplied by in the table: the sum of radii."""
+"""Factor that turns a score into the value of the table, here the sum of radii."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ class Arm:
     """One search of a run."""
 
     best: float
-    """The first program's score where no child is better; NaN where nothing was asked yet."""
+    """Best score, at least that of the first program; NaN before the first iteration."""
     num_iterations: int
     num_evaluations: int
-    """With those that tuned numbers."""
+    """Evaluations, including those that tuned numbers."""
     failures: Mapping[str, int]
     tokens: float
-    """With those that were trained on; NaN where the model does not count them."""
+    """Tokens, including trained ones; NaN if the model does not count them."""
     seconds: float
 
     @property
@@ -62,7 +62,7 @@ class Result:
 
 
 def read_result(folder: Path, *, arms: Sequence[str]) -> Result:
-    """Of a run that has ended, at its end or before."""
+    """Read the result of a finished or interrupted run."""
     with Run.view(folder) as view:
         found = {arm: read_stages(view, series=_series(arm))[0].values() for arm in arms}
         trained = sum(event.payload["num_tokens"] for event in view.events("learned"))
@@ -108,12 +108,12 @@ def _tokens(generated: Generated) -> float:
 
 
 def to_document(results: Sequence[Result]) -> list[dict[str, object]]:
-    """As JSON."""
+    """Results as JSON values."""
     return [asdict(result) for result in results]
 
 
 def show_results(results: Sequence[Result]) -> str:
-    """A line for each search of each task: its mean best score and what it spent on average."""
+    """Table with a row per task and search: mean best score and mean costs."""
     head = ("task", "search", "mean best", "each seed", "first", "iterations", "evaluations",
             "tokens", "failed", "minutes", "failures")  # fmt: skip
     rows = [head, *_rows(results)]

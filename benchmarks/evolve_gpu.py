@@ -4,24 +4,23 @@
     python benchmarks/evolve_gpu.py --model NAME --base-url http://127.0.0.1:8000/v1
 
 Meant for Qwen2.5-Coder-1.5B-Instruct on one GPU. The tasks are function_minimization and
-circle_packing (26 circles, zero tolerance), own ones in `evolve_tasks/`; where OPENEVOLVE_EXAMPLES
-names the `examples` folder of a checkout of OpenEvolve, its files of these names are used. Every
-task runs under three seeds, with `tune` and without. A run is the command `rookery evolve run` with
-both baselines: the evolution, then best_of_n and sequential, each until it has spent the
-evolution's tokens. All runs go on at the same time against the one server.
+circle_packing (26 circles, zero tolerance) from `evolve_tasks/`. If OPENEVOLVE_EXAMPLES names the
+`examples` folder of an OpenEvolve checkout, its files of these names are used instead. Every task
+runs with three seeds, with and without `tune`. A run is the command `rookery evolve run` with both
+baselines: the evolution, then best_of_n and sequential, each until it has spent the evolution's
+tokens. All runs share the one server at the same time.
 
-How the model is asked (diff or whole program, with or without another program in the prompt) is
-chosen on `bin_packing`, a task that is not reported: the way with the best mean score of two seeds,
-of equal ones the way with fewer failures. `--ask` names it instead.
+The form of the prompt (diff or whole program, with or without another program) is chosen on the
+unreported task `bin_packing`: best mean score of two seeds, then fewest failures. `--ask` sets it
+instead.
 
 `--learn N` adds an evolution to each of these that trains an adapter of the model every N
 iterations (`rookery.learn`) on the GPU of the server: leave it room with `--gpu-share 0.5`.
-`--tokens` ends all evolutions at the same number of tokens, those that were trained on too; the
-baselines then spend as many.
+`--tokens` ends all evolutions at the same number of tokens, trained ones included; the baselines
+then spend as many.
 
-Generated programs run in the sandbox; where none works the output says so and they run without.
-`--minutes` ends the runs that are not done by then; what they have found is in the table, marked
-`cut`.
+Generated programs run in the sandbox; if none works, the output says so and they run without it.
+`--minutes` ends unfinished runs; the table has their results so far, marked `cut`.
 """
 
 import argparse
@@ -65,12 +64,12 @@ MESSAGES = {
         "and numpy only."
     ),
 }
-"""What the model is told of each task."""
+"""Task descriptions for the model."""
 TUNED = (
     " After you answer, the numbers written in your program are tuned automatically: write what "
     "matters as numbers, also long lists of numbers, rather than computing it."
 )
-"""And where its numbers are tuned."""
+"""Addition to the description for runs that tune numbers."""
 
 SHOWN = """It scores {score}.
 ```{language}
@@ -113,12 +112,12 @@ the whole new program
     "top_program": f"\n# Another Program\n{SHOWN}",
     "inspirations_section": "",
 }
-"""Shorter than the shipped ones, which a model of this size loses its way in."""
+"""Prompt templates, shorter than the shipped ones, which confuse a model of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the model is asked."""
+    """Form of the prompt."""
 
     is_diff: bool
     has_history: bool
@@ -134,7 +133,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all runs share."""
+    """Settings shared by all runs."""
 
     url: str
     model: str
@@ -144,9 +143,9 @@ class Setting:
     workers: int
     tune: Mapping[str, float]
     model_folder: str
-    """What an adapter is trained on."""
+    """Folder of the model that adapters are trained on."""
     max_tokens: int | None
-    """Of an evolution."""
+    """Tokens at which an evolution ends."""
     max_answer: int
     learn: Mapping[str, float]
 
@@ -170,7 +169,7 @@ class Case:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """As the config names them."""
+        """Names of the run's searches in the config."""
         arms = ARMS if self.has_baselines else (LEARN if self.learns else ARMS[0],)
         return tuple(f"{arm}{WITH_TUNE}" for arm in arms) if self.is_tuned else arms
 
@@ -221,7 +220,7 @@ def write_config(case: Case, setting: Setting) -> Path:
 
 
 def learning(setting: Setting) -> dict[str, Any]:
-    """The same server as an engine that takes adapters."""
+    """Config that trains adapters and loads them into the same server."""
     url = setting.url.removesuffix("/v1")
     return {
         "engine": {"type": "fleet", "urls": [url]},
@@ -231,21 +230,21 @@ def learning(setting: Setting) -> dict[str, Any]:
 
 
 def start(case: Case, setting: Setting) -> "subprocess.Popen[bytes]":
-    """The command, its output in a file."""
+    """Start the command of a case, with its output in a file."""
     folder, problem = write_config(case, setting), task_folder(case.task)
     command = [
         sys.executable, "-m", "rookery", "evolve", "run",
         str(problem / "initial_program.py"), str(problem / "evaluator.py"),
         "-c", str(folder / "config.yaml"), "-o", str(folder / "run"),
     ]  # fmt: skip
-    # A key that is meant for another server is not sent to this one.
+    # Do not send this server a key that is meant for another one.
     environment = {**os.environ, "OPENAI_API_KEY": os.environ.get("VLLM_API_KEY", "")}
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[Result]:
-    """All at the same time; those that are not done after `limit_s` are ended."""
+    """Run all cases at the same time; end those not done after `limit_s`."""
     end = time.monotonic() + limit_s
     processes = [start(case, setting) for case in cases]
     results = []
@@ -275,7 +274,7 @@ def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[
 
 
 def end_all(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask all to end, then make them."""
+    """Ask all processes to end, then kill those that remain."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -288,7 +287,7 @@ def end_all(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
-    """Try every way on the unreported task."""
+    """Choose the best way on the unreported task."""
     cases = [
         Case(task=UNREPORTED, seed=seed, way=way, iterations=iterations, has_baselines=False)
         for way in WAYS
@@ -296,7 +295,7 @@ def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
     ]
     results = run_all(cases, setting, limit_s=limit_s)
     arms: dict[str, list[Arm]] = {}
-    for case, result in zip(cases, results, strict=True):  # all or none have begun
+    for case, result in zip(cases, results, strict=True):  # fails if a run left no events
         arms.setdefault(case.way, []).append(result.arms[ARMS[0]])
 
     def merit(way: str) -> tuple[float, int]:
@@ -310,7 +309,7 @@ def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
 
 
 def python_paths() -> list[str]:
-    """Where packages come from by PYTHONPATH, made absolute for the runs too."""
+    """Folders of PYTHONPATH as absolute paths."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = [str(Path(path).absolute()) for path in given if Path(path).exists()]
     if paths:
@@ -319,7 +318,7 @@ def python_paths() -> list[str]:
 
 
 async def sandbox_settings(shown: Sequence[str]) -> dict[str, Any]:
-    """The folders of packages are shown inside. No sandbox where none works, and that is said."""
+    """Sandbox settings that show the package folders. If no sandbox works, say so and use none."""
     variables = ("PYTHONPATH",) if shown else ()
     config = SandboxConfig(variables=variables, readable=tuple(map(Path, shown)))
     probes = await probe(config)
@@ -334,7 +333,7 @@ async def sandbox_settings(shown: Sequence[str]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def open_server(options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
-    """The URL and the model's name there."""
+    """Open a server if needed; yields its URL and the model's name there."""
     if options.base_url:
         yield options.base_url.rstrip("/"), options.model
         return
@@ -413,7 +412,7 @@ async def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the runs are kept")
     parser.add_argument("--out", type=Path, help="the results as JSON")
     options = parser.parse_args()
-    load_library()  # of the tuning: says what to install
+    load_library()  # raises with the package to install for tuning
     sandbox = await sandbox_settings(python_paths())
     with tempfile.TemporaryDirectory() as scratch:
         async with open_server(options) as (url, model):

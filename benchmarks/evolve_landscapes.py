@@ -2,10 +2,10 @@
 
     best = simulate(search, problem, num_attempts=100, in_flight=1, seed=0)
 
-A program is six numbers, an idea (which half of them it works on) and perhaps a bug, without which
-it would have the score of its numbers. A proposer sees what a prompt would show: the program to
-change, the other programs, and whether a repair or a combination is asked for. Standard library
-only: OpenEvolve's own database runs under it too (`evolve_search_openevolve.py`).
+A program is six numbers, an idea (the half of them that it works on) and perhaps a bug, which makes
+it fail. A proposer sees the content of a prompt: the program to change, the other programs, and
+whether a repair or a combination is requested. The module uses only the standard library, because
+OpenEvolve's own database runs on it too (`evolve_search_openevolve.py`).
 """
 
 import itertools
@@ -33,12 +33,12 @@ Values = tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One program; `score` is None when it failed."""
+    """One program; `score` is None if it failed."""
 
     id: int
     values: Values
     idea: int = -1
-    """0 or 1: the half that its children change; -1: none yet."""
+    """Half of the numbers that its children change: 0, 1, or -1 for none yet."""
     has_bug: bool = False
     score: float | None = None
 
@@ -49,10 +49,10 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the prompt of an attempt shows, by program id."""
+    """Content of an attempt's prompt, by program id."""
 
     base: int
-    """The program to change: the parent, or the failed one that is to be mended."""
+    """Program to change: the parent, or a failed program to repair."""
     shown: Sequence[int] = ()
     is_repair: bool = False
     is_crossover: bool = False
@@ -62,24 +62,24 @@ class Search(Protocol):
     def ask(self, attempt: int) -> Request: ...
 
     def tell(self, program: Program, *, is_repeated: bool) -> None:
-        """In the order of attempts; id 0 is the first program."""
+        """Receive results in the order of attempts; id 0 is the first program."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposer:
-    """Changes about half of the numbers of one idea by a normal step."""
+    """Changes about half of the numbers by a normally distributed step."""
 
     step: float
     failing: float
-    """Share of its answers that have a bug."""
+    """Share of answers with a bug."""
     copying: float = 0.0
-    """Share of its answers that are a program of the prompt, unchanged."""
+    """Share of answers that copy a program of the prompt."""
     has_ideas: bool = False
-    """Whether it works on one half of the numbers only, that of the parent's idea, and combines
-    two programs at times: mostly when it is asked to."""
+    """Whether it changes only the half of the parent's idea, and sometimes combines two programs,
+    mostly on request."""
     mending: float = 0.8
-    """Share of bugs that it finds when it is shown one with its error."""
+    """Share of bugs that it repairs when shown the error."""
 
     def answer(
         self, base: Program, others: Sequence[Program], request: Request, rng: random.Random
@@ -123,7 +123,7 @@ TUNED_ON = {
     "copier": Proposer(step=0.25, failing=0.05, copying=0.6),
     "two ideas": Proposer(step=0.4, failing=0.2, has_ideas=True),
 }
-"""The proposers that settings were chosen with, on the landscapes HELD_OUT."""
+"""Proposers used to choose settings, on the landscapes HELD_OUT."""
 
 
 def _sphere(x: Values) -> float:
@@ -193,7 +193,7 @@ HELD_OUT: dict[str, Callable[[Values], float]] = {
     "ellipsoid": _ellipsoid,
     "steps": _steps,
 }
-"""Landscapes that the adaptive search was tuned on; they are no part of the result."""
+"""Landscapes used to choose settings, not part of the result."""
 
 
 def simulate(
@@ -205,7 +205,7 @@ def simulate(
     in_flight: int,
     seed: int,
 ) -> float:
-    """The best score. Attempt k knows of the results up to k - in_flight."""
+    """Best score of a search. Attempt k knows the results up to k - in_flight."""
     rng = random.Random(f"{seed} proposer")
     start = random.Random(f"{seed} start")
     values = tuple(start.choice((-1, 1)) * start.uniform(2, 4.5) for _ in range(NUM_VALUES))

@@ -5,11 +5,11 @@
     python benchmarks/evolve_prompt.py --fleet http://127.0.0.1:8000 --model FOLDER_OR_ID
     python benchmarks/evolve_prompt.py --gepa VENV/lib/python3.11/site-packages    # GEPA elsewhere
 
-One model answers and reflects. Ours finds prompts on the search tasks and chooses one on the select
-tasks; GEPA trains on the search tasks and validates on the select tasks, with its defaults, and may
-spend the rollouts that ours took for both. Answers are greedy and come from one engine. Every
-seed's prompts answer the report tasks, which neither has seen. The interval of the difference is a
-bootstrap over tasks, each with its mean over seeds.
+One model answers and reflects. Rookery finds prompts on the search tasks and chooses one on the
+select tasks. GEPA, with its defaults, trains on the search tasks and validates on the select tasks
+with as many rollouts as Rookery used for both. Answers are greedy and come from one engine. Every
+seed's prompts answer the report tasks, which neither side has seen. The interval of the difference
+is a bootstrap over tasks, each with its mean over seeds.
 """
 
 import argparse
@@ -43,12 +43,12 @@ __all__: list[str] = []
 
 LIMITS = (0.0, 1.0)
 Result = dict[str, Any]
-"""Of one side and seed: side, seed, prompt, rewards on the report tasks, rollouts."""
+"""One side and seed: side, seed, prompt, rewards on the report tasks, rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What both sides are given."""
+    """Settings shared by both sides."""
 
     taskset: Taskset
     answerer: Answerer
@@ -81,7 +81,7 @@ class Setting:
 
 
 async def run_ours(setting: Setting, seed: int) -> tuple[str, int]:
-    """The chosen prompt, and the rollouts that finding and choosing it took."""
+    """The chosen prompt, and the rollouts of search and choice."""
     config, (form, _) = setting.config(seed), find_form(setting.first, setting.taskset)
     inputs = EvolveInputs(
         config=config,
@@ -99,7 +99,7 @@ async def run_ours(setting: Setting, seed: int) -> tuple[str, int]:
 
 
 class GepaAdapter:
-    """Our tasks, answers and scorer as GEPA asks for them, from its thread."""
+    """Presents our tasks, answers and scorer to GEPA, which calls from its own thread."""
 
     propose_new_texts = None
 
@@ -139,7 +139,7 @@ class GepaAdapter:
         return dict.fromkeys(components_to_update, records)
 
     def reflect(self, prompt: Any) -> str:
-        """The model's answer to GEPA's own reflection prompt."""
+        """Answer the reflection prompt of GEPA."""
         self._num_asked += 1
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         request = TextRequest(
@@ -153,13 +153,13 @@ class GepaAdapter:
 
 
 class Quiet:
-    """GEPA's log, unread."""
+    """Discards GEPA's log."""
 
     def log(self, message: str) -> None: ...
 
 
 async def run_gepa(setting: Setting, seed: int, rollouts: int) -> tuple[str, int]:
-    """GEPA's best prompt by its validation tasks, and the rollouts it counted."""
+    """GEPA's best prompt on its validation tasks, and the rollouts that it counted."""
     import gepa
 
     with Run.create(setting.folder, kind="bench", name=f"gepa-{seed}", config={}) as run:
@@ -185,7 +185,7 @@ async def run_gepa(setting: Setting, seed: int, rollouts: int) -> tuple[str, int
 
 
 def rewards_of(groups: Sequence[Group]) -> dict[str, float]:
-    """By task; an answer that the scorer could not judge earns nothing, for both sides."""
+    """Rewards by task. An answer that the scorer cannot judge earns 0, for both sides."""
     return {
         group.task.id: sum(rollout.reward or 0.0 for rollout in group.rollouts)
         / len(group.rollouts)
@@ -194,7 +194,7 @@ def rewards_of(groups: Sequence[Group]) -> dict[str, float]:
 
 
 async def measure(setting: Setting, prompts: Mapping[str, str], seed: int) -> list[Result]:
-    """What each prompt earns on the report tasks."""
+    """Measure each prompt on the report tasks."""
     with Run.create(setting.folder, kind="bench", name=f"report-{seed}", config={}) as run:
         answers = setting.answers(run)
         tasks = answers.split("report")
@@ -225,7 +225,7 @@ def write_results(file: str, results: Sequence[Result]) -> None:
 
 
 def sum_up(results: Sequence[Result]) -> None:
-    """Each side's mean on the report tasks, and the paired differences."""
+    """Print each side's mean on the report tasks and the paired differences."""
     for one in results:
         mean = sum(one["rewards"]) / len(one["rewards"])
         print(f"{one['side']} {one['seed']}: {mean:.3f}, {one['rollouts']} rollouts")

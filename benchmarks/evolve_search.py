@@ -3,13 +3,13 @@
     python benchmarks/evolve_search.py                            # 100 and 1,000 iterations
     python benchmarks/evolve_search.py --iterations 100 --in-flight 16
     python benchmarks/evolve_search.py --openevolve .venv-openevolve/bin/python
-    python benchmarks/evolve_search.py --held-out                 # what settings were chosen on
+    python benchmarks/evolve_search.py --held-out                 # landscapes used for tuning
 
 Six landscapes, three proposers, ten seeds; no model and no GPU. Every search has the same number of
-iterations and of calls in flight. `sequential` is the child of the best program there, and with one
-call in flight exactly the baseline of a run. Printed are the mean best score, the mean rank with a
-95 % interval (bootstrap over runs), and whether the default loses to another by more than 0.02
-on any landscape.
+iterations and of calls in flight. `sequential` always changes the best program so far; with one
+call in flight, it equals the baseline of a run. The output has the mean best score, the mean rank
+with a 95 % interval (bootstrap over runs), and whether the default loses to another by more than
+0.02 on any landscape.
 """
 
 import argparse
@@ -43,7 +43,7 @@ __all__: list[str] = []
 DEFAULT = "default"
 PEER = "OpenEvolve 0.4"
 SHOWN_TOKENS, ANSWER_TOKENS = 150, 300
-"""What a program in a prompt and an answer count for."""
+"""Tokens counted for a program in a prompt, and for an answer."""
 MARGIN = 0.02
 NUM_BOOTSTRAPS = 2000
 Job = tuple[str, str, int, int, int]
@@ -51,7 +51,7 @@ Job = tuple[str, str, int, int, int]
 
 
 def _open(name: str, num_attempts: int, seed: int) -> ProgramDatabase:
-    """The database of a search, as a run opens it."""
+    """Open the database of a search as a run does."""
     database: dict[str, object] = {} if name == DEFAULT else {"strategy": "openevolve"}
     if name in BASELINES:
         database["num_islands"] = 1
@@ -66,7 +66,7 @@ SEARCHES = (DEFAULT, "best_of_n", "sequential", "openevolve")
 
 
 class DatabaseSearch:
-    """A Search over a ProgramDatabase of ours."""
+    """A Search over our ProgramDatabase."""
 
     def __init__(self, database: ProgramDatabase) -> None:
         self._database = database
@@ -127,7 +127,7 @@ class DatabaseSearch:
 
 
 def run_search(name: str, job: Job, *, held_out: bool = False) -> float:
-    """The best score of one run."""
+    """Best score of one run."""
     landscape, proposer, num_attempts, in_flight, seed = job
     return simulate(
         DatabaseSearch(_open(name, num_attempts, seed)),
@@ -144,7 +144,7 @@ def _run_held_out(name: str, job: Job) -> float:
 
 
 def run_openevolve(python: str, jobs: Sequence[Job]) -> list[float]:
-    """The same runs by OpenEvolve's own database."""
+    """Best scores of the same runs with OpenEvolve's database."""
     script = Path(__file__).with_name("evolve_search_openevolve.py")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(jobs, file)
@@ -157,11 +157,11 @@ def run_openevolve(python: str, jobs: Sequence[Job]) -> list[float]:
 
 
 Scores = Mapping[str, Sequence[float]]
-"""Search -> the best score of each run, in the order of the jobs."""
+"""By search: best score of each run, in the order of the jobs."""
 
 
 def rank_runs(scores: Scores) -> dict[str, list[float]]:
-    """Search -> its rank in each run: 1 is the best, equal scores share the mean of their ranks."""
+    """By search: rank in each run. 1 is the best; equal scores share their mean rank."""
     ranks: dict[str, list[float]] = {name: [] for name in scores}
     for run in zip(*scores.values(), strict=True):
         for name, own in zip(scores, run, strict=True):
@@ -172,7 +172,7 @@ def rank_runs(scores: Scores) -> dict[str, list[float]]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the mean, 95 %."""
+    """95 % interval of the mean."""
     rng = random.Random(0)
     means = sorted(
         statistics.fmean(rng.choices(values, k=len(values))) for _ in range(NUM_BOOTSTRAPS)
@@ -181,7 +181,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_scores(jobs: Sequence[Job], scores: Scores, key: Callable[[Job], object]) -> Scores:
-    """Search -> the mean of each group of runs, groups in the order in which they come."""
+    """By search: mean of each group of runs, in order of first appearance."""
     groups = dict.fromkeys(key(job) for job in jobs)
     return {
         name: [
@@ -193,7 +193,7 @@ def mean_scores(jobs: Sequence[Job], scores: Scores, key: Callable[[Job], object
 
 
 def show(jobs: Sequence[Job], scores: Scores) -> None:
-    """Tables, and the bar."""
+    """Print the tables and whether the default passes."""
     names = list(scores)
     landscapes = list(dict.fromkeys((job[0], job[2]) for job in jobs))
     by_landscape = mean_scores(jobs, scores, lambda job: (job[0], job[2]))

@@ -2,9 +2,9 @@
 
 python benchmarks/evolve_search_openevolve.py JOBS.json > scores.json
 
-A job is [landscape, proposer, number of attempts, in flight, seed]. What its workers do around the
-database is done here: islands in turn, top programs and inspirations shown, migration after a
-child, failed programs kept with score 0.
+A job is [landscape, proposer, number of attempts, in flight, seed]. This module
+replaces its workers: it takes islands in turn, shows top programs and inspirations, migrates after
+a child, and keeps failed programs with score 0.
 """
 
 import json
@@ -33,7 +33,7 @@ class OpenEvolveSearch:
         self._num_islands = self._database.config.num_islands
         self._parents: dict[int, Any] = {}
         self._ids: dict[str, int] = {}
-        """By code: migration copies programs under ids of its own."""
+        """Our id by code, because migration copies programs under new ids."""
 
     def ask(self, attempt: int) -> Request:
         island = (attempt - 1) % self._num_islands

@@ -1,4 +1,4 @@
-"""What the fleet costs and how well it spreads work, against stub servers. Two minutes, no GPU.
+"""Cost of the fleet, and how well it spreads work over stub servers. Two minutes, no GPU.
 
     python benchmarks/fleet.py [--openai-python PYTHON]
 
@@ -35,7 +35,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 IN_FLIGHT = 128
 NUM = 4000
 OWN = gc.get_threshold()[0]
-"""New objects between two of Python's own garbage collections."""
+"""New objects between two garbage collections in Python's default setting."""
 OPENAI = """
 import asyncio, gc, json, sys, time
 import openai
@@ -60,7 +60,7 @@ asyncio.run(main())
 
 @contextmanager
 def stubs(*settings: dict[str, Any]) -> Iterator[list[str]]:
-    """Servers in one other process; their URLs."""
+    """Run stub servers in another process; yields their URLs."""
     command = [sys.executable, str(HERE / "fleet_stub.py"), json.dumps(settings)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -110,7 +110,7 @@ async def bare_client(url: str) -> tuple[float, float]:
 
 
 async def whole_fleet(url: str, *, threshold: int = OBJECTS) -> tuple[float, float]:
-    """With garbage collected after so many new objects."""
+    """Measure the fleet with this threshold of the garbage collector."""
     async with fleet_of([url], max_in_flight=IN_FLIGHT) as fleet:
         gc.set_threshold(threshold)
         await fleet.sample(requests(fleet.base, 500))
@@ -185,7 +185,7 @@ async def population() -> dict[str, float]:
 
 @contextmanager
 def model_folder() -> Iterator[str]:
-    """A model's shapes: with them known, nothing is loaded before it is used."""
+    """Folder with the tensor shapes of a model; with them, the fleet loads adapters only on use."""
     with tempfile.TemporaryDirectory() as root:
         Path(root, "config.json").write_text("{}")
         save_file({f"{LAYER}.weight": np.zeros((4, 4), np.float32)}, Path(root, "m.safetensors"))

@@ -109,11 +109,11 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
     """Writing, load call, and tensors to first token, by each route; without the warm-up."""
     found = {"one token": show_times("one token, adapter loaded", await loaded_times(fleet))}
     routes = ROUTES if torch.cuda.is_available() else ROUTES[:2]
-    # Before anything is timed: making random numbers keeps all cores busy.
+    # Make adapters before timing, because random numbers keep all cores busy.
     pairs = [{name: make_pair(name, i) for name in routes} for i in range(num)]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    # By turns: a host that slows down for a while slows all of them.
+    # In turns, so that a slow host affects all of them.
     rounds = [
         {name: await route_times(fleet, name, *own[name]) for name in routes} for own in pairs
     ]
@@ -130,7 +130,7 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
 
 
 def make_pair(route: str, i: int) -> tuple[Adapter, Adapter]:
-    """Two adapters where the route takes them from."""
+    """Two adapters on the device that the route reads from."""
     device = "cuda" if route == "in place" else "cpu"
     return (
         make_random(f"{route[0]}{i}", i, device=device),
@@ -141,7 +141,7 @@ def make_pair(route: str, i: int) -> tuple[Adapter, Adapter]:
 async def route_times(
     fleet: Fleet, name: str, adapter: Adapter, other: Adapter
 ) -> tuple[float, float, float]:
-    """Seconds to write the folder of `other`, to load it, and from `adapter` to a token."""
+    """Seconds to write the folder of `other`, to load it, and from `adapter` to the first token."""
     [replica] = fleet.pool.replicas
     replica.route = "http" if name == "http" else "extension"
     replica.has_token_route = name != "http"
@@ -162,7 +162,7 @@ async def loaded_times(fleet: Fleet) -> list[float]:
 
 
 async def load_alone(replica: Replica, adapter: Adapter) -> tuple[float, float]:
-    """Seconds to write an adapter's folder, and of `load_lora_adapter` of it."""
+    """Seconds to write an adapter's folder, and to load it with `load_lora_adapter`."""
     ref = ModelRef(name=adapter.name, version=adapter.version)
     staging = replica.staging
     began = time.perf_counter()
@@ -216,7 +216,7 @@ async def raw_tokens(client: Client, model: str, per_call: int) -> float:
 
 
 async def token_route(client: Client, model: str) -> float:
-    """The same through `/inference/v1/generate`, a request per prompt."""
+    """Tokens per second through `/inference/v1/generate`, one request per prompt."""
     sampling = {
         "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0,
         "detokenize": False,
@@ -234,7 +234,7 @@ async def token_route(client: Client, model: str) -> float:
 
 
 async def throughput(fleet: Fleet, *, rounds: int = 5) -> dict[str, float]:
-    """One round differs from the next by a tenth, so clients take turns and medians count."""
+    """Median rates of clients that take turns, because rounds differ by about 10 %."""
     [replica] = fleet.pool.replicas
     client, model = replica.client, replica.capabilities.model
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
@@ -270,7 +270,7 @@ def show(progress: LaunchProgress) -> None:
 
 
 def server_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that `open_7b` reads."""
+    """Parser for the options of `open_7b`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--tokenizer", type=Path, required=True)
@@ -281,7 +281,7 @@ def server_parser(description: str | None) -> argparse.ArgumentParser:
 
 @asynccontextmanager
 async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Fleet]:
-    """One server of the 7B shape; `own` are further settings of its launch."""
+    """Start one server of the 7B shape; `own` has further launch settings."""
     with tempfile.TemporaryDirectory() as scratch:
         write_shape(Path(scratch), options.tokenizer)
         settings: dict[str, Any] = {

@@ -3,7 +3,7 @@
     python benchmarks/fleet_stub.py '[{"latency_s": 0.05, "capacity": 4}, ...]'
 
 Prints the ports it listens on as a JSON list, then serves until its input closes. `GET /stats`
-tells what a server saw.
+has a server's counts.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ OPENAPI = json.dumps(
 ).encode()
 METRICS = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="True"} 1.0\n'
 NUM_TOKENS = 16
-"""Tokens in every answer: about 1.8 kB of JSON."""
+"""Tokens per answer, about 1.8 kB of JSON."""
 
 
 @dataclass
 class Server:
-    """One server's settings and what happened to it."""
+    """Settings of one server, and counts of its requests."""
 
     latency_s: float = 0.0
     capacity: int = 1_000_000
@@ -136,7 +136,7 @@ async def main() -> None:
         ports.append(listener.sockets[0].getsockname()[1])
     print(json.dumps(ports), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    # Connections that are still open would be cancelled one by one, noisily.
+    # Exit at once: cancelling each open connection would log an error.
     os._exit(0)
 
 

@@ -27,18 +27,19 @@ __all__ = ["TimedGeneration", "Timing", "WaitingEngine"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, and the answers that were asked for in them."""
+    """Duration of a measurement and its number of answers."""
 
     seconds: float
     num_answers: int
 
     def overhead(self, alone_s: float, num_answers: int) -> float:
-        """The share that is not answering: the requests alone take `alone_s` for `num_answers`."""
+        """Share of the time not spent on answering. The requests alone take `alone_s` for
+        `num_answers`."""
         return 1 - alone_s * self.num_answers / num_answers / self.seconds
 
 
 class WaitingEngine:
-    """A GPU of 256 sequences at a time and `step_s` a token, played by sleeping."""
+    """Simulates, by sleeping, a GPU with 256 parallel sequences and `step_s` per token."""
 
     def __init__(self, *, step_s: float = 0.0145, num_slots: int = 256) -> None:
         self._step_s = step_s
@@ -76,7 +77,7 @@ class WaitingEngine:
 
 @dataclass(frozen=True, slots=True)
 class TimedGeneration:
-    """The candidates `names` of a builder, all asked for all tasks."""
+    """One generation: all candidates `names` of a builder on all tasks."""
 
     engine: EmbeddedEngine | Fleet | WaitingEngine
     template: Template
@@ -88,7 +89,7 @@ class TimedGeneration:
     async def through_the_loop(self, *, is_made: bool = False) -> "Timing":
         """Make, load, ask, race as shipped, score, log and unload; no making if `is_made`.
 
-        Half of the candidates may survive: the race drops whom it can.
+        At least half of the candidates survive the race.
         """
         await self.engine.reset_prefix_cache()
         if is_made:
@@ -121,11 +122,11 @@ class TimedGeneration:
 
     @property
     def num_answers(self) -> int:
-        """Of all candidates to all tasks."""
+        """Answers of all candidates to all tasks."""
         return len(self.names) * len(self.tasks)
 
     async def requests_alone(self) -> float:
-        """Seconds of the same requests in one call, of adapters that are there already."""
+        """Seconds of the same requests in one call, with the adapters already loaded."""
         refs = [await self.engine.load(self.builder.adapter(name)) for name in self.names]
         await self._ask(refs, self.tasks[:1])
         await self.engine.reset_prefix_cache()
@@ -135,7 +136,7 @@ class TimedGeneration:
         return seconds
 
     async def one_by_one(self) -> float:
-        """The same, each candidate alone on an engine that knows nothing of the others."""
+        """Seconds of the same requests, one candidate at a time, each with an empty cache."""
         total = 0.0
         for name in self.names:
             ref = await self.engine.load(self.builder.adapter(name))

@@ -4,7 +4,7 @@
     python benchmarks/genome.py --vllm .venv-vllm/bin/python      # the overhead on a vLLM server
 
 Same engine (SmolLM2, embedded), same founders, same tasks. Overhead is the share of a generation's
-wall time that is not the engine answering the same requests in one call. GENOME's schedule is one
+wall time beyond the time of the same requests in one call. GENOME's schedule is one
 adapter at a time, factor-wise linear merges, tournament of three, mutation of a tenth of the
 numbers, with the same number of candidate evaluations.
 """
@@ -39,7 +39,7 @@ GENERATIONS = 4
 
 
 class OneByOne(TasksetEvaluator):
-    """GENOME's schedule: one adapter in flight at a time."""
+    """Evaluates one adapter at a time, as GENOME's schedule does."""
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
         groups: list[Group] = []
@@ -49,7 +49,7 @@ class OneByOne(TasksetEvaluator):
 
 
 def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
-    """The demo's config on `limit` tasks of each kind, or GENOME's schedule on the same."""
+    """Config of the demo on `limit` tasks of each kind, or with GENOME's schedule."""
     demo = load_config(GenomeConfig, DEMO).from_folder(DEMO.parent)
     document = demo.model_dump(mode="json")
     stage = document["stages"][0]
@@ -79,7 +79,7 @@ def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
 
 
 async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) -> None:
-    """Quality and seconds of both schedules over seeds."""
+    """Print quality and seconds of both schedules over seeds."""
     columns = f"{'seed':>5}{'report':>8}{'gain over best founder':>27}{'seconds':>9}{'answers':>9}"
     print(f"{'':<20}{columns}")
     for name, is_genome in (("GENOME's schedule", True), ("rookery", False)):
@@ -120,7 +120,7 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
 
 
 async def overhead(engine: EmbeddedEngine | Fleet, template: Template, args: Any) -> None:
-    """One generation through the loop's own parts, and the same requests in one call."""
+    """Print the overhead of one generation over the same requests in one call."""
     config = make_config(args.limit, is_genome=False, seed=0)
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     tasks = [task for taskset in tasksets for task in taskset.split("search")]

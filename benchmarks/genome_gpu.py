@@ -5,12 +5,12 @@
 
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up; the founders are random, rank 16 of q, k, v, o.
-The children are those of the default search: sums, TIES, mutations. Overhead is the
-share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
-requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
-computes 256 sequences together, is full to the end of that call. `--merge-device cpu cuda` makes
-the children on the CPU and, in another generation, on the GPU. One H200: six minutes. With
-`--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
+The children are those of the default search: sums, TIES, mutations. Overhead is the share of a
+generation's wall time (making, loading, asking, scoring, logging) beyond the time of the same
+requests in one call to loaded adapters. With 256 tasks the server, which computes 256 sequences
+together, is full to the end of that call. `--merge-device cpu cuda` makes the children on the CPU
+and, in another generation, on the GPU. One H200: six minutes. `--waiting` simulates the GPU by
+sleeping, so that only the cost of the loop itself remains.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RANK = 16
 
 
 def make_taskset(num: int, *, num_new: int) -> Taskset:
-    """Prompts of about 120 tokens that differ from the first word on."""
+    """Prompts of about 120 tokens without a common prefix."""
     tasks = tuple(
         Task(
             id=f"sum/{i}",
@@ -52,7 +52,7 @@ def make_taskset(num: int, *, num_new: int) -> Taskset:
 
 
 def make_builder(num_children: int, *, device: str = "cpu") -> tuple[AdapterBuilder, list[str]]:
-    """Random founders, and the children that the default search makes of them."""
+    """Random founders, and the children that the default search makes from them."""
     founders = {
         f"f{i}": make_random(f"f{i}", i, device="cpu", rank=RANK) for i in range(NUM_FOUNDERS)
     }
@@ -71,7 +71,7 @@ def make_builder(num_children: int, *, device: str = "cpu") -> tuple[AdapterBuil
 def make_generation(
     engine: Fleet | WaitingEngine, options: argparse.Namespace, *, device: str
 ) -> TimedGeneration:
-    """With children that were made once, on `device`."""
+    """A generation whose children were already made once on `device`."""
     template = load_template(options.tokenizer)
     taskset = make_taskset(options.tasks, num_new=options.new_tokens)
     builder, names = make_builder(options.candidates, device=device)
@@ -89,7 +89,7 @@ async def measure(engine: Fleet | WaitingEngine, options: argparse.Namespace) ->
     first = by_device[options.merge_device[0]]
     alone: list[float] = []
     found: dict[str, list[Timing]] = {}
-    # By turns: a host that slows down for a while slows all of them.
+    # In turns, so that a slow host affects all of them.
     for _ in range(options.rounds):
         alone.append(await first.requests_alone())
         for device, generation in by_device.items():

@@ -1,20 +1,20 @@
-"""What grpo is held to: learning, its controls, and speed beside TRL, as one table.
+"""Checks of grpo: learning, controls, and speed beside TRL, as one table.
 
     ROOKERY_TRL_PYTHON=PYTHON python benchmarks/grpo.py      # about 15 minutes on two idle cores
     python benchmarks/grpo.py --seeds 0 --variants "rank 8"  # without TRL: learning alone
 
 Learning is of two-digit addition: a Llama of 445,000 weights that answers about half of the tasks,
 40 steps of 16 groups of 8. `start` and `end` are greedy accuracies on 1,400 tasks that are not
-trained on, `drawn` is the mean reward of the answers drawn in the last ten steps, the gaps are how
-far the log-probabilities of the trainer are from those drawn, in the first step and in the last.
+trained on, `drawn` is the mean reward of the answers drawn in the last ten steps, and the gaps are
+the differences of the trainer's log-probabilities from the drawn ones in the first and last step.
 
     rank 8, rank 1, full   at least 0.15 better, rank 1 by 0.7 of what full gains
     shuffled               advantages at random: not better than the start
     publish off            the engine keeps the first weights: the gap grows 1,000 times, and the
                            answers drawn earn 0.05 less than those of rank 8
 
-How much is gained depends on the start model more than on the seed of the training: `--model-seed`
-makes another one, with the same number of steps on other sums. For speed see `grpo_speed.py`.
+The gain depends more on the start model than on the training's seed: `--model-seed` makes another
+start model with the same number of steps on other sums. For speed see `grpo_speed.py`.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One thing that grpo is held to."""
+    """One check."""
 
     name: str
     measured: str
@@ -96,7 +96,7 @@ def train(folder: Path, variant: str, seed: int) -> Learned:
     report = outcome.report
     start, end = (checkpoint.mean for checkpoint in report.checkpoints)
     rewards = [step.metrics["reward/mean"] for step in report.steps[-10:]]
-    # A step without a group that teaches, as when a control knows nothing any more, has no gap.
+    # A step has no gap if all groups have equal rewards, as when a control has collapsed.
     steps = [step for step in report.steps if "grpo/logprob_drift" in step.metrics]
     first, last = (step.metrics["grpo/logprob_drift"] or 0.0 for step in (steps[0], steps[-1]))
     assert start is not None and end is not None and report.seconds is not None
@@ -107,7 +107,7 @@ def train(folder: Path, variant: str, seed: int) -> Learned:
 def learn(
     variants: Sequence[str], seeds: Sequence[int], *, model_seed: int
 ) -> dict[str, list[Learned]]:
-    """Every variant with every seed, from one start model; a line is printed for each."""
+    """Train every variant with every seed from one start model, and print a line for each."""
     found: dict[str, list[Learned]] = {}
     columns = ("start", "end", "gain", "drawn", "first gap", "last gap", "seconds")
     print(f"{'':<12} seed" + "".join(f"{column:>10}" for column in columns))

@@ -1,4 +1,4 @@
-"""How soon a vLLM on the trainer's GPU serves new weights, and what both hold.
+"""Time until a vLLM on the trainer's GPU serves new weights, and the memory of both.
 
     python benchmarks/grpo_gpu.py --tokenizer FOLDER [--python PYTHON] [--parts alias slot]
     python benchmarks/grpo_gpu.py --parts learn --model FOLDER          # reward of three seeds
@@ -6,14 +6,14 @@
 The model of `alias` and `slot` has the shape of Qwen2.5-7B and weights that the server makes up;
 the trainer's model is views of them. One H200: about six minutes each, mostly the start.
 
-alias: masters in float32 are cast into the memory of the server, with CUDA graphs on. *Sync* is
-from before the cast, which ends an optimizer step, until the server is proved to compute with the
-new weights and takes requests; *stall* is how long it is paused. The unit is a copy of all weights
-on the device, measured in the same run.
-slot: an optimizer step of a rank-16 adapter of q, k, v, o, then *sync* until the server is proved
-to compute with it, and what another adapter's requests lose meanwhile.
+alias: masters in float32 are cast into the memory of the server, with CUDA graphs on. *Sync* lasts
+from before the cast, which ends an optimizer step, until the server provably computes with the new
+weights and accepts requests; *stall* is its pause. The unit is a copy of all weights on the device,
+measured in the same run.
+slot: an optimizer step of a rank-16 adapter of q, k, v, o, then *sync* until the server provably
+computes with it, and the loss of speed for another adapter's requests meanwhile.
 learn: all weights of a small model by alias, rewarded for digits; reward of the first and the last
-steps, and the part of a step that publishing takes.
+steps, and the share of a step spent on publishing.
 """
 
 import argparse
@@ -53,10 +53,10 @@ from rookery.types import (
 )
 
 NUM_PUBLISHED = 12
-"""The first two are for warming up."""
+"""Publications, of which the first two warm up."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NUM_NEW = 40
-"""Adapters that come while another one answers."""
+"""Adapters loaded while another one answers."""
 LEARNED_STEPS = 30
 
 
@@ -82,7 +82,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def copy_seconds(weights: Sequence[torch.Tensor]) -> float:
-    """The median of ten copies of all weights to other memory of their device, also shown."""
+    """Median seconds of ten copies of all weights on their device; also prints them."""
     device = weights[0].device
     others = [torch.empty_like(weight) for weight in weights]
     found = []
@@ -114,7 +114,7 @@ def canary_of(fleet: Fleet, model: SlottedModel) -> Canary:
 
 
 class SharedModel:
-    """The trainer's model over the memory of a server, and what it takes besides."""
+    """The trainer's model in the memory of a server, and the trainer's additional memory."""
 
     def __init__(self, base: SharedBase, model: SlottedModel) -> None:
         self.base = base
@@ -239,8 +239,8 @@ async def lora_step(trainer: LoraTrainer) -> None:
 
 
 async def measure_loss(fleet: Fleet, model: SlottedModel, lora: LoraConfig) -> None:
-    """Tokens per second of one adapter, alone and while others are put into slots. The trainer
-    computes nothing meanwhile."""
+    """Tokens per second of one adapter, alone and while others are put into slots. The trainer is
+    idle."""
     made = [
         on_device(initial_adapter(model, lora, name=f"new{n}", base="", seed=n), model.device)
         for n in range(NUM_NEW)

@@ -28,9 +28,9 @@ from rookery.reports import GrpoReport, ReportRow
 PROMPT = '{{ question }}\nThink step by step and end with "#### " and the answer.'
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GPU_SHARE = 0.4
-"""Of the GPU's memory for the server; the trainer has the rest."""
+"""Share of the GPU's memory for the server; the trainer has the rest."""
 MAX_GAP = 0.1
-"""Nats: the server and the trainer both compute in bfloat16, in another order."""
+"""Largest accepted gap in nats: server and trainer compute in bfloat16, in different orders."""
 
 
 def tasksets(options: argparse.Namespace) -> list[dict[str, Any]]:

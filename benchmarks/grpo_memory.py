@@ -1,11 +1,11 @@
-"""What `rookery grpo plan` says beside the most memory that the same training holds, on the CPU.
+"""Compares the memory that `rookery grpo plan` predicts with the peak of the training, on the CPU.
 
     python benchmarks/grpo_memory.py                        # six cases
     python benchmarks/grpo_memory.py --cases "full" --rows  # one case, with all parts of the plan
 
 A Llama of random weights answers with `--max-tokens` tokens, as long as planned: its end token is
-never drawn. Plan and training have a process of their own each; the peak is the VmHWM of the one
-that trains, interpreter and libraries included.
+never drawn. Plan and training each run in their own process; the peak is the VmHWM of the training
+process, interpreter and libraries included.
 """
 
 import argparse
@@ -44,12 +44,12 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One case, in bytes."""
+    """Result of one case, in bytes."""
 
     rows: list[tuple[str, int]]
     peak: int
     mean_tokens: float
-    """Of the answers that were trained on."""
+    """Mean tokens of the trained answers."""
 
     @property
     def planned(self) -> int:
@@ -57,13 +57,13 @@ class Measured:
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Answers that differ have rewards that differ."""
+    """Give different answers different rewards."""
     del task
     return float(sum(completion.tokens) % 97)
 
 
 def make_model(folder: Path, *, hidden: int, layers: int) -> None:
-    """Random weights, with a tokenizer of words; the end token is one that is never drawn."""
+    """Make a model with random weights, a word tokenizer and an end token that is never drawn."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -103,7 +103,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 "type": "jsonl",
                 "path": str(folder / "tasks.jsonl"),
                 "scorer": {"type": "python", "function": f"{__file__}:reward"},
-                "sampling": {"max_tokens": 8},  # held-out answers, which take less than training
+                "sampling": {"max_tokens": 8},  # held-out answers need less memory than training
                 "splits": {"search": 0.8, "select": 0.1, "report": 0.1},
             }
         ],
@@ -140,7 +140,7 @@ def run_child(kind: str, config: dict[str, Any], folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Not ru_maxrss: it begins with what the process that started this one held."""
+    """Read VmHWM. ru_maxrss would start at the memory of the parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

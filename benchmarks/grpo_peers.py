@@ -5,10 +5,10 @@
 MODEL is a folder with a chat model (Qwen2.5-Coder-1.5B-Instruct), DATA one with `train.jsonl` and
 `test.jsonl` of GSM8K. Both sides have the same model, prompts, batch (32 groups of 8), adapter
 (rank 16 on all linear layers), learning rate, loss and reward: `right_number` below. Rookery is the
-command `rookery grpo run` with a config that says nothing about speed; TRL draws with vLLM in its
-own process (`vllm_mode="colocate"`). One after the other, each in a process of its own. A clock
-begins with its command. Checkpoints of both are measured afterwards by the same `rookery eval`.
-Last, the same vLLM alone in one process draws as many groups as a step of Rookery's had.
+command `rookery grpo run` with default settings for speed; TRL draws with vLLM in its own process
+(`vllm_mode="colocate"`). They run one after the other, each in its own process, timed from the
+start of its command. The same `rookery eval` then measures the checkpoints of both. Last, the same
+vLLM alone in one process draws as many groups as a step of Rookery had.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 def right_number(text: str, answer: str) -> float:
-    """1 when the last number, behind the last #### where there is one, is the reference's."""
+    """1 if the last number, after the last #### if any, equals the reference's."""
     return float(_last_number(text) == _last_number(answer) is not None)
 
 
@@ -42,7 +42,7 @@ def _last_number(text: str) -> float | None:
 
 
 def reward(task: Any, completion: Any) -> float:
-    """The same for Rookery's `python` scorer."""
+    """`right_number` for Rookery's `python` scorer."""
     return right_number(completion.text, str(task.reference))
 
 
@@ -76,7 +76,7 @@ def rookery_config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_rookery(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """The command as a user gives it; times are read from the run it leaves."""
+    """Run the command as a user does, and read the times from its run."""
     config = place / "rookery.json"
     config.write_text(json.dumps(rookery_config(options)))
     began = time.time()
@@ -109,7 +109,7 @@ def run_rookery(options: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def run_vllm(options: argparse.Namespace, place: Path, *, num_groups: int) -> float:
-    """Tokens per second of vLLM in one process, with log-probabilities of what it draws."""
+    """Tokens per second of vLLM alone in one process, with log-probabilities of its answers."""
     out = place / "vllm.json"
     setup = {
         "model": str(options.model),
@@ -166,7 +166,7 @@ def run_trl(options: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 class watched_gpu:
-    """How much of the time the GPU computes, and the most memory in use, by `nvidia-smi`."""
+    """Measures the GPU's busy share of the time and its peak memory with `nvidia-smi`."""
 
     def __enter__(self) -> dict[str, Any]:
         self._result: dict[str, Any] = {"busy": [], "memory_gib": 0.0}
@@ -196,7 +196,7 @@ class watched_gpu:
 
 
 def measure(options: argparse.Namespace, results: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Accuracy on the test problems of every checkpoint, all by one evaluation, greedy."""
+    """Greedy accuracy of every checkpoint on the test problems, in one evaluation."""
     import rookery
 
     config = rookery_config(options)

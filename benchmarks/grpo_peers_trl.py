@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]
-    """When each step ended, and how many tokens were drawn for it, as lines of a file."""
+    """Writes the end of each step and its drawn tokens as lines of a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

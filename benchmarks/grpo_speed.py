@@ -44,7 +44,7 @@ GROUPS, GROUP_SIZE, MAX_TOKENS, RANK, RATE = 4, 8, 16, 8, 1e-5
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 PASS_ROUNDS, STEP_ROUNDS, STEPS = 3, 2, 2
 LIMIT_S = 600.0
-"""For one answer of the peer."""
+"""Limit in seconds on one response of the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured: passes by shape, whole steps, and the gap of engine and trainer."""
+    """Results: passes by shape, whole steps, and the gap between engine and trainer."""
 
     passes: dict[str, Rates]
     steps: Rates
@@ -69,13 +69,13 @@ class Speed:
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """As the peer has it: answers that differ have rewards that differ."""
+    """The peer's reward: different answers get different rewards."""
     del task
     return float(sum(completion.tokens) % 97)
 
 
 def compare(python: str, folder: Path) -> Speed:
-    """Ours and TRL's by turns, in `folder`."""
+    """Measure our trainer and TRL in turns, with files in `folder`."""
     model = resolve_model("smollm2").path
     with open_trl(python, model) as trl:
         passes = {name: compare_passes(trl, model, *shape) for name, shape in SHAPES.items()}
@@ -151,7 +151,7 @@ def compare_passes(trl: Trl, folder: Path, count: int, length: int) -> Rates:
         asyncio.run(run())
         ours.append(time.perf_counter() - began)
         theirs.append(trl.ask(dict(question))["seconds"])
-    # The first round of each warms up.
+    # The first round of each side warms up.
     rates = Rates(count * length / min(ours[1:]), count * length / min(theirs[1:]))
     print(f"{count} x {length}: {rates.ours:.0f} and {rates.theirs:.0f} tokens/s", flush=True)
     return rates
@@ -170,7 +170,7 @@ def datum(tokens: list[int], num_prompt: int, place: int) -> Datum:
 
 
 def run_steps(folder: Path, number: int) -> tuple[GrpoReport, Path]:
-    """A training of the library call, with one step more than is timed."""
+    """Train with the library call, one step more than is timed."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "reference": ""}) + "\n" for p in PROMPTS))
     outcome = rookery.run_grpo(
@@ -194,7 +194,7 @@ def run_steps(folder: Path, number: int) -> tuple[GrpoReport, Path]:
 
 
 def tasksets(path: Path) -> list[dict[str, Any]]:
-    """The prompts to train on, and two sums because a run must select and report."""
+    """Training prompts, and two sums because a run needs select and report tasks."""
     trained = {
         "type": "jsonl",
         "path": str(path),
@@ -212,7 +212,7 @@ def tasksets(path: Path) -> list[dict[str, Any]]:
 
 
 def step_rates(report: GrpoReport, path: Path) -> list[float]:
-    """Drawn tokens by the seconds from the end of one step to that of the next."""
+    """Drawn tokens per second, from the end of each step to the end of the next."""
     with Run.view(path) as run:
         ends = [event.time_s for event in run.events("step")]
     tokens = [step.metrics["grpo/num_drawn_tokens"] or 0.0 for step in report.steps[1:]]

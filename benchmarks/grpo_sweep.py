@@ -7,11 +7,10 @@ FOLDER is a model, `smollm2`, or `tiny` for one that is made here. `--engine emb
 process, `fleet` with a vLLM server that shares the GPU with the trainer (`--python` names an
 interpreter that has vLLM); each training starts one, with the same settings. Tasks are additions of
 two numbers; the reward is the share of even tokens, so that groups differ for any model. Seconds
-per step are those between the first and the last step that was recorded, the select tasks left out
-(one checkpoint, at the end), and the ratio is sweep / alone.
+per step are measured from the first to the last recorded step, without the select tasks (one
+checkpoint, at the end). The ratio is sweep / alone.
 
-The whole training is timed too, with the start and the report, which reads 16 adapters in place of
-one.
+The whole training is timed too, with its start and its report, which covers all adapters.
 """
 
 import argparse
@@ -36,7 +35,7 @@ STAGES = ("draw", "train", "publish")
 
 
 def reward(task: Task, completion: Completion) -> float:
-    """Answers of any model differ in it."""
+    """Reward that differs between the answers of any model."""
     del task
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
 
@@ -46,12 +45,12 @@ class Timed:
     """One training, or one sweep."""
 
     step_s: float
-    """Of one step of all adapters, without the first, which warms up."""
+    """Seconds of one step of all adapters, without the first step, which warms up."""
     stages: dict[str, float]
-    """Of these, on average over adapters: what one waits for, or does together with the others."""
+    """By stage: seconds per step, averaged over adapters, including waits for the others."""
     whole_s: float
     num_tokens: float
-    """Drawn in one step by all."""
+    """Tokens drawn by all adapters in one step."""
 
 
 def write_tasks(path: Path, *, num: int) -> None:
@@ -85,7 +84,7 @@ def document(options: argparse.Namespace, engine: dict[str, Any], tasks: Path) -
 
 
 def train(config: dict[str, Any], runs: Path, *, num: int) -> Timed:
-    """One adapter, or a sweep of several."""
+    """Train one adapter, or a sweep of several."""
     if num > 1:
         config = {**config, "sweep": {"seeds": num}}
     began = time.perf_counter()
@@ -104,7 +103,7 @@ def _timed(folders: Sequence[Path], whole_s: float) -> Timed:
                 ends.setdefault(event.payload["step"], []).append(event.time_s)
                 if event.payload["step"] > 0:
                     metrics.append(event.payload["metrics"])
-    # A step is over when the last adapter has taken it.
+    # A step ends when the last adapter finishes it.
     first, last = max(ends[0]), max(ends[max(ends)])
     num_steps = max(ends)
     return Timed(
@@ -119,7 +118,7 @@ def _timed(folders: Sequence[Path], whole_s: float) -> Timed:
 
 
 def launch(options: argparse.Namespace) -> dict[str, Any]:
-    """A server as both trainings start it; a sweep has it hold as many adapters as it needs."""
+    """Launch settings of the server of both trainings; it holds all adapters of the sweep."""
     is_gpu = torch.cuda.is_available()
     return {
         "model": str(options.model),

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer as a process that is asked for timings: a JSON line in, a JSON line out.
+"""TRL's GRPOTrainer as a process that measures on request: a JSON line in, a JSON line out.
 
-    {"model": FOLDER, "prompts": [...], ...}         once, to begin
+    {"model": FOLDER, "prompts": [...], ...}         once, at the start
     {"do": "pass", "tokens": [[...], ...], "num_prompt": 5}      {"seconds": 1.9}
     {"do": "steps", "num": 3}                                    {"steps": [[seconds, tokens], ...]}
 
@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]
-    """When each step ended, and how many tokens were drawn for it."""
+    """Records the end of each step and its drawn tokens."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -33,7 +33,7 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
         self.ends.append(time.perf_counter())
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Answers that differ have rewards that differ."""
+        """Give different answers different rewards."""
         self.num_tokens.append(sum(map(len, completion_ids)))
         return [float(sum(tokens) % 97) for tokens in completion_ids]
 
@@ -76,7 +76,7 @@ def make_trainer(setup: dict[str, Any], times: StepTimes, folder: str) -> Any:
 
 
 def time_pass(trainer: Any, *, tokens: list[list[int]], num_prompt: int) -> float:
-    """Loss, gradients and step on sequences of equal length."""
+    """Seconds of loss, gradients and optimizer step on sequences of equal length."""
     table = torch.tensor(tokens)
     prompt, completion = table[:, :num_prompt], table[:, num_prompt:]
     inputs = {
@@ -107,7 +107,7 @@ def time_steps(trainer: Any, times: StepTimes, *, num: int) -> list[tuple[float,
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep prints of libraries out of stdout
     setup = json.loads(sys.stdin.readline())
     torch.set_num_threads(setup["threads"])
     times = StepTimes()

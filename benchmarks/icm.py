@@ -4,15 +4,15 @@
     python benchmarks/icm.py --claims truthfulqa.json     # the same on your claims
     python benchmarks/icm.py --parts engine --model smollm2 --sizes 16
 
-    nothing shared   every context is computed whole: what a server without a prefix cache does
-    id order         the other items as they are numbered, prefix cache
-    tree             every item its own order along one tree, prefix cache
+    nothing shared   every context is computed whole, as without a prefix cache
+    id order         the other items in the order of their ids, prefix cache
+    tree             a separate order per item along one tree, prefix cache
 
-`counts` needs no model: from nothing, and when one label of a known labelling has changed. `engine`
-and `vllm` let the embedded engine and a vLLM server count, on a model of random weights, whose
-counts are those of any model with these tokens: `small` (two narrow layers), `smollm2-shape` or
+`counts` needs no model: it counts a whole evaluation, and one after a change of one label. `engine`
+and `vllm` count with the embedded engine and a vLLM server on a model of random weights, whose
+counts equal those of any model with these tokens: `small` (two narrow layers), `smollm2-shape` or
 `llama-8b-shape` (the sizes of SmolLM2-135M and Llama-3.1-8B), with room for 16,384 tokens; or any
-folder. Nothing computed in one round or way is found by another.
+folder. Rounds and ways share no cached prefix.
 Above `--slow` items only the tree is timed. vLLM is that of the interpreter ROOKERY_VLLM_PYTHON.
 
 On a GPU, three minutes each:
@@ -66,9 +66,9 @@ SHAPES = {
 CONTEXT_TOKENS = 16_384
 FIRST_TOKEN = 10_000
 CACHE_TOKENS = 450_000
-"""What an 8B model keeps on one GPU of 80 GB."""
+"""Tokens that an 8B model caches on one GPU of 80 GB."""
 NUM_CHANGES = 24
-"""Items that are changed in turn, drawn at random."""
+"""Randomly drawn items, each changed alone."""
 
 
 def main() -> None:
@@ -119,12 +119,12 @@ class Problem:
     size: int
     labels: TokenIds
     orders: dict[str, list[TokenIds]]
-    """By way, in the order in which they are sent."""
+    """By way: contexts in the order of their requests."""
     changed: Callable[[str], float]
-    """Tokens to compute by a way when one label has changed."""
+    """Returns the tokens that a way computes after a change of one label."""
 
     def contexts(self, way: str, *, round_: int = 0) -> list[TokenIds]:
-        """First tokens of their own: ways, sizes and rounds share nothing, no length changes."""
+        """Contexts whose first tokens belong to one way, size and round: caches share nothing."""
         first = FIRST_TOKEN + 2000 * round_ + self.size
         if way == WAYS[0]:
             return [(first + i, *tokens[1:]) for i, tokens in enumerate(self.orders[way])]
@@ -142,7 +142,7 @@ def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
 
 
 def read_claims(path: Path | None, *, count: int) -> list[Item]:
-    """Claims of a file, or made ones of about the same length: 47 tokens, four to a question."""
+    """Read claims, or make some of about the same length: 47 tokens, four per question."""
     if path is not None:
         rows = json.loads(path.read_text())[:count]
     else:
@@ -202,7 +202,7 @@ def count_tokens(problems: Sequence[Problem]) -> None:
 
 
 def count_change(prompts: BatchPrompts, items: Sequence[Item], way: str) -> float:
-    """The mean over some items, each changed alone, in 16-token blocks."""
+    """Mean tokens to compute after a change of one item, in 16-token blocks."""
     size = len(items)
     order: Order = TreeOrder(groups_of(items)) if way == WAYS[2] else IdOrder(size)
     cache = PrefixCache(block_tokens=16, capacity_tokens=CACHE_TOKENS)
@@ -223,7 +223,7 @@ def computed(contexts: Sequence[TokenIds], *, block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A sampler and what it counted: prompt tokens asked for and computed, since it began."""
+    """A sampler, and its counts of requested and computed prompt tokens since the start."""
 
     sampler: Sampler
     model: ModelRef
@@ -266,7 +266,7 @@ async def server(model: str, *, is_random: bool = False) -> AsyncIterator[Counte
 async def time_ways(
     problems: Sequence[Problem], counted: Counted, *, slow: int, rounds: int
 ) -> None:
-    """The median of the rounds; the counts are the same in all of them."""
+    """Print the median time of the rounds; counts are equal in all of them."""
     print(f"{'items':>6} {'way':>14} {'asked':>11} {'computed':>11} {'seconds':>9} "
           f"{'tokens':>8} {'time':>7}")  # fmt: skip
     warm = problems[-1].contexts(WAYS[0], round_=-1)[:4]
@@ -303,7 +303,7 @@ async def score(counted: Counted, contexts: Sequence[TokenIds], labels: TokenIds
 
 
 def make_model(folder: Path, shape: str, tokenizer: Path, *, has_weights: bool) -> Path:
-    """A folder of a shape with the tokenizer's vocabulary; vLLM makes its random weights itself."""
+    """Make a model folder of a shape with the tokenizer's vocabulary. vLLM makes weights itself."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging

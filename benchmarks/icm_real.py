@@ -1,14 +1,14 @@
-"""icm on a real model: the search beside zero-shot, bootstrap and golden few-shot, and what waits.
+"""icm on a real model: the search beside zero-shot, bootstrap and golden few-shot, and engine use.
 
     python benchmarks/icm_real.py DATA --url http://127.0.0.1:8001 --model FOLDER
     python benchmarks/icm_real.py DATA --model FOLDER --items 128       # the embedded engine
 
 DATA holds `truthfulqa_256/truthfulqa_train.json` (question, choice, label) and
 `gsm8k/example_model_solutions.jsonl`. Claims have no constraint; of the solutions of a problem,
-equal final answers are right or wrong together. Each row has its share of true labels with a 95 %
-interval, first of all ways that need no search, then beside the search and with its utility U; then
-the verdict, and how busy the engine was: the share of the time with requests in flight, how many on
-average, and the CPU seconds of this process per second.
+equal final answers are right or wrong together. Each row has a share of true labels with its 95 %
+interval, first for all ways without a search, then for the search and its baselines with the
+utility U. The verdict and the engine's use follow: the share of the time with requests in flight,
+their mean number, and the CPU seconds of this process per second.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rookery.types import Completion, SampleRequest, Score, ScoreRequest
 
 
 class BusySampler:
-    """A sampler that notes how long requests are in flight, and how many."""
+    """Sampler that records how long and how many requests are in flight."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

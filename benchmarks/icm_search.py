@@ -3,15 +3,16 @@
     python benchmarks/icm_search.py                            # seven minutes, no GPU
     python benchmarks/icm_search.py --claims truthfulqa.json   # the lengths of your claims
 
-256 items, four to a group, 1500 iterations. The scripted model knows a hidden concept: A well, B
-noisily, C as B and from start labels that are all wrong, which leads to the opposite concept, where
-many items stay frustrated and are tried in vain. It does not mind the order of its context, so all
-ways take the same decisions, which is checked. Counted in 16-token blocks with a cache of 450,000
-tokens.
+256 items, four per group, 1,500 iterations. The scripted model knows a hidden concept: A well, B
+noisily, C like B but from start labels that are all wrong. C leads to the opposite concept, where
+many items stay frustrated and are retried in vain. The model ignores the order of its context, so
+all ways must take the same decisions, which is checked. Tokens are counted in 16-token blocks with
+a cache of 450,000 tokens.
 
-Two searches: `ours`, and `published`, as its authors' code does it (another repair, which asks for
-much twice, and other random numbers). Each runs twice: as a plain loop in id order, one context
-after another, nothing remembered; and through the loop's scorer, which remembers, on the tree.
+Two searches: `ours`, and `published`, which follows its authors' code (another repair, which
+repeats many requests, and other random numbers). Each runs twice: as a plain loop in id order, one
+context after another, without a memory; and through the loop's scorer, which remembers, on the
+tree.
 """
 
 import argparse
@@ -54,20 +55,20 @@ from rookery.types import Completion, SampleRequest, Score, ScoreRequest, TokenI
 
 NUM_ITEMS = 256
 CACHE_TOKENS = 450_000
-"""What an 8B model keeps on one GPU of 80 GB."""
+"""Tokens that an 8B model caches on one GPU of 80 GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How strongly the model knows the concept by itself, follows others, and errs."""
+    """Strength of the model's own knowledge (prior), of the context (pull), and of its errors."""
 
     prior: float
     pull: float
     noise: float
     answers: str = "xxyz"
-    """Of the four items of a group, x or y the right one. With a z the opposite is inconsistent."""
+    """Answers of a group's four items; x or y is right. With a z, the opposite is inconsistent."""
     is_misled: bool = False
-    """All start labels are wrong."""
+    """Whether all start labels are wrong."""
 
 
 SETTINGS = {
@@ -80,16 +81,16 @@ CONFIG = AnnealingConfig(iterations=1500, num_start=8)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search ended with and how it came there; equal for all ways to read."""
+    """Result and decisions of a search; equal for all ways to read."""
 
     labels: Labels
     decisions: tuple[tuple[int, float, bool], ...]
-    """Iteration, utility of what was proposed, whether it was accepted."""
+    """Per decision: iteration, utility of the proposal, whether it was accepted."""
     num_evaluations: int
 
 
 class OracleSampler:
-    """Answers three-token demonstrations (item, label, break) and counts them as real ones."""
+    """Answers three-token demonstrations (item, label, break), counting the tokens of real ones."""
 
     def __init__(self, setting: Setting, *, real: BatchPrompts, seed: int) -> None:
         rng = stream(seed, "oracle")
@@ -102,7 +103,7 @@ class OracleSampler:
         self.cache = PrefixCache(block_tokens=16, capacity_tokens=CACHE_TOKENS)
         self.asked = 0
         self.computed = 0
-        # The tokens of real texts, at the beginning of a context and behind a label.
+        # Tokens of real texts at the beginning of a context and after a label.
         blank: Labels = (UNLABELLED,) * size
         openings = [real.context(blank, i, order=()) for i in range(size)]
         queries = []
@@ -162,8 +163,8 @@ def encode(text: str) -> TokenIds:
 class Published:
     """The search of the authors' code on the same scripted model.
 
-    Its repair takes up one broken pair at a time, in two ways, each a whole evaluation, and begins
-    again up to ten times while pairs are broken.
+    Its repair evaluates two changes for one broken pair at a time, each in a whole evaluation, and
+    repeats up to ten times while pairs are broken.
     """
 
     def __init__(self, oracle: OracleSampler, scorer: LabelScorer, *, seed: int) -> None:
@@ -256,7 +257,7 @@ def _labels(signs: NDArray[np.int64]) -> Labels:
 
 
 async def run_oracle(name: str, setting: Setting, *, prompts: BatchPrompts, seed: int = 1) -> None:
-    """Each search as a plain loop in id order, then through the scorer on the tree."""
+    """Run each search as a plain loop in id order, then through the scorer on the tree."""
     for search in (run_ours, run_published):
         plain = OracleSampler(setting, real=prompts, seed=seed)
         expected = await search(plain, way="plain", seed=seed)
@@ -323,7 +324,7 @@ def _scorer(sampler: OracleSampler, *, way: str) -> LabelScorer:
 
 
 class Forgetful(ScoreStore):
-    """Every context is asked for again."""
+    """Remembers nothing: every context is requested again."""
 
     def __contains__(self, key: str) -> bool:
         del key

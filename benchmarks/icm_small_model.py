@@ -1,5 +1,5 @@
-"""What a model of 135 million parameters can label: reviews, claims, solutions; with and without
-the search.
+"""Labels of a 135-million-parameter model for reviews, claims and solutions, with and without the
+search.
 
     python benchmarks/icm_small_model.py                                   # the shipped examples
     python benchmarks/icm_small_model.py --claims truthfulqa_train.json \\
@@ -7,10 +7,10 @@ the search.
 
 Two CPU cores: ten minutes. Claims: a .json list with question, choice and label (0 or 1), no
 constraint. Solutions: GSM8K's example_model_solutions, four solutions to a problem; equal final
-answers are right or wrong together. All labels are calibrated: what the model says of every item
-alike is subtracted. `--items` are labelled by what needs no search, `--searched` of them by the
-search, `--batch` at a time; 0 leaves one out. Larger ones want a GPU, and `--engine vllm` with
-the vLLM of the interpreter ROOKERY_VLLM_PYTHON:
+answers are right or wrong together. All labels are calibrated: the model's bias that is common to
+all items is subtracted. `--items` are labelled without a search, `--searched` of them by the
+search, `--batch` at a time; 0 skips either. Larger models need a GPU and `--engine vllm` with the
+vLLM of the interpreter ROOKERY_VLLM_PYTHON:
 
     python benchmarks/icm_small_model.py --engine vllm --parts claims --claims truthfulqa.json \\
         --items 0 --searched 128 --iterations 600
@@ -129,7 +129,7 @@ def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
     ]
     (folder / path.name).write_text("".join(json.dumps(item) + "\n" for item in items))
     config = configure(CONFIGS / "icm_solutions.yaml", path=folder / path.name)
-    # Some solutions were cut off before their answer.
+    # Some solutions end before their answer.
     [equal] = config.constraints
     return config.model_copy(
         update={"constraints": (equal.model_copy(update={"missing": "free"}),)}
@@ -146,9 +146,9 @@ def limited(config: IcmConfig, num_items: int, *, batch: int | None = None) -> I
 
 
 async def label_plainly(config: IcmConfig, labeller: Labeller) -> None:
-    """All items behind the same few demonstrations: the ways that need no search."""
+    """Label without a search: all items after the same few demonstrations."""
     items = read_items(config.data)
-    # Few demonstrations at a time: that all items together pass the context matters to none.
+    # A request holds few demonstrations, so it fits even if all items together exceed the context.
     unlimited = Labeller(sampler=labeller.sampler, model=labeller.model, encoder=labeller.encoder)
     problem = open_problem(config, items, labeller=unlimited, store=ScoreStore())
     baselines = Baselines(problem, config=config.baselines, seed=config.seed)

@@ -4,8 +4,8 @@
     python benchmarks/int4_kernels.py --threads 2
 
 Microseconds for 1, 7 and 32 rows, the fastest of turns taken one by one, weights read from memory;
-how far the product is from float32's, for weights and inputs of a normal distribution; and whether
-a row has the same bits among 1 to 64 rows, without which a kernel is not used.
+the error relative to float32 for normally distributed weights and inputs; and whether a row has the
+same bits among 1 to 64 rows, without which a kernel is not used.
 """
 
 import argparse
@@ -24,11 +24,11 @@ SHAPES = ((576, 3072), (576, 1536), (1536, 576), (2048, 2048))
 ROWS = (1, 7, 32)
 TURNS = 8
 COLD_BYTES = 40e6
-"""Copies of float32 weights that are multiplied by in turn take more than a cache holds."""
+"""Bytes of float32 copies multiplied in turn: more than a cache holds."""
 
 
 def int8_per_row(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Weights of 8 bit, inputs as they are."""
+    """8-bit weights, float32 inputs."""
     assert bias is None
     scales = weight.abs().amax(1) / 127
     numbers = (weight / scales[:, None]).round().to(torch.int8)
@@ -37,7 +37,7 @@ def int8_per_row(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def int8_dynamic(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Weights and inputs of 8 bit; all rows of inputs have one scale."""
+    """8-bit weights and inputs; all input rows share one scale."""
     scales = (weight.abs().amax(1) / 127).double()
     zeros = torch.zeros(len(scales), dtype=torch.long)
     numbers = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
@@ -46,7 +46,7 @@ def int8_dynamic(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def int4_reference(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The operator that is KleidiAI's on Arm: elsewhere torch computes it by plain code."""
+    """Operator that uses KleidiAI on Arm; elsewhere torch has a plain implementation."""
     from rookery.slots.linear import ArmInt4Product
 
     return ArmInt4Product(weight, bias)
@@ -70,7 +70,7 @@ def make_kernels() -> dict[str, MakeProduct]:
 
 
 def fastest(products: dict[str, list[Product]], x: torch.Tensor) -> dict[str, float]:
-    """Seconds of one product."""
+    """Seconds of the fastest product of each kind."""
     best = dict.fromkeys(products, float("inf"))
     for _ in range(TURNS):
         for name, copies in products.items():

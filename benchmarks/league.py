@@ -7,7 +7,7 @@
 Each entrant has the same budget of answer tokens and three seeds. The settings below are not the
 defaults; they were chosen on the words of `rookery new league`. Printed is a table of Markdown for
 each league: reward on the report tasks, the gain over the untouched model paired by task (95 %),
-and the seconds of a seed. A league that was killed goes on when the command is repeated.
+and the seconds of a seed. Repeat the command to resume a killed league.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
-    """Run the league, or go on with it."""
+    """Run or resume the league."""
     folder = options.folder / Path(options.model).name
     if (folder / taskset / EVENTS).exists():
         report = rookery.resume(folder / taskset).report
@@ -85,7 +85,7 @@ def play(taskset: str, options: argparse.Namespace) -> LeagueReport:
 
 
 def table(report: LeagueReport) -> str:
-    """The rows as Markdown, then who did not take part."""
+    """The rows as Markdown, then the entrants left out."""
     lines = ["| entrant | reward | gain | seconds |", "|---|---|---|---|"]
     for row in report.rows:
         gain = row.gain and f"{row.gain.mean:+.3f} ({row.gain.low:+.3f} to {row.gain.high:+.3f})"

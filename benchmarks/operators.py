@@ -5,14 +5,14 @@
     python benchmarks/operators.py --threads 1
 
 Adapters of rank 8 for the linear layers of a 2-billion-parameter model, 364 tensors each. Every
-child has two parents. What counts is the traffic that no operator can do without: two reads and
-one write of an adapter per child. That TIES reads each parent once more to find its limits, and
-DARE its random factors, is not counted. Copy bandwidth, one read and one write, is measured in the
-same rounds as the operators, and the best round of each counts. The peers merge the same parents
-tensor by tensor: `loop` selects with torch.topk and masks with bernoulli, as published
-evolution code does, `peft` calls peft.utils.merge_utils.
+child has two parents. Traffic counts only what every operator needs: two reads and one write of an
+adapter per child. The second read of each parent by TIES, to find its limits, and the random
+factors of DARE are not counted. Copy bandwidth, one read and one write, is measured in the same
+rounds as the operators, and the best round of each counts. The peers merge the same parents tensor
+by tensor: `loop` selects with torch.topk and masks with bernoulli, as published evolution code
+does; `peft` calls peft.utils.merge_utils.
 
-Run it alone on the machine: both the copy and the operators suffer from neighbours, not equally.
+Run it alone on the machine: other load slows the copy and the operators unequally.
 """
 
 import argparse
@@ -61,13 +61,13 @@ SMALL_LINEARS = {
     "mlp.up_proj": (576, 1536),
     "mlp.down_proj": (1536, 576),
 }
-"""Of a block of SmolLM2-135M, which has 30."""
+"""Linear layers of one of the 30 blocks of SmolLM2-135M."""
 FOUNDERS = DEMOS / "founders"
 DENSITY = 0.7
 BARS = {"linear": 0.70, "ties": 0.25, "dare": 0.25}
-"""Parts of copy bandwidth that are asked for."""
+"""Required share of copy bandwidth by operator."""
 PEER_CHILDREN = 1
-"""A peer takes up to two seconds a child."""
+"""Children per peer, each of which takes up to two seconds."""
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -127,7 +127,7 @@ def make_population(
 
 
 def jobs_of(population: Stack, out: Stack) -> dict[str, Callable[[], object]]:
-    """A copy of the whole population, and a generation of children by each operator."""
+    """Jobs: a copy of the whole population, and a generation of children per operator."""
     num = population.data.shape[0]
     crosses = [
         Cross(parents=(child, (child + 3) % num), weights=(0.4, 0.6), key=(0, child))
@@ -166,7 +166,7 @@ def report(name: str, population: Stack, seconds: float, bandwidth: float) -> No
 
 
 def profile_ties(population: Stack, *, repeats: int) -> None:
-    """Where TIES spends its time, on one thread: nanoseconds per number of a child."""
+    """Print the time of each part of TIES on one thread, in nanoseconds per number of a child."""
     pieces, values = factor_rows(population).pieces, population.data.numpy()
     bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
     counts = np.array([int(DENSITY * piece.sizes[0]) for piece in pieces], np.int64)
@@ -192,7 +192,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
 
 
 def time_deltas() -> None:
-    """One child in delta space for all linear layers of SmolLM2-135M, on one thread."""
+    """Print the time of one child in delta space for SmolLM2-135M on one thread."""
     parents = make_population(num_blocks=30, num_adapters=2, linears=SMALL_LINEARS)
     crosses = [Cross(parents=(0, 1), weights=(0.4, 0.6), key=(0,))]
     print("\nIn delta space, SmolLM2-135M at rank 8, one thread, s per child:")
@@ -202,7 +202,7 @@ def time_deltas() -> None:
 
 
 def compare_with_svd() -> None:
-    """Children of two trained adapters beside the nearest matrices of their rank."""
+    """Compare children of two trained adapters with the nearest matrices of their rank."""
     parents = [read_adapter(folder) for folder in sorted(FOUNDERS.iterdir())[:2]]
     rank = parents[0].rank
     print(f"\nTwo of {FOUNDERS.name}, delta W cut to rank {rank}, beside a full SVD:")
@@ -225,12 +225,12 @@ def compare_with_svd() -> None:
 
 
 def best(function: Callable[[], object], *, repeats: int) -> float:
-    """The least seconds of several runs, after one that is not counted."""
+    """Fastest of several runs in seconds, after one warm-up run."""
     return best_of_each({"": function}, repeats=repeats)[""]
 
 
 def best_of_each(jobs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
-    """The least seconds of each, in rounds, so that a neighbour disturbs all of them alike."""
+    """Fastest run of each job in seconds. Jobs take turns, so that other load affects all alike."""
     least = dict.fromkeys(jobs, float("inf"))
     for turn in range(repeats + 1):
         for name, job in jobs.items():

@@ -1,4 +1,4 @@
-"""CPU and memory of a process and of all it started, read from /proc while it runs."""
+"""CPU and memory of a process and its descendants, read from /proc while it runs."""
 
 import os
 import subprocess
@@ -16,17 +16,17 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What was used."""
+    """CPU and memory used."""
 
     cpu_s: tuple[tuple[int, float], ...]
-    """How many calls there had been at a look, and the CPU time of the process itself then."""
+    """Per reading: calls so far, and CPU seconds of the process itself."""
     hub_mb: float
-    """Its peak."""
+    """Peak memory of the process itself."""
     all_mb: float
-    """The peak of the sum over all processes, memory that they share counted once."""
+    """Peak of the sum over all processes, with shared memory counted once."""
 
     def cpu_ms(self, first: int, last: int) -> float:
-        """Per call, from the first look at `first` calls or more to the last one up to `last`."""
+        """CPU milliseconds per call between the readings from `first` to `last` calls."""
         looks = [(calls, cpu_s) for calls, cpu_s in self.cpu_s if first <= calls <= last]
         if len(looks) < 2 or looks[-1][0] == looks[0][0]:
             return float("nan")
@@ -34,7 +34,7 @@ class Usage:
 
 
 def watch(process: "subprocess.Popen[bytes]", *, num_calls: Callable[[], int]) -> Usage:
-    """Look until the process ends."""
+    """Read the usage repeatedly until the process ends."""
     cpu: list[tuple[int, float]] = []
     hub_mb = all_mb = 0.0
     while process.poll() is None:
@@ -54,7 +54,7 @@ def _cpu_s(pid: int) -> float:
 def _field_mb(pid: int, name: str) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     found = (int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
-    return next(found, 0.0)  # a process that has ended has none
+    return next(found, 0.0)  # a process that has ended has no such line
 
 
 def _pss_mb(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""Where a publication of weights spends its time."""
+"""Measures the parts of a publication of weights."""
 
 import time
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Every request to the servers and the trainer's pass, each with when it began and ended, from
-    the beginning of the publication."""
+    """Records start and end of every request to the servers and of the trainer's pass, relative to
+    the start of the publication."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._began = time.perf_counter()
@@ -36,7 +36,7 @@ class Watch:
         return watched
 
     def _watched(self, work: Any, name: str = "") -> Any:
-        """Named by its first argument, a path, where there is no name."""
+        """Wrap a call to record it under `name`, or else under its first argument, a path."""
 
         async def watched(first: Any, *args: Any, **options: Any) -> Any:
             began = time.perf_counter()

@@ -2,8 +2,8 @@
 
     python benchmarks/runs.py [--folder DIR]      takes seconds
 
-The last column is what the event loop itself was kept from doing: its longest pause. The journal is
-measured beside the event log. The bare line is one write and one fsync of the same bytes.
+The last column is the longest pause of the event loop. The journal is measured beside the event
+log. The bare line is one write and one fsync of the same bytes.
 """
 
 import argparse

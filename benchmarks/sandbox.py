@@ -1,9 +1,9 @@
-"""What an evaluation costs: warm (a fork) beside cold (a new jail), with numpy. A minute, no GPU.
+"""Cost of an evaluation: warm (a fork) beside cold (a new jail), with numpy. A minute, no GPU.
 
     python benchmarks/sandbox.py [--backend bubblewrap]
 
-The evaluator imports numpy and sums a few numbers, so that the time is the sandbox's. Cold opens a
-sandbox per evaluation, warm one for all; medians, and how many times cheaper warm is.
+The evaluator imports numpy and sums a few numbers, so the time is the sandbox's. Cold opens one
+sandbox per evaluation, warm one for all. The output has medians and the ratio of cold to warm.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python benchmarks/scale.py            # a minute, no GPU
     python benchmarks/scale.py racing     # rows whose name holds this word
 
-Linear work has exponent 1. Above `MOST` a row is marked and the program ends with 1. Seconds are
-CPU time of one thread, the best of `REPEATS`. A new row is a function that takes a size, prepares,
-and returns what is timed, and a line of `ROWS`. `FLAT` has rows of work that should not grow: the
-last size may take `MOST_FLAT` times as long as the first.
+Linear work has exponent 1. A row above `MOST` is marked, and the exit code is 1. Seconds are
+CPU time of one thread, the best of `REPEATS`. To add a row, write a function that takes a size,
+prepares, and returns the work to time, and name it in `ROWS`. `FLAT` has rows of work that should
+not grow: the last size may take `MOST_FLAT` times as long as the first.
 """
 
 import argparse
@@ -41,16 +41,16 @@ from rookery.weights.merge import LinearConfig, merge
 from rookery.weights.mutate import GaussianConfig
 
 MOST = 1.1
-"""Exponents up to this pass: logarithms and caches take the place of the last tenth."""
+"""Largest exponent that passes; logarithms and caches explain the last tenth."""
 MOST_FLAT = 1.2
-"""How much longer a step may take at the last size than at the first."""
+"""Largest ratio of a step's time at the last size to that at the first."""
 REPEATS = 3
 
 Work = Callable[[], object]
 
 
 class Row(NamedTuple):
-    """One line: what grows, the sizes, and how the work of one size is prepared."""
+    """One row: sizes, and a function that prepares the work of a size."""
 
     grows: str
     sizes: Sequence[int]
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def race(num_candidates: int, num_tasks: int) -> Work:
-    """Equal candidates: nearly all see every task."""
+    """Race equal candidates, nearly all of which see every task."""
     answers = (stream(0, "scale").random((num_candidates, num_tasks)) < 0.5).astype(float)
     names = [f"c{i}" for i in range(num_candidates)]
     tasks = [f"t{i}" for i in range(num_tasks)]
@@ -78,7 +78,7 @@ def race(num_candidates: int, num_tasks: int) -> Work:
 
 
 def log_rollouts(num_rollouts: int) -> Work:
-    """Written in blocks of 64, then read again."""
+    """Write rollouts in blocks of 64, then read them again."""
     model = ModelRef(name="base", version="1")
     completion = Completion(
         model=model, tokens=(1,) * 50, logprobs=(-0.1,) * 50, text="x" * 200, finish_reason="stop"
@@ -116,7 +116,7 @@ def make_adapter_of(seed: int, *, size: int = 64, rank: int = 8) -> Adapter:
 
 
 def climb(num_steps: int) -> Work:
-    """Steps of an ES, 16 trials each."""
+    """Take steps of an evolution strategy with 16 trials each."""
     start = make_adapter_of(0)
 
     def work() -> None:
@@ -152,7 +152,7 @@ def merge_founders(num_founders: int, *, size: int) -> Work:
 
 
 def rebuild_lineage(num_generations: int) -> Work:
-    """One mutation after another."""
+    """Rebuild a lineage of one mutation per generation."""
     founder = make_adapter_of(0)
     builder = AdapterBuilder(
         {founder.name: founder}, merges={}, mutations={"gaussian": GaussianConfig()}, rank=8
@@ -172,14 +172,14 @@ def rebuild_lineage(num_generations: int) -> Work:
 
 
 def agree_on(num_items: int) -> Work:
-    """Labels of pairs that are tied together."""
+    """Label items in constrained pairs."""
     labels = dict(enumerate((stream(0).random(num_items) < 0.5).astype(int).tolist()))
     pairs = [item // 2 for item in range(num_items)]
     return lambda: agree(labels, labels, clusters=pairs)
 
 
 def evolve(num_programs: int) -> Work:
-    """400 asks and tells on a database of this many programs; none is removed for its number."""
+    """400 asks and tells on a database of this size, far below its population limit."""
     rng = stream(0, "programs")
     config = ProgramDatabaseConfig(population_size=1_000_000)
     database = ProgramDatabase(config, seed=0, arms=[Arm(name="small"), Arm(name="large")])
@@ -200,7 +200,7 @@ def evolve(num_programs: int) -> Work:
     texts = [record(None, 0) for _ in range(400)]
 
     def work() -> None:
-        # The records are ready but for their place: making them is the caller's cost.
+        # Records are prepared except for their position, because making them is the caller's cost.
         for text, attempt in zip(texts, attempts, strict=False):
             plan = database.ask(attempt)
             database.tell(replace(text, id=f"p{attempt}", island=plan.island, parent=plan.parent))
@@ -233,12 +233,12 @@ def seconds_of(work: Work) -> float:
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """The slope of log seconds over log size."""
+    """Slope of log seconds over log size."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def show_flat(name: str, row: Row) -> bool:
-    """Print the row; whether its work stays as cheap as it was."""
+    """Print the row. True if its ratio is within MOST_FLAT."""
     seconds = [seconds_of(row.prepare(size)) for size in row.sizes]
     ratio = seconds[-1] / seconds[0]
     cells = "  ".join(f"{n}: {s:.3f} s" for n, s in zip(row.sizes, seconds, strict=True))

@@ -2,12 +2,11 @@
 
     python benchmarks/scripted_model.py --latency 5 --hostile 0.2     # prints its URL
 
-The answer depends on the prompt alone, so that a request that is sent again is answered alike. With
-`--hostile` a share of the answers are programs that end, loop, fork, take memory or open files.
-With `--answers FILE` each answer is one of that JSON list of texts instead, drawn by the prompt.
-It embeds texts by their letters.
-`GET /stats` has the number of calls, the most in flight, and when the first came and the last left.
-Nothing but the standard library: it must not be what is measured.
+The answer depends only on the prompt, so a repeated request gets the same answer. With `--hostile`,
+a share of the answers are programs that exit, loop, fork, take memory or open files. With
+`--answers FILE`, the prompt selects an answer from that JSON list of texts. Embeddings count
+letters. `GET /stats` has the number of calls, the most in flight, and the times of the first call
+and the last answer. The server uses only the standard library, so that its own cost stays small.
 """
 
 import argparse
@@ -39,7 +38,7 @@ HOSTILE = (
 
 @dataclass(frozen=True)
 class Stats:
-    """What the server saw."""
+    """Counts and times of the server's calls."""
 
     calls: int = 0
     in_flight: int = 0
@@ -117,7 +116,7 @@ class ScriptedModel:
         }
 
     def _write(self, asked: str, key: str) -> str:
-        """A diff where diffs are asked for, else the whole program."""
+        """Return a diff if the prompt asks for diffs, else the whole program."""
         draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         if self._answers:
             return self._answers[draw % len(self._answers)]
@@ -135,7 +134,7 @@ class ScriptedModel:
 
 
 def _embed(text: str) -> dict[str, object]:
-    """How often each letter and digit is in the text: programs of like text are alike."""
+    """Count each letter and digit of the text, so that similar programs have close embeddings."""
     counts = [
         float(text.lower().count(letter)) for letter in string.ascii_lowercase + string.digits
     ]

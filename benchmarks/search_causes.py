@@ -2,11 +2,11 @@
 
     python benchmarks/search_causes.py runs/demo-0 [RUN ...]
 
-Asks every candidate of the run that saw all search tasks about the report tasks, which the run
-itself never does, on the engine of the run's config. One that fails on a report task has no mean
-and is left out. For each run one line of JSON:
+Measures every candidate that saw all search tasks on the report tasks, which the run itself never
+does, on the engine of the run's config. Candidates that fail on a report task are left out. Prints
+one line of JSON per run:
 
-    num_failed   candidates that are left out
+    num_failed   candidates left out
     oracle       the best of all candidates on the report tasks: the ceiling of any choice
     correlation  of merit on the search tasks with the mean on the report tasks, over candidates
     overfit      the winner's mean reward on the search tasks minus that on the report tasks
@@ -39,7 +39,7 @@ from rookery.types import Adapter, Task
 from rookery.weights import read_adapter
 
 COHORT = 16
-"""Adapters in the engine at a time."""
+"""Adapters loaded at a time."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 async def find_causes(path: Path) -> dict[str, Any]:
-    """What the docstring above says, and the run's name."""
+    """The fields of the module docstring, and the run's name."""
     with Run.view(path) as run:
         config = GenomeConfig.model_validate(run.config)
         candidates = {e.key: e.payload for e in run.events("candidate")}
@@ -76,7 +76,7 @@ async def measure(
     tasksets: Sequence[Taskset],
     adapters: Sequence[Adapter],
 ) -> list[float | None]:
-    """Each adapter's weighted mean reward on the report tasks; None where an answer failed."""
+    """Weighted mean reward of each adapter on the report tasks; None if an answer failed."""
     template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
     tasks: list[Task] = [task for taskset in tasksets for task in taskset.split("report")]
@@ -94,7 +94,7 @@ async def measure(
 def weighted_mean(
     rewards: Mapping[str, float], tasks: Sequence[Task], *, weights: Mapping[str, float]
 ) -> float | None:
-    """Over the tasksets' means; None where a task is missing."""
+    """Weighted mean of the tasksets' means; None if a task is missing."""
     if any(task.id not in rewards for task in tasks):
         return None
     means = mean_by_source(rewards, tasks)
@@ -108,14 +108,14 @@ def summarise(
     winner: str,
     config: GenomeConfig,
 ) -> dict[str, Any]:
-    """`means` on the report tasks are those of all candidates that saw every search task."""
+    """Causes, from the `means` on the report tasks of all candidates that saw every search task."""
     on_report = {key: mean for key, mean in means.items() if mean is not None}
     if winner not in on_report:
         raise TaskError(f"The winner {winner} failed on a report task: nothing compares with it.")
     merits = {key: candidates[key]["merit"] for key in on_report}
     feasible = [key for key in on_report if not candidates[key]["violation"]]
     ranked = sorted(feasible or on_report, key=lambda key: -merits[key])
-    first = {candidates[key]["version"]: key for key in reversed(ranked)}  # of equal weights
+    first = {candidates[key]["version"]: key for key in reversed(ranked)}  # best of equal weights
     finalists = [key for key in ranked if key in first.values()][: config.finals.num_finalists]
     num_answers = sum(own["num_tasks"] for own in candidates.values())
     num_dropped = sum(own["num_tasks"] for key, own in candidates.items() if key not in means)
@@ -137,7 +137,7 @@ def summarise(
 def gains_of(
     candidates: Mapping[str, Mapping[str, Any]], on_report: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """By operator; on the report tasks of children that have a mean there, as all their parents."""
+    """Children and mean gains by operator. Report gains need the means of child and parents."""
     alive = {key for key, own in candidates.items() if own["merit"] is not None}
     found: dict[str, list[tuple[float, float | None]]] = {}
     for key, own in candidates.items():

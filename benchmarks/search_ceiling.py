@@ -1,10 +1,10 @@
-"""What training reaches where genome combines: an adapter by `rookery sft` on the search tasks.
+"""Training as a ceiling for genome's search: an adapter by `rookery sft` on the search tasks.
 
     python benchmarks/search_ceiling.py CONFIG MODEL [--fleet URL]
 
 CONFIG is the family that `benchmarks/search_tasks.py` wrote. The adapter has the settings of its
-founders and sees the same tasks that the search is allowed to see; it is measured on the report
-tasks, the mean of the tasksets' means, as the rows of `search_quality.py`.
+founders and trains on the tasks that the search may see. Its number is the mean of the tasksets'
+means on the report tasks, as in the rows of `search_quality.py`.
 """
 
 import argparse

@@ -4,15 +4,15 @@
 
 Every run is the real loop (`rookery.loops.genome.evolve`: founders, stages, races, the choice on
 `select`, the report); only the model is made up. A founder is an adapter of one number per block, a
-candidate's merge coefficients are read off its weights, and a task's log-odds are a function of
-them: what founders know of the task's kind, how they disturb other kinds and single tasks, and how
-far the sum is beyond what a model bears. Families differ in the number of founders, how many of
-them do harm, and what is known of an answer: whether it is right (`generated`), or also how certain
-the model is of it. Where tasks are `mislabelled`, certainty says little: who knows more is surer of
-answers that count as wrong.
+candidate's merge coefficients follow from its weights, and a task's log-odds are a function of
+them: the founders' knowledge of the task's kind, their interference with other kinds and single
+tasks, and the excess of the sum over the model's tolerance. Families differ in the number of
+founders, the number of harmful ones, and the visible part of an answer: whether it is right
+(`generated`), or also how certain the model is. On `mislabelled` tasks, certainty says little:
+better models are surer of answers that count as wrong.
 
-`--picks` prints what random search finds without any loop: by how its weights are drawn, and by the
-merit that it chooses by.
+`--picks` prints the results of random search without a loop, by the distribution of its weights and
+by the merit of its choice.
 
 A seed makes founders, tasks and the search. Gains are means over seeds of paired differences on
 the report tasks, with 95 % intervals (Student's t).
@@ -52,20 +52,20 @@ from rookery.weights import make_adapter
 Array = NDArray[np.float64]
 NUM_BLOCKS = 4
 NUM_ASKED, NUM_REPORTED = 180, 1800
-"""Tasks of all kinds: half of the first for the search and half for the choice, the others for the
+"""Numbers of tasks over all kinds: the first for search and choice, half each; the second for the
 report."""
 SPLITS = SplitsConfig(search=0.5, select=0.5, report=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What founders there are, and what is seen of their answers."""
+    """Founders of a made-up family, and the visible part of their answers."""
 
     num_founders: int
     num_harmful: int = 0
     has_choices: bool = True
     mislabelled: float = 0.0
-    """Share of the tasks whose reference is wrong: who knows more is surer of the other answer."""
+    """Share of tasks with a wrong reference; better models are surer of the other answer."""
 
     @property
     def name(self) -> str:
@@ -95,8 +95,7 @@ HELD_OUT = {
         for num, harmful in ((3, 0), (3, 1), (6, 0), (6, 1), (8, 2), (14, 0), (14, 3))
     )
 }
-"""Families by rewards alone to try changes on, with `--first-seed 100`, before others are looked
-at."""
+"""Families scored by rewards alone, to try changes on with `--first-seed 100` before the others."""
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -128,7 +127,7 @@ class World:
         count = len(kinds)
         ease = rng.lognormal(0.0, 0.5, count)
         self._slopes = ease[:, None, None] * gains[kinds]
-        # Of a single task, whatever its kind: this is what a search can overfit.
+        # Effects on single tasks, independent of kind, which a search can overfit.
         self._slopes += rng.normal(0.0, NUM_BLOCKS**-0.5, (count, *shape))
         is_wrong = rng.random(count) < family.mislabelled
         self._slopes[is_wrong] *= -2.0
@@ -137,7 +136,7 @@ class World:
         self._alike = 0.1 + 0.9 * np.eye(num)
 
     def odds(self, weights: Array) -> Array:
-        """Of every task's right answer, for coefficients [founders, blocks]."""
+        """Log-odds of every task's right answer, for coefficients [founders, blocks]."""
         plain = self._start + np.einsum("tfb,fb->t", self._slopes, weights)
         load = np.sqrt(np.einsum("fb,fg,gb->b", weights, self._alike, weights))
         damage = float(np.square(np.maximum(0.0, load - 1.0)).mean()) * 2.0
@@ -210,13 +209,13 @@ class World:
         return evaluations
 
     def _weights(self, adapter: Adapter) -> Array:
-        """Its coefficients [founders, blocks]."""
+        """Coefficients of an adapter, [founders, blocks]."""
         factors = [adapter.factors[layer] for layer in self.linear_layers]
         columns = [own.scale * (own.b * own.a.T).sum(dim=1).numpy() for own in factors]
         return np.stack(columns, axis=1).astype(float)
 
     def mean(self, adapter: Adapter) -> float:
-        """Its mean reward on the report tasks: all kinds have as many."""
+        """Mean reward of an adapter on the report tasks, which are equally many per kind."""
         return float((self.odds(self._weights(adapter))[NUM_ASKED:] > 0).mean())
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
@@ -238,7 +237,7 @@ class World:
 
 
 def run_one(case: tuple[str, str, int]) -> dict[str, float]:
-    """The mean rewards on the report tasks of one search's winner and what it is compared with."""
+    """Mean rewards on the report tasks of one search's winner and its baselines."""
     torch.set_num_threads(1)
     name, variant, seed = case
     world = World((FAMILIES | HELD_OUT)[name], seed=seed)
@@ -255,7 +254,7 @@ def run_one(case: tuple[str, str, int]) -> dict[str, float]:
 
 
 async def search(world: World, config: GenomeConfig, run: Run) -> dict[str, float]:
-    """As `rookery.loops.genome.evolve` does it, without baselines that vote."""
+    """Search as `rookery.loops.genome.evolve` does, without voting baselines."""
     inputs = GenomeInputs(
         config=config,
         founders=world.founders,
@@ -305,15 +304,15 @@ def main() -> None:
         return
     with ProcessPoolExecutor(options.parallel) as pool:
         for family in families:
-            # Without choices every merit is the reward.
+            # Without choices, every merit equals the reward.
             variants = options.variants if "generated" not in family else ["default"]
             cases = [(family, name, seed) for name in variants for seed in seeds]
             show(family, dict(zip(cases, pool.map(run_one, cases), strict=True)))
 
 
 def pick(family: Family, seed: int) -> dict[str, float]:
-    """The mean reward on the report tasks of the best of 50 (with twenty founders 51): in two steps
-    by `mixed`, of weights drawn in one way or another, and on 90 tasks by one merit or another."""
+    """Mean reward on the report tasks of the best of 50 random candidates (51 with 20 founders), by
+    the distribution of weights (chosen in two steps by `mixed`) and by merit on 90 tasks."""
     world, num = World(family, seed=seed), family.num_founders
     found = {}
     draws: dict[str, Callable[[np.random.Generator], Array]] = {
@@ -342,7 +341,7 @@ def pick(family: Family, seed: int) -> dict[str, float]:
 
 
 def all_merits(odds: Array, *, has_choices: bool) -> dict[Merit, Array]:
-    """[candidates, tasks] of each."""
+    """Each merit as an array [candidates, tasks]."""
     rewards = (odds > 0).astype(float)
     sure = 1.0 / (1.0 + np.exp(-np.clip(odds, -50.0, 50.0))) if has_choices else rewards
     merits: dict[Merit, Array] = {"reward": rewards, "certainty": sure}
@@ -355,8 +354,8 @@ def all_merits(odds: Array, *, has_choices: bool) -> dict[Merit, Array]:
 
 
 def foretold(merits: Array, rewards: Array) -> float:
-    """The covariance of merits with rewards of other tasks, by the spread of the mean merits, over
-    the better half of the candidates: what choosing by this merit gains on tasks not seen."""
+    """Expected gain on unseen tasks from choosing by this merit: the covariance of merits with
+    rewards of other tasks over the spread of mean merits, for the better half of candidates."""
     scaled = [(own.mean(axis=1) - own.mean()) / (own.mean(axis=1).std() + 1e-9)
               for own in (merits, rewards)]  # fmt: skip
     top = np.argsort(-(scaled[0] + scaled[1]), kind="stable")[: len(merits) // 2]
@@ -366,7 +365,7 @@ def foretold(merits: Array, rewards: Array) -> float:
 
 
 def show(family: str, found: Mapping[tuple[str, str, int], Mapping[str, float]]) -> None:
-    """Every variant's means, and its gain over random search by each merit."""
+    """Print each variant's means and its gain over random search by each merit."""
     seeds = sorted({seed for _, _, seed in found})
     variants = list(dict.fromkeys(variant for _, variant, _ in found))
     for variant in variants:

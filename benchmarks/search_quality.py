@@ -1,21 +1,21 @@
-"""How good the search of genome is: its winner beside random search and others, over many seeds.
+"""Quality of genome's search: its winner beside random search and others, over many seeds.
 
     python benchmarks/search_quality.py CONFIG [CONFIG ...] [--url http://127.0.0.1:8001]
         [--variants shipped "random by reward"] [--seeds 0 1 2 3] [--minutes 20]
 
 CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml` or the one that
 `benchmarks/search_tasks.py` writes: a family of tasks. Each variant in VARIANTS is that config with
-a few keys changed; every variant runs under every seed, `--parallel` at a time, on the config's
-engine or on the servers named, family after family within a seed: what `--minutes` leaves out are
-the last seeds of all. Peers are the best founder, the founders' average and the finalists' vote of
-each run, and variants: `random by ...` (as many candidates: the founders, their average and random
-sums of them, the winner chosen in the same two steps, by the merit in its name), `cmaes`
-(coefficients, one per founder) and `genome` (the published schedule). Every variant is compared
-with all random searches.
+a few keys changed. Every variant runs under every seed, `--parallel` at a time, on the config's
+engine or on the named servers, family after family within a seed. `--minutes` therefore cuts off
+the last seeds of all families. Each run is compared with its best founder, its founders' average
+and its finalists' vote. Further variants are `random by ...` (equally many candidates: the
+founders, their average and random sums of them, with the winner chosen in the same two steps by the
+merit in the name), `cmaes` (coefficients, one per founder) and `genome` (the published schedule).
+Every variant is compared with all random searches.
 
-The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
-changes the search and the random search, the report tasks stay the same. `--causes N` also says of
-the first N seeds where the search lost (`benchmarks/search_causes.py`).
+The gain over random search is the mean over seeds with its 95 % interval (Student's t). A seed
+changes both searches; the report tasks stay the same. `--causes N` also prints the causes of loss
+for the first N seeds (`benchmarks/search_causes.py`).
 """
 
 import argparse
@@ -54,7 +54,7 @@ SUMS = (
     {"type": "crossover", "name": "ties", "share": 0.5, "weights": "fitness"},
     {"type": "mutation", "name": "gaussian", "share": 1},
 )
-"""Merges of whole adapters, and mutation."""
+"""Operators that merge whole adapters, and mutation."""
 MERGES = {
     "layers": {"type": "layerwise", "mode": "pick", "unit": "layer"},
     "mixture": {"type": "layerwise", "mode": "mix", "unit": "layer"},
@@ -68,7 +68,7 @@ def ga(
     selection: str = "tournament",
     **population: Any,
 ) -> dict[str, Any]:
-    """A genetic stage of the common size."""
+    """Config of a genetic stage of the common size."""
     own = [dict(operator) for operator in operators]
     children = {"count": CHILDREN, "operators": own, "selection": {"type": selection}}
     size = {"size": POPULATION, "children": children, **population}
@@ -76,14 +76,14 @@ def ga(
 
 
 def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) -> dict[str, Any]:
-    """Changes to a config that has these stages and no random search."""
+    """Changes that give a config these stages and no random search."""
     stages_ = [dict(stage) for stage in stages]
     finals = {"random_search": False, **keys}
     return {"merit": merit, "merges": MERGES, "stages": stages_, "finals": finals}
 
 
 RANDOM = {merit: f"random by {merit}" for merit in get_args(Merit)}
-"""Variants that are random search, by the merit that their winner is chosen by."""
+"""Names of the random-search variants, by the merit that chooses the winner."""
 RANDOM_FIRST = {"type": "random", "count": 20}
 BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
@@ -143,10 +143,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "finals": {"random_search": False},
     },
 }
-"""Changes to the config, by name. All measure about as many candidates."""
+"""Changes to the config by name. All variants measure about equally many candidates."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
+"""Student's t for 1, 2, ... degrees of freedom; callers use 2.1 beyond."""
 
 ROWS = ("evolved", "best founder", "uniform average", "vote of finalists")
 CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
@@ -154,7 +154,7 @@ CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run: the mean on the report tasks of every row, and what the search took."""
+    """One run: mean of every row on the report tasks, and the cost of the search."""
 
     family: str
     variant: str
@@ -167,7 +167,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run to be made."""
+    """A run to make."""
 
     family: str
     variant: str
@@ -177,11 +177,11 @@ class Case:
     folder: Path
     out: Path | None
     end: float
-    """Of the clock: it is not begun after it."""
+    """Clock time after which the run is not started."""
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the changes, folder by folder."""
+    """Merge the changes into the config, recursively."""
     result = dict(config)
     for key, value in changes.items():
         is_nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -190,7 +190,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def run_one(case: Case) -> Outcome | None:
-    """The run, in a worker process; None when there was no time for it, or it failed."""
+    """Run a case in a worker process; None if it failed or no time was left."""
     if time.time() > case.end:
         return None
     words = f"{case.family} {case.variant} {case.seed}"
@@ -234,7 +234,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """Means over seeds, and gains over the random searches of the same seeds, by merit."""
+    """Print means over seeds, and gains over the random searches of the same seeds by merit."""
     heads = ("runs", "evolved", "founder", "average", "vote")
     gains = "".join(f"{f'over random search by {merit}':>42}" for merit in RANDOM)
     print(f"\n{'':15}" + "".join(f"{head:>9}" for head in heads) + gains)
@@ -311,7 +311,7 @@ def main() -> None:
 
 
 def read(out: Path | None) -> list[Outcome]:
-    """What earlier calls saved."""
+    """Load the outcomes that earlier calls saved."""
     lines = out.read_text().splitlines() if out is not None and out.exists() else []
     return [Outcome(**json.loads(line)) for line in lines]
 
@@ -323,7 +323,7 @@ def save(outcome: Outcome, out: Path | None) -> None:
 
 
 def cases_of(options: argparse.Namespace, scratch: Path) -> list[Case]:
-    """Every variant of every family under every seed, seed by seed, dealt out to the servers."""
+    """Cases for every variant, family and seed, ordered by seed and dealt out to the servers."""
     families = {f"{path.parent.name}/{path.stem}": read_config(path) for path in options.configs}
     end = time.time() + 60 * options.minutes
     served = [
@@ -349,7 +349,7 @@ def cases_of(options: argparse.Namespace, scratch: Path) -> list[Case]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config with its paths made absolute."""
+    """Read a config and make its paths absolute."""
     config: dict[str, Any] = yaml.safe_load(path.read_text())
     for part in (config["init"], *config["tasksets"]):
         if "path" in part:

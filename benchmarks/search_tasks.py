@@ -13,15 +13,15 @@ political statements:
     challenges/{train,test}_political_normative.json   question, choice, is_liberal
     truthfulqa/TruthfulQA.csv                Question, Correct Answers, Incorrect Answers
 
-Every task has two answers of its own; with `--yes-or-no` all have the same two, so that adapters of
-different tasks disturb one another and sums of them are hardly better than guessing. Each founder
+Every task has its own two answers. With `--yes-or-no` all have the same two, so that adapters of
+different tasks interfere and sums of them are hardly better than guessing. Each founder
 is trained by `rookery sft` on one task's own training questions; the target is the mixture of all
-tasks, on questions that no founder saw. A question is in one split of one file only, with one of
-its answers: search a quarter, select a quarter, report half.
+tasks, on questions that no founder saw. Each question is in one split of one file only, with one of
+its answers: search has a quarter, select a quarter, report half.
 
 With `judgements` in place of DATA the tasks are made up: whether a product, a sorted word, a number
 of letters, a remainder and a reversed word are right. A small model can hardly tell, so its
-founders know next to nothing, and how certain they are says little.
+founders know next to nothing, and their certainty says little.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from rookery.seeding import shuffled, stream
 from rookery.tasks import generators
 
 NUM_TRAINING, NUM_TARGET = 600, 240
-"""Rows of each task at most."""
+"""Limits on the rows of each task."""
 SPLITS = {"search": 0.25, "select": 0.25, "report": 0.5}
 SETTINGS = ("--rank", "8", "--layers", "8", "--targets", "[q_proj, v_proj, o_proj]",
             "--learning-rate", "0.0005", "--steps", "80", "--batch-size", "16")  # fmt: skip
@@ -50,9 +50,9 @@ WORDS = {
     "liberal": ("liberal", "conservative"),
     "french": ("French", "English"),
 }
-"""The answers to each task: what is asked about is so, or is not."""
+"""Answers of each task: the claim holds, or it does not."""
 Claims = dict[str, list[tuple[str, bool]]]
-"""Question -> what is asked about it, and whether it is so."""
+"""By question: its claims, and whether each holds."""
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def gather(rows: Iterable[tuple[str, str, bool]]) -> Claims:
 
 
 def write_task(out: Path, name: str, claims: Claims, words: tuple[str, str]) -> None:
-    """Half of the questions for the founder, half for the target, as many of each answer."""
+    """Write half of the questions for the founder and half for the target, balanced by answer."""
     questions = shuffled(sorted(claims), rng=stream(0, "questions", name))
     half = len(questions) // 2
     trained = [claim for question in questions[:half] for claim in claims[question]]
@@ -188,7 +188,7 @@ def write(path: Path, claims: Sequence[tuple[str, bool]], words: tuple[str, str]
 
 
 def family(tasks: Sequence[str], *, model: str) -> dict[str, Any]:
-    """The config: the same sizes as the demo's, the children of rank 32."""
+    """Config with the sizes of the demo and children of rank 32."""
     scorer = {"type": "choice"}
     return {
         "engine": {"type": "embedded", "model": model or "MODEL"},
@@ -204,7 +204,7 @@ def family(tasks: Sequence[str], *, model: str) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace, tasks: Sequence[str]) -> None:
-    """An adapter per task, each from a seed of its own."""
+    """Train an adapter per task, each with its own seed."""
     steps = ["--steps", str(options.steps)] if options.steps else []
     running: list[subprocess.Popen[bytes]] = []
     for seed, name in enumerate(tasks):
@@ -219,7 +219,7 @@ def train(options: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 
 def finish(running: list["subprocess.Popen[bytes]"]) -> None:
-    """Wait for these trainings; a failed one ends the program."""
+    """Wait for these trainings; exit if one failed."""
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit("A training failed.")

@@ -7,8 +7,8 @@
 `--part queue` is tink_queue.py, `--part served` is tink_served.py.
 
 Tenants differ in rank, layers, loss, lengths and optimizer values. First all together are compared
-with each alone: on the CPU gradients and weights after a step have the same bits. Then both
-take turns in one process on an otherwise idle machine; the median of several rounds each. About
+with each alone: on the CPU, gradients and weights after a step are bitwise equal. Then both take
+turns in one process on an otherwise idle machine, and the median of several rounds counts. About
 four minutes on two cores.
 """
 
@@ -36,17 +36,17 @@ LOSSES = (
     "dro", "gspo", "cross_entropy", "importance_sampling",
 )  # fmt: skip
 STRETCH = (1.0, 0.5, 1.5, 0.75, 1.25, 1.0, 0.625, 1.375)
-"""Lengths of the tenants by the mean."""
+"""Sequence length of each tenant relative to the mean."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ((*ATTENTION, *MLP), ATTENTION, (*ATTENTION, *MLP, "lm_head"), MLP)
 MOST_GAP = 1e-5
-"""Of gradients on a GPU."""
+"""Largest accepted gap of gradients on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """What one of them asks for, again and again."""
+    """The repeated request of one tenant."""
 
     start: Adapter
     request: TrainRequest
@@ -63,7 +63,7 @@ def make_tenant(model: SlottedModel, number: int, *, tokens: int) -> Tenant:
     config = LoraConfig(rank=rank, alpha=32.0, targets=TARGETS[kind % len(TARGETS)])
     zero = initial_adapter(model, config, name=name, base="", seed=number)
     generator = torch.Generator().manual_seed(number)
-    # Deltas of one size at every rank: those of rank 1 would drown the model by their scale of 32.
+    # Scale deltas to one size for all ranks: at rank 1, a scale of 32 would swamp the model.
     factors = {
         layer: LoraFactors(
             a=lora.a,
@@ -98,7 +98,7 @@ def open_trainer(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: in
 
 
 async def step_all(trainer: LoraTrainer, groups: Sequence[Sequence[Tenant]]) -> None:
-    """Gradients and a step of every tenant, the groups one after another."""
+    """Compute gradients and a step of every tenant, one group after another."""
     for group in groups:
         outputs = await trainer.forward_backward([tenant.request for tenant in group])
         stepped = await trainer.optim_step([tenant.step for tenant in group])
@@ -107,11 +107,10 @@ async def step_all(trainer: LoraTrainer, groups: Sequence[Sequence[Tenant]]) -> 
 
 
 async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> float:
-    """The most that gradients, and weights on the CPU, of a tenant are from those alone: the length
-    of the difference by their own. 0: same bits.
+    """Largest relative difference of a tenant's results together and alone; 0 is bitwise equal.
 
-    On a GPU gradients before any step: the first of AdamW is as large for a gradient that is
-    rounding as for any other.
+    On the CPU it covers gradients and weights after a step, on a GPU only gradients before any
+    step: AdamW's first step is as large for a gradient of pure rounding error as for any other.
     """
     has_steps = model.device.type == "cpu"
     together = open_trainer(model, tenants, pass_tokens)
@@ -135,8 +134,8 @@ async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: i
 
 
 async def show_rounding(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> None:
-    """How far gradients go from themselves when the last bit of the model's weights changes: no
-    other order of the same sums can be expected to keep them nearer."""
+    """Print how far gradients move if the last bit of the model's weights changes. Reordered sums
+    cannot be expected to stay closer."""
     exact = [await gradients_alone(model, tenant, pass_tokens) for tenant in tenants]
     kept = {name: weight.clone() for name, weight in model.weights.items()}
     with torch.no_grad():
@@ -162,12 +161,12 @@ async def gradients_alone(
 
 
 def far(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """The length of the difference by that of the other."""
+    """Norm of the difference relative to the norm of `other`."""
     return length(torch._foreach_sub(list(one), list(other))) / length(other)
 
 
 def length(tensors: Sequence[torch.Tensor]) -> float:
-    """Of all of them as one vector."""
+    """Norm of all tensors as one vector."""
     found: float = torch.stack(torch._foreach_norm(list(tensors))).norm().item()
     return found
 
@@ -175,7 +174,7 @@ def length(tensors: Sequence[torch.Tensor]) -> float:
 async def measure(
     model: SlottedModel, tenants: Sequence[Tenant], *, pass_tokens: int, rounds: int
 ) -> tuple[float, float]:
-    """Tokens per second of all together, and one after another."""
+    """Tokens per second of all tenants together, and of one after another."""
     trainer = open_trainer(model, tenants, pass_tokens)
     plans: dict[str, list[Sequence[Tenant]]] = {
         "together": [tenants],
@@ -224,7 +223,7 @@ def read_options() -> argparse.Namespace:
 
 
 async def measure_passes(options: argparse.Namespace) -> bool:
-    """All tenants in a pass, beside one after another."""
+    """Compare and time all tenants in one pass beside one after another."""
     folder: Path = resolve_model(options.model).path
     model = load_model(folder, device=options.device, dtype="float32")
     pass_tokens = options.pass_tokens or max(1024, 2 * options.tenants * options.tokens)

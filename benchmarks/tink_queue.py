@@ -1,10 +1,10 @@
-"""The service's own cost: answers beside thousands that wait, and whose turn it is.
+"""The service's own cost: latency beside thousands of waiting requests, and fairness.
 
     python benchmarks/tink_queue.py          # a stub for the model; about two minutes
 
-2,000 samples wait, each with a poll that is held open, the journal is on. Submissions of another
-tenant (gradients of 64 tokens) and heartbeats are timed one after another, before and beside them.
-Then one tenant queues 1,000 requests, and another one asks for one of the same size.
+2,000 samples wait, each with an open poll, and the journal is on. Submissions of another tenant
+(gradients of 64 tokens) and heartbeats are timed one after another, without and with this load.
+Then one tenant queues 1,000 requests, and another one sends a request of the same size.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ NUM_WAITING, NUM_TIMED, NUM_QUEUED, NUM_LATE = 2000, 500, 1000, 7
 SUBMIT_S, HEARTBEAT_S = 0.050, 0.020
 MOST_TIMES, MOST_WAIT = 3.0, 2.0
 REQUEST_S = 0.5
-"""What one request of the fairness measurement takes alone."""
+"""Seconds that one request of the fairness measurement takes alone."""
 NUM_TOKENS = 64
 
 
 @dataclass
 class Api:
-    """One tenant."""
+    """HTTP client of one tenant."""
 
     http: aiohttp.ClientSession
     url: str
@@ -93,7 +93,7 @@ async def tenant(url: str, key: str) -> AsyncIterator[Api]:
 
 
 def hold_waiting(url: str, key: str, ready: Event) -> None:
-    """Run in a process of its own: sends samples that are never answered, and polls for each."""
+    """Entry point of a process that sends samples that are never answered, and polls for each."""
 
     async def run() -> None:
         async with tenant(url, key) as api:
@@ -112,7 +112,7 @@ def hold_waiting(url: str, key: str, ready: Event) -> None:
 
             waiting = await asyncio.gather(*(send(seq) for seq in range(NUM_WAITING)))
             polls = [asyncio.create_task(api.result(one)) for one in waiting]
-            await asyncio.sleep(5.0)  # until all of them are held by the service
+            await asyncio.sleep(5.0)  # until the service holds all of them
             ready.set()
             await asyncio.gather(*polls)
 
@@ -120,7 +120,7 @@ def hold_waiting(url: str, key: str, ready: Event) -> None:
 
 
 async def timed(call: Callable[[int], Awaitable[object]]) -> float:
-    """The 99th percentile, in seconds."""
+    """99th percentile of the latency in seconds."""
     seconds = []
     for number in range(1, NUM_TIMED + 1):
         started = time.perf_counter()
@@ -142,7 +142,7 @@ async def measure_waiting(scratch: Path) -> bool:
     ada, bob = add_key(keys, name="ada"), add_key(keys, name="bob")
     spawn = multiprocessing.get_context("spawn")
     async with stub_service(scratch / "run", keys=keys) as url, tenant(url, bob) as api:
-        await latencies(api)  # imports, connections
+        await latencies(api)  # warm up imports and connections
         alone = await latencies(api)
         ready = spawn.Event()
         holder = spawn.Process(target=hold_waiting, args=(url, ada, ready), daemon=True)
@@ -167,7 +167,7 @@ async def measure_waiting(scratch: Path) -> bool:
 
 
 async def waits(api: Api) -> list[float]:
-    """Seconds from sending a request to having its result, one after another."""
+    """Seconds from sending a request to its result, for requests one after another."""
     _, model = await api.model()
     seconds = []
     for seq in range(1, NUM_LATE + 1):

@@ -1,13 +1,13 @@
-"""A real model behind the service: what durability costs, kills, and samples through HTTP.
+"""A real model behind the service: cost of durability, kills, and sampling over HTTP.
 
     python benchmarks/tink_served.py          # SmolLM2; about eight minutes on two cores
 
 | measured | how |
 |---|---|
-| journal | share of the steps of a training that is spent waiting for the journal |
-| disk | the service's folder while it trains, by the size of the snapshots in it |
-| kills | a training beside a service that is killed five times: the adapter has the same bits |
-| tokens/s | 64 samples of 48 tokens through the service, by those of the engine itself |
+| journal | share of a training's step time spent waiting for the journal |
+| disk | the service's folder while it trains, relative to the snapshots in it |
+| kills | a training with a service that is killed five times: the adapter is bitwise equal |
+| tokens/s | 64 samples of 48 tokens through the service, relative to the engine itself |
 """
 
 import asyncio
@@ -49,7 +49,7 @@ START_S = 300.0
 
 
 def step_request(step: int) -> TrainRequest:
-    """Data of one step, always the same."""
+    """Request of one step; its data depends only on the step."""
     rows = []
     for row in range(NUM_DATA):
         ids = [(7 + 31 * step + 17 * row + 13 * place) % 4000 for place in range(STEP_TOKENS + 1)]
@@ -90,7 +90,7 @@ async def service(
 
 
 class JournalClock:
-    """Adds up how long entries of the journal take to be durable, while it is on."""
+    """Context that sums the seconds until journal entries are durable."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -116,7 +116,7 @@ class JournalClock:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What is there now; files come and go meanwhile."""
+    """Bytes in the folder now; files may appear and vanish meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -128,7 +128,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 async def measure_durability(scratch: Path, backend: Backend) -> bool:
-    """A snapshot every few steps: many more than a service takes."""
+    """Measure journal and disk, with far more snapshots than a service takes."""
     folder, sizes = scratch / "durable", list[int]()
     config = ServiceConfig(snapshot_s=5.0)
     async with service(folder, backend, config) as client:
@@ -150,7 +150,7 @@ async def measure_durability(scratch: Path, backend: Backend) -> bool:
 
 
 def _only(backend: Backend) -> str:
-    """The trainee's name in the trainer."""
+    """Name of the only trainee in the trainer."""
     names: Sequence[str] = tuple(backend.trainer.trainees)  # type: ignore[attr-defined]
     return names[0]
 
@@ -186,7 +186,7 @@ class Process:
 
 
 async def trained_files(folder: Path, killed_after: Sequence[int]) -> bytes:
-    """The adapter of a training beside a service that is killed after these steps."""
+    """Files of the adapter after a training whose service is killed after these steps."""
     process = Process(folder)
     await process.start()
     try:

@@ -1,8 +1,8 @@
-"""A service whose engine and trainer cost a given time and nothing else, in a process of its own.
+"""A service in its own process, whose engine and trainer only wait for a given time.
 
     async with stub_service(folder, seconds_per_token=0.0005) as url: ...
 
-A sample whose prompt begins with token 1 is never answered: it waits as long as it is asked.
+A sample whose prompt begins with token 1 is never answered.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from rookery.types import (
 )
 
 BLOCKED = 1
-"""The first token of prompts that are never answered."""
+"""First token of prompts that are never answered."""
 NAME = "stub"
 START_S = 300.0
 
 
 class StubEngine(FakeSampler, FakeAdapters):
-    """Every sample takes the same time."""
+    """Engine whose samples all take the same time."""
 
     base = BASE
     linear_layers: Mapping[str, tuple[int, int]] = {}
@@ -61,7 +61,7 @@ class StubEngine(FakeSampler, FakeAdapters):
 
 
 class StubTrainer(FakeTrainer):
-    """A pass takes as long as its tokens say."""
+    """Trainer whose passes take a time proportional to their tokens."""
 
     def __init__(self, seconds_per_token: float) -> None:
         super().__init__("unused")
@@ -74,7 +74,7 @@ class StubTrainer(FakeTrainer):
 
 
 class StubFolders:
-    """No adapters."""
+    """Store without adapters."""
 
     async def load(self, folder: Path, *, name: str) -> ModelRef:
         return ModelRef(name=name, version=folder.name)
@@ -84,7 +84,7 @@ class StubFolders:
 
 
 class StubCodec:
-    """Texts are their characters."""
+    """Codec with one token per character."""
 
     def encode(self, text: str) -> TokenIds:
         return tuple(map(ord, text))
@@ -133,7 +133,7 @@ def _serve(
 async def stub_service(
     folder: Path, *, keys: Path, seconds_per_token: float = 0.0, sample_s: float = 0.0
 ) -> AsyncIterator[str]:
-    """Its address, inside the block."""
+    """Run the service inside the block; yields its address."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(
@@ -145,5 +145,5 @@ async def stub_service(
             raise RuntimeError("the stub service did not start")
         yield ours.recv()
     finally:
-        process.kill()  # thousands of requests still wait
+        process.kill()  # a stop would wait for thousands of requests
         process.join()

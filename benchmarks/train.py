@@ -73,7 +73,7 @@ def open_peft(folder: Path, start: Adapter) -> Any:
 
 
 def peft_pass(model: Any, data: Sequence[Datum]) -> None:
-    """One padded batch; gradients are left in the parameters."""
+    """Run one padded batch; the gradients stay in the parameters."""
     longest = max(len(datum.tokens) for datum in data)
     tokens = torch.zeros(len(data), longest, dtype=torch.long)
     targets = torch.full((len(data), longest), -100)
@@ -109,7 +109,7 @@ def seconds(work: Callable[[], object]) -> float:
 def compare(
     model: SlottedModel, peft: Any, start: Adapter, data: list[Datum], *, rounds: int
 ) -> tuple[list[float], float]:
-    """Tokens per second of both, and the gap of their gradients."""
+    """Tokens per second of both, and the gap between their gradients."""
     trainer = LoraTrainer(model, config=TrainerConfig())
     trainer.add("start", start)
     request = TrainRequest(trainee="start", data=tuple(data))

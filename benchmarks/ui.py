@@ -1,13 +1,13 @@
-"""`rookery ui` with large runs: seconds to what is seen first, frames a second, server memory.
+"""`rookery ui` with large runs: seconds to the first content, frames per second, server memory.
 
     python benchmarks/ui.py             # about four minutes; needs playwright and Chromium
 
 1,000 runs in one folder, one of them a search with 10,000 candidates and 100,000 answers, one an
 evolution of 10,000 programs, one an evaluation with 100,000 answers, one with 100,000 events. The
-server is a process of its own. Seconds are those of the browser, from the request for the page to
-the frame in which the rows or the drawing are there. Frames are counted while a table is scrolled
-and a chart is moved by script in every frame. Processor seconds of the page's main thread and of
-the server are less disturbed by other work on the machine. ROOKERY_CHROMIUM names another browser.
+server is its own process. Seconds are measured in the browser, from the request for the page to the
+frame that shows the rows or the drawing. Frames are counted while a script scrolls a table and
+moves a chart in every frame. Processor seconds of the page's main thread and of the server depend
+less on other work on the machine. ROOKERY_CHROMIUM names another browser.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def event(kind: str, key: str, **payload: Any) -> NewEvent:
 
 
 def make_search(root: Path, *, generations: int, size: int) -> None:
-    """A search as `genome` writes it, finished."""
+    """Make a finished search as `genome` writes it."""
     config = {"engine": {"model": "smollm2"}, "stages": [{"generations": generations}]}
     with Run.create(root, kind="genome", name="search", config=config) as run:
         parents: list[str] = []
@@ -103,7 +103,7 @@ def make_search(root: Path, *, generations: int, size: int) -> None:
 
 
 def add_answers(run: Run, versions: Sequence[str], *, num_tasks: int) -> None:
-    """As evaluations write them, of 40 tokens each."""
+    """Add answers of 40 tokens each, as evaluations write them."""
     completion = {
         "text": "word " * 40, "tokens": list(range(1000, 1040)), "logprobs": [-0.123456] * 40,
         "finish_reason": "stop",
@@ -122,7 +122,7 @@ def add_answers(run: Run, versions: Sequence[str], *, num_tasks: int) -> None:
 
 
 def make_programs(root: Path, *, num_programs: int) -> None:
-    """An evolution, every seventh program a failure, without a report."""
+    """Make an evolution without a report, in which every seventh program failed."""
     with Run.create(root, kind="evolve", name="programs", config={"settings": {}}) as run:
         blob = run.blobs.put_bytes(json.dumps({"code": "x = 1\n" * 40}).encode())
         first = {"program": blob, "metrics": {"combined_score": 0.1}, "failure": None}
@@ -178,7 +178,7 @@ def make_many(root: Path, *, num_runs: int) -> None:
 
 @contextmanager
 def serve(root: Path) -> Iterator[tuple[str, int]]:
-    """The page's address and its server's process."""
+    """Serve the page; yields its address and the server's process id."""
     words = [sys.executable, "-m", "rookery", "ui", str(root), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -194,33 +194,33 @@ def memory_mib(pid: int) -> float:
 
 
 def processor_s(pid: int) -> float:
-    """That a process has taken."""
+    """Processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one visit took."""
+    """Measurements of one visit."""
 
     first_s: float
     page_s: float
-    """Of the processor, on the main thread of the page, and in the server, until then."""
+    """Processor seconds of the page's main thread until the first content; `server_s` likewise."""
     server_s: float
     frames: float
-    """In a second."""
+    """Frames per second."""
     frame_ms: float
-    """Of the processor, on the main thread."""
+    """Processor milliseconds per frame on the main thread."""
 
 
 class Bench:
-    """Visits with a fresh tab each."""
+    """Visits pages, each in a fresh tab."""
 
     def __init__(self, browser: Any, url: str, pid: int) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 900})
         self.origin = url.partition("?")[0]
-        self.context.request.get(url)  # takes the cookie, and asks for no run
-        self.context.new_page().goto(f"{self.origin}static/page.css")  # a tab that rests
+        self.context.request.get(url)  # gets the cookie without requesting a run
+        self.context.new_page().goto(f"{self.origin}static/page.css")  # an idle tab
         self.pid = pid
 
     def visit(self, place: str, wanted: str, move: str) -> Seen:

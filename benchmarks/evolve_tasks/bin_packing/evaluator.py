@@ -1,4 +1,4 @@
-"""Scores a packing of items into bins: the bins that are needed at least over those used."""
+"""Scores a packing of items into bins: lower bound on the bins over the bins used."""
 
 import math
 import random

@@ -1,7 +1,6 @@
 """Scores 26 circles in the unit square by the sum of their radii, checked with zero tolerance.
 
-The numbers of a program are taken as the rationals that they are, so that nothing is rounded: a
-circle that overlaps another by any amount makes the packing invalid.
+The check computes with exact rationals: any overlap of two circles makes the packing invalid.
 """
 
 import json
@@ -14,13 +13,13 @@ from openevolve.evaluation_result import EvaluationResult
 
 NUM_CIRCLES = 26
 BEST_KNOWN = 2.635
-"""About the best sum that is known: a score of 1."""
+"""About the best known sum of radii, which scores 1."""
 
 Circle = tuple[float, float, float]
 
 
 def find_violation(circles: list[Circle], *, count: int = NUM_CIRCLES) -> str:
-    """What is wrong with a packing; empty if nothing is."""
+    """Describe the first violation of a packing; empty if it is valid."""
     if len(circles) != count:
         return f"there are {len(circles)} circles, not {count}"
     if not all(math.isfinite(number) for circle in circles for number in circle):
@@ -38,7 +37,7 @@ def find_violation(circles: list[Circle], *, count: int = NUM_CIRCLES) -> str:
 
 
 def read_circles(rows: Iterable[Iterable[float]]) -> list[Circle]:
-    """The circles as floats."""
+    """Convert rows to circles of floats."""
     circles = []
     for row in rows:
         x, y, r = row

@@ -1,6 +1,6 @@
-"""Scores a search: how near it comes to the lowest value of functions with many dips.
+"""Scores a search by the values that it reaches on functions with many local minima.
 
-The lowest value of each is 0, at a point that a program cannot know.
+The lowest value of each is 0, at a random point.
 """
 
 import math
@@ -14,11 +14,11 @@ LOW, HIGH = -5.0, 5.0
 
 
 class TooManyCalls(ValueError):
-    """The program asked more often than it may."""
+    """The program exceeded its number of calls."""
 
 
 def make_function(number: int) -> Callable[[float, float], float]:
-    """A bowl with ripples around a drawn point."""
+    """Make a bowl with ripples around a random point."""
     rng = random.Random(number)
     a, b = rng.uniform(-3.5, 3.5), rng.uniform(-3.5, 3.5)
 
@@ -30,7 +30,7 @@ def make_function(number: int) -> Callable[[float, float], float]:
 
 
 def lowest_found(search: Callable[..., tuple[float, float]], number: int) -> float:
-    """The value at the point that the program gives."""
+    """Value at the point that the program returns."""
     function, num_left = make_function(number), NUM_CALLS
 
     def counted(x: float, y: float) -> float:

@@ -1,14 +1,14 @@
-"""What a person sees of runs: a page over all of them, one page of each, the rows of a table.
+"""The user interface of runs: the page over all runs, one page per run, tables, progress.
 
-display    progress while something runs               wording  numbers and rows as people read them
-headline   the result of a search in one sentence      loops    the same of other loops
+display    progress while something runs               wording    numbers and rows as text
+headline   the result of a search in one sentence      loops      the same for other loops
 summary    the top of any report, as HTML too          time_left  how long a run still takes
-steps      the same of a run of several runs
-live/      the page: `rookery ui` over all runs, `report.html` of one
+steps      the time left of a run made of several runs
+live/      the page: `rookery ui` for all runs, `report.html` for one
 vendor/    the chart library, as published
 
-The module itself can be called: `rookery.ui("runs").url` is the address of the page over a folder
-of runs. Python has no other way for a name that is a package too.
+The module is callable: `rookery.ui("runs").url` is the address of the page over a folder of runs.
+A module class with `__call__` is the only way to give a package that behaviour.
 """
 
 import sys
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 class _Ui(ModuleType):
-    """This module, which can be called."""
+    """Makes this module callable."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class _Ui(ModuleType):
         fleet: Sequence[str] = (),
         service: str = "",
     ) -> "LivePage":
-        """Serve the page over a folder of runs, from a thread of this process, until `close`."""
+        """Serve the page over a folder of runs from a thread of this process, until `close`."""
         from rookery.ui.live.server import open_page
 
         return open_page(runs_dir, host=host, port=port, key=key, fleet=fleet, service=service)

@@ -1,13 +1,13 @@
-"""What a person sees while something runs: lines, notes, a progress bar, servers starting.
+"""Progress on the terminal: lines, notes, progress bars, starting servers.
 
     display = Display()                       # Display(is_quiet=True) shows nothing
     display.say("loading smollm2")
     with display.bar("founders", total=1900, noun="answer", run=run) as bar:
         bar.update(done=320, tokens=4_100)
 
-Everything goes to stderr. Where no bar can be drawn (a pipe, a file, a job's log) the same is
-printed as a line every 10 seconds, whether there was an update or not, and one at the end. A run
-that is given has it in its `progress.json`, for the page of runs.
+Everything goes to stderr. If no bar can be drawn (a pipe, a file, a job's log), its content is
+printed as a line every 10 seconds and once at the end. With `run`, it also goes to the run's
+`progress.json`, for the page of runs.
 """
 
 import threading
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 __all__ = ["WRITE_EVERY_S", "Bar", "Display", "PlainConsole", "ProgressFile", "every"]
 
 Progressed = tuple[float, float | None, float | None]
-"""What is done, of how much, and the seconds left."""
+"""Units done, their total if known, and the seconds left if known."""
 
 LINE_EVERY_S = 10.0
-"""Between two lines of progress in a log: a minute of it fits on a screen."""
+"""Seconds between two lines of progress in a log."""
 WRITE_EVERY_S = 1.0
-"""Between two looks whether a run's file of progress is to be written."""
+"""Seconds between two checks whether to write a run's progress file."""
 _CONTROLS = (code for code in range(0x20) if chr(code) not in "\n\t")
 _TURNS = (0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SHOWN = {code: 0x2400 + code for code in _CONTROLS} | dict.fromkeys(_TURNS, 0xFFFD)
-"""Pictures of control characters, and a mark for those that have none."""
+"""Pictures for ASCII control characters, U+FFFD for others and for changes of direction."""
 _LINE = 70
-"""Characters of a server's log line that are shown."""
+"""Last characters of a server's log line that are shown."""
 
 
 class PlainConsole(Console):
-    """A terminal on which all text is shown and none commands it, whoever wrote a name or an error:
-    the escape character becomes `␛`, and what turns the direction of writing a `�`."""
+    """Terminal on which no text, such as a name or an error, acts as a command: the escape
+    character becomes `␛`, and characters that change the writing direction become `�`."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -77,33 +77,32 @@ class Display:
 
     @property
     def _can_draw(self) -> bool:
-        """Whether bars can be drawn: FORCE_COLOR, which notebooks set, only colours a pipe."""
+        """Whether bars can be drawn. `is_terminal` alone is true of a pipe with FORCE_COLOR."""
         console = self._console
         return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
     def say(self, line: str) -> None:
-        """A line about what is being done."""
+        """Print a line about the current work."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, lines: Iterable[str]) -> None:
-        """What the reader of a result must know."""
+        """Print what the reader of a result must know."""
         for line in lines:
             self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def hint(self, line: str) -> None:
-        """What else can be done now: for a person at a terminal, not for a log."""
+        """Print a suggestion at a terminal; a log does not get it."""
         if self._console.is_terminal:
             self._console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     def fail(self, sentence: str) -> None:
-        """One error line."""
         self._console.print(Text("error: ", style="bold red") + Text(sentence), soft_wrap=True)
 
     @contextmanager
     def bar(
         self, name: str, *, total: int | None, noun: str = "answer", run: Run | None = None
     ) -> Iterator["Bar"]:
-        """A bar with counts, tokens per second, elapsed time and time left."""
+        """Show a bar with counts, tokens per second, elapsed time and time left."""
         can_draw = self._can_draw
         progress = Progress(
             SpinnerColumn(),
@@ -133,7 +132,7 @@ class Display:
 
     @contextmanager
     def launching(self) -> Iterator[Callable[["LaunchProgress"], None]]:
-        """A line per server on its way up; without a terminal, a line when it is ready."""
+        """Show a line per starting server; without a terminal, print a line when it is ready."""
         progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -147,7 +146,7 @@ class Display:
 
         def show(now: "LaunchProgress") -> None:
             if len(ready) == now.num_servers:
-                return  # a later restart: the bar of the work has the terminal
+                return  # a later restart: the progress bar has the terminal
             text = f"server {now.index + 1} of {now.num_servers}  {now.url}  {now.seconds:4.0f} s"
             if now.index not in lines:
                 progress.start()
@@ -170,7 +169,7 @@ class Display:
 
 @contextmanager
 def every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
-    """Do it so often, and once at the end, in a thread: what runs meanwhile may be busy."""
+    """Call `work` at this interval and once at the end, in a thread: the caller may be busy."""
     has_ended = threading.Event()
 
     def repeat() -> None:
@@ -188,49 +187,47 @@ def every(seconds: float, work: Callable[[], None]) -> Iterator[None]:
 
 
 class ProgressFile:
-    """Tells the page where a run is. The run goes on where it cannot be written."""
+    """Reports the progress of a run to the page. A file that cannot be written is ignored."""
 
     def __init__(self, run: Run, noun: str, look: Callable[[], Progressed]) -> None:
         self._run, self._noun, self._look = run, noun, look
         self._written: tuple[float, float | None] | None = None
         self._written_s = 0.0
         self._had_left = False
-        """Whether a time left was written last."""
+        """Whether the last write had a time left."""
 
     def write(self) -> None:
-        """What stays the same is seldom written again: then the time left may be another."""
+        """Write changed counts, and the time left alone at most every LINE_EVERY_S."""
         done, total, left_s = self._look()
         now, counts, has_left = time.time(), (done, total), left_s is not None
         is_soon = not has_left or now < self._written_s + LINE_EVERY_S
         if counts == self._written and has_left == self._had_left and is_soon:
             return
-        told = {"done": done, "total": total, "noun": self._noun, "left_s": left_s}
+        document = {"done": done, "total": total, "noun": self._noun, "left_s": left_s}
         with suppress(RookeryError):
-            self._run.write_json(PROGRESS, {**told, "time_s": now})
+            self._run.write_json(PROGRESS, {**document, "time_s": now})
             self._written, self._written_s, self._had_left = counts, now, has_left
 
 
 class Bar:
-    """One line of progress."""
-
     def __init__(self, progress: Progress, line: TaskID, left: TimeLeft) -> None:
         self._progress, self._line = progress, line
         self.left = left
-        """Knows what the bar counts. Work of other kinds is told to it."""
+        """Counts the units of the bar. Callers report other kinds of work to it."""
 
     @property
     def done(self) -> float:
         return self._progress.tasks[self._line].completed
 
     def advance(self, num: int, *, tokens: int = 0, worth: float = 1.0) -> None:
-        """So many more are done, with so many more tokens; for the time left each is so much."""
+        """Add finished units and their tokens. `worth` is the weight of a unit in the time left."""
         known = self._progress.tasks[self._line].fields["tokens"]
         if num:
             self.left.did(num * worth)
         self._progress.update(self._line, advance=num, tokens=known + tokens)
 
     def skip(self, num: int) -> None:
-        """So many fewer will be done."""
+        """Reduce the total by units that will not be done."""
         total = self._progress.tasks[self._line].total
         if num and total is not None:
             self.update(total=total - num)
@@ -243,7 +240,7 @@ class Bar:
         total: float | None = None,
         tokens: int | None = None,
     ) -> None:
-        """What is not given stays."""
+        """Set the given values; the others stay."""
         text = None if name is None else escape(name)
         if done is not None and done != self.done:
             self.left.did(done - self.done)
@@ -255,15 +252,11 @@ class Bar:
 
 
 class _TokenRate(ProgressColumn):
-    """Tokens per second since the bar started."""
-
     def render(self, task: Task) -> Text:
         return Text(f"{_rate(task):,.0f} tok/s", style="cyan")
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left, as `TimeLeft` foretells it."""
-
     def render(self, task: Task) -> Text:
         left = _left_s(task)
         return Text("" if left is None else f"ETA {_clock(left)}", style="cyan")
@@ -287,7 +280,6 @@ def _line(task: Task) -> str:
 
 
 def _rate(task: Task) -> float:
-    """Tokens per second since the task began."""
     elapsed = task.elapsed or 0.0
     return task.fields.get("tokens", 0) / elapsed if elapsed > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""The result of a run in one number and one sentence that says what it does and does not show.
+"""The result of a genome run in one sentence, and of any run in one number.
 
 headline = make_headline(report)
 headline.verdict    # "better": the whole interval of the gain is above zero
@@ -26,7 +26,6 @@ from rookery.ui import wording
 __all__ = ["ELSEWHERE", "Headline", "Verdict", "gain_verdict", "make_headline", "short_result"]
 
 BASE = "base model"
-"""The row of the model without any adapter."""
 
 Verdict = Literal["better", "unclear", "worse", "unmeasured", "unfinished"]
 
@@ -40,18 +39,16 @@ SENTENCES: dict[Verdict, str] = {
     "unfinished": "No result yet. The report tasks are read once, when the search is over.",
 }
 ELSEWHERE = "Not measured here: the report tasks are read by the run that this one is a part of."
-"""Of a search whose report tasks are hidden."""
+"""Sentence for a run whose report tasks are hidden, because a larger run reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """What the top of the page says."""
-
     verdict: Verdict
     sentence: str
     winner: ReportRow | None
     context: str
-    """How the number came about: "Chosen among 46 candidates; measured on 60 report tasks."."""
+    """Origin of the number: "Chosen among 46 candidates; measured once on 60 report tasks."."""
 
 
 MERITS = {
@@ -61,11 +58,11 @@ MERITS = {
     "can mislead",
     "reward": " by rewards",
 }
-"""What candidates were compared by, in words."""
+"""Criterion by which candidates were compared, in words."""
 
 
 def make_headline(report: GenomeReport) -> Headline:
-    """The winner against the best founder, or how far an unfinished search has come."""
+    """Compare the winner with the best founder, or describe an unfinished search."""
     winner = report.winner
     if winner is None:
         is_done = report.winner_id and not any(each.num_report for each in report.tasksets)
@@ -92,9 +89,9 @@ def make_headline(report: GenomeReport) -> Headline:
 
 
 def short_result(document: Mapping[str, Json]) -> str:
-    """The number that a report of any loop is about: `0.783 (+0.158)`; empty before there is one.
+    """Main number of any loop's report: `0.783 (+0.158)`; empty before there is one.
 
-    RunError for a document that is not a report.
+    Raises RunError for a document that is not a report.
     """
     match document.get("kind"):
         case "genome":
@@ -129,7 +126,6 @@ def _with_gain(row: ReportRow | None) -> str:
 
 
 def gain_verdict(gain: Estimate | None) -> Verdict:
-    """What the interval of a gain shows."""
     if gain is None or gain.low is None or gain.high is None:
         return "unmeasured"
     if gain.low > 0:

@@ -1,8 +1,8 @@
-"""A league in words and tables: who is the best, whether that can be told, and what it took.
+"""Sentences and tables of a league: the best entrant, how certain that is, and the costs.
 
-league_sentence(report)    "sft is better than the model as it is. Not told apart from it: icm."
-league_rows(report)        a line per entrant, under COLUMNS
-pair_table(report)         every two of them: its columns and rows
+league_sentence(report)    "sft is better than the model as it is: ..."
+league_rows(report)        one row per entrant, under COLUMNS
+pair_table(report)         columns and rows of the pairwise differences
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,14 @@ __all__ = [
 ]
 
 BASE = "base"
-"""The row of the untouched model."""
 COLUMNS = ("entrant", "accuracy", "95 % interval", "gain over base", "below the best")
 COST_COLUMNS = ("entrant", "drawn", "trained", "time", "seeds")
 SURE = "*"
-"""Marks a difference whose interval is on one side of zero."""
+"""Marks a difference whose interval excludes zero."""
 
 
 def league_verdict(report: LeagueReport) -> str:
-    """`better` where the best is better than the untouched model."""
+    """`better` if the interval of the best entrant's gain over the untouched model is above 0."""
     best = _best(report)
     if best is None:
         return "unfinished"
@@ -63,7 +62,7 @@ def league_sentence(report: LeagueReport) -> str:
 
 
 def league_contexts(report: LeagueReport) -> list[str]:
-    """What the number is of, and who did not take part."""
+    """Budget and number of report tasks, and the entrants left out with their reasons."""
     measured = wording.tasks(report.num_tasks, report.num_questions, "report task")
     lines = [f"Each under {report.budget}; measured once on {measured} that no entrant has seen."]
     lines += [f"{one.name} is left out. {one.reason}" for one in report.left_out]
@@ -76,7 +75,7 @@ def _best(report: LeagueReport) -> LeagueRow | None:
 
 
 def _is_below(row: LeagueRow) -> bool:
-    """Whether it is worse than the best; one without a mean is not compared."""
+    """Whether an entrant is worse than the best; also true without a mean."""
     return row.lead is None or (row.lead.high is not None and row.lead.high < 0)
 
 
@@ -99,7 +98,7 @@ def league_rows(report: LeagueReport) -> list[tuple[str, ...]]:
 
 
 def cost_rows(report: LeagueReport) -> list[tuple[str, ...]]:
-    """What a seed took on average: `("sft", "0", "1,200", "12.3 s", "0.790 0.800 0.810")`"""
+    """Average cost of a seed: `("sft", "0", "1,200", "12.3 s", "0.790 0.800 0.810")`"""
     return [
         (
             row.name,
@@ -114,7 +113,7 @@ def cost_rows(report: LeagueReport) -> list[tuple[str, ...]]:
 
 
 def setting_lines(report: LeagueReport) -> list[str]:
-    """How each was made: `sft: trained on the answers; rank 2`."""
+    """Training and settings of each entrant: `sft: trained on the answers; rank 2`."""
     return [
         f"{row.name}: {row.what}; {row.settings or 'default settings'}"
         for row in report.rows
@@ -123,8 +122,8 @@ def setting_lines(report: LeagueReport) -> list[str]:
 
 
 def pair_table(report: LeagueReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows: how much each entrant earned above each that ranks below it. `*`: the 95 %
-    interval is on one side of zero."""
+    """Columns and rows: the lead of each entrant over each lower-ranked one. `*` marks a 95 %
+    interval that excludes zero."""
     names = [row.name for row in report.rows if row.mean is not None]
     differences = {(pair.first, pair.second): pair.difference for pair in report.pairs}
     rows = []

@@ -1,4 +1,4 @@
-"""What is said of a search for programs, a training and a labelling: sentences, tables, costs.
+"""Sentences, tables and costs of evolve, grpo and icm reports.
 
 for cells in evolve_rows(report):
     table.add_row(*cells)       # under the names in EVOLVE_COLUMNS
@@ -36,12 +36,11 @@ __all__ = [
 
 
 EVOLVE_COLUMNS = ("program", "score", "iteration", "model", "failed")
-
-"""Of the table: what fits 80 characters."""
+"""Columns that fit 80 characters."""
 
 
 def evolve_sentence(report: EvolveReport) -> str:
-    """The result in a sentence that says no more than was measured."""
+    """The result in one sentence that claims no more than was measured."""
     if report.best is None or report.best.score is None:
         return "No result yet. The report is written when the search is over."
     gain = gain_over_first(report)
@@ -54,7 +53,6 @@ def evolve_sentence(report: EvolveReport) -> str:
 
 
 PROMPT_COLUMNS = ("prompt", "search", "select", "report", "95 % interval", "gain")
-"""Of the table of a search of prompts."""
 PROMPT_SENTENCES: dict[Verdict, str] = {
     "better": "Better than the first prompt on tasks that the search never saw. The whole 95 % "
     "interval of the gain lies above zero.",
@@ -67,14 +65,13 @@ PROMPT_SENTENCES: dict[Verdict, str] = {
 
 
 def prompt_sentence(report: EvolveReport, tasks: TasksReport) -> str:
-    """What the report tasks show."""
     if report.first is not None and tasks.chosen == report.first.id:
         return "No prompt was chosen over the first one."
     return PROMPT_SENTENCES[gain_verdict(tasks.rows[0].gain if tasks.rows else None)]
 
 
 def prompt_context(tasks: TasksReport) -> str:
-    """How the number came about."""
+    """Tasks and candidates behind the reported number."""
     return (
         f"Found on {wording.plural(tasks.num_search, 'search task')}, chosen among "
         f"{wording.plural(len(tasks.finalists), 'prompt')} on "
@@ -84,7 +81,7 @@ def prompt_context(tasks: TasksReport) -> str:
 
 
 def prompt_rows(report: EvolveReport, tasks: TasksReport) -> list[tuple[str, ...]]:
-    """The chosen prompt and the first one, under PROMPT_COLUMNS."""
+    """Rows under PROMPT_COLUMNS: the chosen prompt and the first one."""
     first = "" if report.first is None else report.first.id
     finalists = {row.id: row for row in tasks.finalists}
     rows: list[tuple[str, ...]] = []
@@ -112,12 +109,12 @@ def evolve_rows(report: EvolveReport) -> list[tuple[str, ...]]:
 
 
 def six_digits(value: float | None) -> str:
-    """Six digits: scores have any size, and the last digits are what an evolution is about."""
+    """Six significant digits: scores have any size, and evolution improves the last digits."""
     return wording.MISSING if value is None else f"{value:.6g}"
 
 
 def gain_over_first(report: EvolveReport) -> float | None:
-    """What the best program scores more than the first; None where one has no score."""
+    """Score of the best program minus that of the first; None if either has no score."""
     if report.best is None or report.first is None:
         return None
     if report.best.score is None or report.first.score is None:
@@ -143,7 +140,7 @@ def _beside_baselines(report: EvolveReport) -> str:
 
 
 def evolve_costs(report: EvolveReport) -> list[str]:
-    """What the run used: ["50 iterations", "12,345 tokens", "0.12 USD", "2 min 0 s"]."""
+    """Resources used: ["50 iterations", "12,345 tokens", "0.12 USD", "2 min 0 s"]."""
     costs = [wording.plural(report.num_iterations, "iteration")]
     tokens = report.tokens
     if tokens.prompt is not None and tokens.completion is not None:
@@ -172,7 +169,7 @@ SETTING_COLUMNS = ("setting", "seeds", "select", "report", "95 % interval", "gai
 
 
 def grpo_sentence(report: GrpoReport) -> str:
-    """The result in one sentence that says what it does and does not show."""
+    """The result in one sentence that claims no more than was measured."""
     return {
         "better": "Better than the start. The whole 95 % interval of the gain lies above zero: "
         "chance alone is an unlikely explanation.",
@@ -186,7 +183,7 @@ def grpo_sentence(report: GrpoReport) -> str:
 
 
 def grpo_context(report: GrpoReport) -> str:
-    """Which weights were measured, and on what; empty before they are chosen."""
+    """Measured weights and report tasks; empty before the weights are chosen."""
     if report.chosen_step is None:
         return ""
     measured = _how_measured(report)
@@ -199,7 +196,7 @@ def grpo_context(report: GrpoReport) -> str:
 
 
 def _how_measured(report: GrpoReport) -> str:
-    """`greedily`, `at temperature 0.7`, or both; empty where the report does not tell."""
+    """`greedily`, `at temperature 0.7`, or both; empty if the report has no temperature."""
     temperatures = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
     return " and ".join(
         f"at temperature {temperature:g}" if temperature else "greedily"
@@ -209,12 +206,12 @@ def _how_measured(report: GrpoReport) -> str:
 
 
 def grpo_verdict(report: GrpoReport) -> Verdict:
-    """Of the trained policy; `unfinished` before there is one."""
+    """Verdict on the trained policy; `unfinished` before there is one."""
     return "unfinished" if report.trained is None else gain_verdict(report.trained.gain)
 
 
 def setting_rows(report: GrpoReport) -> list[tuple[str, ...]]:
-    """The settings of a sweep as strings under SETTING_COLUMNS; none without a sweep."""
+    """Rows under SETTING_COLUMNS, one per setting of a sweep; empty without a sweep."""
     return [
         (
             row.name,
@@ -229,12 +226,9 @@ def setting_rows(report: GrpoReport) -> list[tuple[str, ...]]:
 
 
 ICM_COLUMNS = ("method", "labelled", "balance", "broken", "utility", "true", "95 % interval")
-
-"""Of the table: what fits 80 characters."""
-
+"""Columns that fit 80 characters."""
 WEAK_SUPPORT = 0.5
-
-"""Below this strength most of what labels do to one another does not go along with the result."""
+"""Below this strength, most influences between labels do not agree with the result."""
 
 ICM_SENTENCES: dict[str, str] = {
     "coherent": "Coherent. Every item is labelled, and no other labels that were found are as "
@@ -255,7 +249,7 @@ ICM_SENTENCES: dict[str, str] = {
 
 
 def icm_contexts(report: IcmReport) -> list[str]:
-    """What a reader of the labels must know."""
+    """Caveats for a reader of the labels."""
     support = report.support
     said = []
     if support is not None and support.gain is not None and support.random_gain is not None:
@@ -285,7 +279,7 @@ def icm_costs(report: IcmReport) -> list[str]:
 
 
 def verdict_words(report: IcmReport) -> str:
-    """`coherent, strength 0.94 of 1`; below half it is weak."""
+    """`coherent, strength 0.94 of 1`; a strength below WEAK_SUPPORT is called weak."""
     support = report.support
     if support is None or support.strength is None:
         return report.verdict
@@ -294,7 +288,7 @@ def verdict_words(report: IcmReport) -> str:
 
 
 def icm_rows(report: IcmReport) -> list[tuple[str, ...]]:
-    """One tuple per row, one string per column of ICM_COLUMNS.
+    """Rows under ICM_COLUMNS.
 
     `("icm", "16", "8 / 8", "0", "64.612", "1.000", "0.676 to 1.000")`
     """

@@ -1,11 +1,11 @@
-"""How far a run of several runs is: the steps that have ended, and the time left.
+"""Progress of a run made of several runs: finished steps and the time left.
 
     steps = Steps({"sft-0": path, "sft-1": path, ...})
-    with steps.told(run):                # in its `progress.json`, until the end
+    with steps.told(run):                # keeps the run's `progress.json` current
         steps.end("sft-0")
-        steps.left_s()                   # None where nothing like a step to come was measured
+        steps.left_s()                   # None while a coming kind of step is unmeasured
 
-Steps whose names differ in numbers alone are taken to be alike, as the seeds of a league are.
+Steps whose names differ only in numbers count as one kind, as the seeds of a league do.
 """
 
 import json
@@ -25,21 +25,19 @@ __all__ = ["Steps", "steps_left"]
 
 
 class Steps:
-    """The steps of one run, each a run of its own."""
-
     def __init__(self, places: Mapping[str, Path]) -> None:
         self._places = places
         self._took: dict[str, float | None] = {}
-        """Seconds of those that have ended; None of one that left no run."""
+        """Working seconds of each finished step; None if it left no readable run."""
         self._began_s = time.monotonic()
-        """The one that is taken now."""
+        """Monotonic time at which the current step began."""
 
     @contextmanager
     def told(self, run: Run) -> Iterator[None]:
-        def look() -> tuple[float, float, float | None]:
+        def measure() -> tuple[float, float, float | None]:
             return len(self._took), len(self._places), self.left_s()
 
-        with every(WRITE_EVERY_S, ProgressFile(run, "step", look).write):
+        with every(WRITE_EVERY_S, ProgressFile(run, "step", measure).write):
             yield
 
     def end(self, name: str) -> None:
@@ -51,13 +49,13 @@ class Steps:
         self._began_s = time.monotonic()
 
     def left_s(self) -> float | None:
-        """Without what comes when all steps have ended."""
+        """Seconds until the last step ends, without the work after it; None if unknown."""
         coming = [name for name in self._places if name not in self._took]
         if not coming:
             return None
         spent_s = time.monotonic() - self._began_s
         return steps_left(
-            self._took, coming, spent_s=spent_s, told_s=_told(self._places[coming[0]])
+            self._took, coming, spent_s=spent_s, told_s=_reported_left_s(self._places[coming[0]])
         )
 
 
@@ -68,7 +66,10 @@ def steps_left(
     spent_s: float,
     told_s: float | None,
 ) -> float | None:
-    """The first of those to come has taken `spent_s` and tells `told_s` of itself."""
+    """Seconds until all `coming` steps have ended; None if a kind of step is unmeasured.
+
+    `coming[0]` is the current step: it has taken `spent_s` and itself reports `told_s` left.
+    """
     alike: dict[str, list[float]] = {}
     for name, seconds in took.items():
         if seconds is not None:
@@ -88,10 +89,10 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _told(place: Path) -> float | None:
-    """The time left that a step tells of itself."""
+def _reported_left_s(place: Path) -> float | None:
+    """Seconds left that a step reports in its progress file."""
     try:
-        told = json.loads((place / PROGRESS).read_bytes())
-        return None if told["left_s"] is None else float(told["left_s"])
+        progress = json.loads((place / PROGRESS).read_bytes())
+        return None if progress["left_s"] is None else float(progress["left_s"])
     except (OSError, ValueError, TypeError, LookupError):
-        return None  # it tells nothing yet
+        return None  # the step has reported nothing yet

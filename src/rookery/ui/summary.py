@@ -1,10 +1,10 @@
-"""What the top of a report says, of every loop: facts, numbers, a sentence, a table, costs.
+"""Summary of any loop's report: facts, numbers, a sentence, a table, costs.
 
     summary = summarize(report)
     summary.sentence            # "Better than the best founder. ..."
-    render_summary(report)      # the same as HTML: what a notebook shows of a report
+    render_summary(report)      # the same as HTML, as a notebook shows a report
 
-The page, the notebook and the part of the page that needs no JavaScript are made from it.
+The page, notebooks and the part of the page without JavaScript use it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MIN_SECONDS = 0.001
-"""Below it a rate of tokens per second says nothing."""
+"""Shortest run, in seconds, for which a rate of tokens per second is shown."""
 SFT_DONE = (
     "The adapter is trained. The loss is of the rows it was trained on: `rookery eval` measures "
     "it on others."
@@ -74,22 +74,20 @@ PARSERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One of the large numbers: `Number(label="First program", value="0.25")`."""
+    """One large number of a page: `Number(label="First program", value="0.25")`."""
 
     label: str
     value: str
     interval: str = ""
     is_gain: bool = False
-    """In colour when the result is better."""
+    """Whether to colour the number if the verdict is `better`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What is said of a result, in words and numbers as people read them."""
-
     facts: Sequence[tuple[str, str]]
     verdict: str
-    """`better`, or another word."""
+    """`better` colours the gains; other words do not."""
     numbers: Sequence[Number]
     sentence: str
     contexts: Sequence[str]
@@ -99,19 +97,19 @@ class Summary:
 
 
 def has_report(kind: str, document: Mapping[str, Any]) -> bool:
-    """Whether runs of a kind have a report, or this document is one of a loop that was added."""
+    """Whether runs of a kind have a report. Reports of added loops name their kind."""
     return kind in PARSERS or document.get("kind") == kind
 
 
 def parse_report(kind: str, document: dict[str, Any]) -> Report:
-    """A report of any loop; an empty document is that of a run that has just begun."""
+    """Parse the report of any loop. An empty document belongs to a run that has just begun."""
     if not has_report(kind, document):
         raise RunError(f"A {kind} run has no report.")
     return PARSERS.get(kind, parse_loop_report)(document)
 
 
 def summarize(report: Report) -> Summary:
-    """The top of a report of any loop."""
+    """Summarize a report. Raises RunError if it belongs to no loop."""
     match report:
         case GenomeReport():
             return _genome(report)
@@ -353,7 +351,7 @@ def _evaluation(report: EvaluationReport) -> Summary:
 
 
 def _pipeline(report: PipelineReport) -> Summary:
-    """An evaluation whose last row is the result."""
+    """Summarize an evaluation whose last row is the result."""
     last = report.models[-1] if len(report.models) > 1 else None
     if last is None or last.gain is None or last.gain.low is None or last.gain.high is None:
         return _evaluation(report)
@@ -465,7 +463,7 @@ def _gain(label: str, gain: Any) -> Number:
 
 
 def render_summary(report: Report) -> str:
-    """The result as HTML without style or script: facts, sentence, warnings, the table, costs."""
+    """The result as HTML without style or script: facts, sentence, warnings, table, costs."""
     summary = summarize(report)
     facts = " · ".join(f"{term}: {detail}" for term, detail in summary.facts)
     said = [facts, summary.sentence, *summary.contexts, *report.warnings]

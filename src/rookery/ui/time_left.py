@@ -1,18 +1,18 @@
-"""How long a run still takes, foretold from the work that is left and its pace so far.
+"""Predicts how long a run still takes, from the remaining work and the pace so far.
 
     left = TimeLeft()
-    left.expect(40, "step")                          # are left, as far as it is known now
-    left.expect(640, "answer", worth=1 / 64)         # of a step
-    left.did(64, "answer")                           # since the call before
-    left.limit(0.3)                                  # of a budget is spent
+    left.expect(40, "step")                          # 40 steps remain, as far as is known
+    left.expect(640, "answer", worth=1 / 64)         # an answer is worth 1/64 of a step
+    left.did(64, "answer")                           # finished since the previous call
+    left.limit(0.3)                                  # 30 % of a budget is spent
     left.seconds()
 
-Each kind of work has its pace, without its beginning: what is known from an interrupted run takes
-no time, and the first units take longer than others. A kind that has not begun takes what its worth
-takes in the others. Where Linux tells for how long other jobs had the processors, paces are without
-these times, and the time left is with them. Servers elsewhere get slower and faster for all kinds
-at once: a speed that has lasted a minute is expected for `AHEAD` minutes, and for what comes after
-that the mean of a longer time. Nobody can foretell a load that has not come yet, or when one goes.
+Each kind of work has its own pace, measured after its beginning: results known from an interrupted
+run take no time, and the first units are slower than others. A kind that has not begun gets the
+pace of the others times its worth. On Linux, paces exclude the time in which other jobs had the
+processors, and the time left includes it. Remote servers change speed for all kinds at once: a
+speed that has lasted a minute is expected for `AHEAD` minutes, then the mean of a longer window.
+Changes of load in the future cannot be predicted.
 """
 
 import os
@@ -26,34 +26,37 @@ from itertools import accumulate, pairwise
 __all__ = ["PROGRESS", "TimeLeft"]
 
 PROGRESS = "progress.json"
-"""The file of a run that tells the page how far it is: done of total, and seconds left."""
+"""Progress file of a run, read by the page: units done, total and seconds left."""
 
 FIRST = 0.1
-"""The part of the time that does not count, and at least the first unit."""
+"""Share of the time that paces ignore. They always ignore the first unit."""
 BURST = 0.25
-"""The part of the time after the first unit in which nothing is foretold: units that were computed
-side by side come together."""
+"""Share of the elapsed time that must follow the first unit before anything is predicted: units
+computed in parallel arrive together."""
 AHEAD = 4.0
-"""So many times as long as a speed has lasted it is expected to last: lower values notice a change
+"""A speed that has lasted n seconds is expected for AHEAD * n seconds. Lower values notice a change
 later, higher ones take noise for a change."""
 SHORTEST = 1 / 16
-"""The part of the time that a speed is measured over at least, and `GAPS` of the longest waits for
-a unit in it: units that come together say nothing of speed."""
+"""Shortest window for measuring a speed, as a share of the time. The window also spans `GAPS` of
+its longest waits for a unit: units that arrive together say nothing about speed."""
 GAPS = 3
 MOST_MARKS = 512
-"""Beyond that every second one is forgotten."""
+"""Beyond this number, every second mark is dropped."""
 LOAD_S = 10.0
-"""What other jobs take is measured over so long at least."""
+"""Shortest window, in seconds, for measuring the load of other jobs."""
 LOOK_S = 1.0
-"""Between two looks at it."""
+"""Seconds between two measurements of that load."""
 
 
 class Clock:
-    """Seconds that pass, and of these the ones in which no other program had the processors that
-    this one and those that it started waited for. Other systems than Linux do not tell it."""
+    """Clock whose call returns (time, time without delays) in seconds.
+
+    A delay is time in which this process and its children waited for processors that other
+    programs had. Only Linux reports delays.
+    """
 
     def __init__(self) -> None:
-        self._at = self._told = time.monotonic()
+        self._at = self._reported = time.monotonic()
         self._delayed_s = 0.0
         self._seen = dict(_threads())
 
@@ -68,17 +71,16 @@ class Clock:
                 / 1e9
                 for k in range(2)
             )
-            # Threads that wait side by side are delayed once.
+            # Threads that wait in parallel count as one delay.
             self._delayed_s += (now - self._at) * waited_s / max(now - self._at, ran_s + waited_s)
             self._at = now
-        # A delay is seen after it was: what was told meanwhile stands until time is beyond it.
-        self._told = max(self._told, now - self._delayed_s)
-        return now, self._told
+        # A delay is seen late: repeat the last result until the corrected time passes it.
+        self._reported = max(self._reported, now - self._delayed_s)
+        return now, self._reported
 
 
 def _threads() -> Iterator[tuple[str, tuple[int, int]]]:
-    """The threads of this program and of those that it started: nanoseconds in which each ran, and
-    waited to."""
+    """Threads of this process and its children, with the nanoseconds that each ran and waited."""
     open_ids = [str(os.getpid())]
     while open_ids:
         tasks = f"/proc/{open_ids.pop()}/task"
@@ -90,7 +92,7 @@ def _threads() -> Iterator[tuple[str, tuple[int, int]]]:
                 with open(f"{tasks}/{id}/children") as file:
                     open_ids += file.read().split()
         except OSError:
-            continue  # it has ended, or there are no such files
+            continue  # the process has ended, or the system has no such files
 
 
 @dataclass(slots=True)
@@ -103,108 +105,104 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What was done when a unit was."""
-
     spent_s: float
     kinds: dict[str, tuple[float, float]]
-    """Seconds spent on each kind, and its units."""
+    """By kind: seconds spent on it, and its finished units."""
 
 
 class TimeLeft:
-    """Foretells the end of one run."""
-
     def __init__(self, clock: Callable[[], tuple[float, float]] | None = None) -> None:
         self._clock = clock or Clock()
-        self._looks = [self._clock()]
-        """At the clock, in the order of time."""
-        self._began = self._last = self._looks[0][1]
+        self._readings = [self._clock()]
+        """Clock readings in the order of time."""
+        self._began = self._last = self._readings[0][1]
         self._first: float | None = None
-        """When something was done first."""
+        """Time of the first finished unit."""
         self._kinds: dict[str, _Kind] = {}
         self._marks = [_Mark(0.0, {})]
         self._budget: list[tuple[float, float]] = []
-        """When something of a budget was spent first and last, and the part by then."""
-        self._known: float | None = None
-        """What was foretold since the last change."""
+        """First and newest (time, spent share) of a budget."""
+        self._predicted_s: float | None = None
+        """Seconds left as of the last unit; None until computed after a change."""
         self._lock = threading.Lock()
-        """What shows the time left is a thread of its own."""
+        """The display reads the time left from another thread."""
 
     def expect(self, units: float, kind: str = "", *, worth: float | None = None) -> None:
-        """So many units of this kind are left."""
+        """Set the units of a kind that remain."""
         with self._lock:
-            known = self._kinds.setdefault(kind, _Kind())
-            known.left = max(0.0, units)
+            work = self._kinds.setdefault(kind, _Kind())
+            work.left = max(0.0, units)
             if worth is not None:
-                known.worth = worth
-            self._known = None
+                work.worth = worth
+            self._predicted_s = None
 
     def did(self, units: float, kind: str = "") -> None:
-        """So many more are done, in the time since the call before."""
+        """Count units as finished in the time since the previous call."""
         with self._lock:
-            now = self._look()
+            now = self._read_clock()
             spent_s, self._last = now - self._last, now
             if not units:
-                return  # nobody's time
+                return  # the time belongs to no kind
             if self._first is None:
                 self._first = now
-            known = self._kinds.setdefault(kind, _Kind())
-            known.spent_s += spent_s
-            known.done += units
-            known.left = max(0.0, known.left - units)
+            work = self._kinds.setdefault(kind, _Kind())
+            work.spent_s += spent_s
+            work.done += units
+            work.left = max(0.0, work.left - units)
             last = self._marks[-1]
             if len(self._marks) > MOST_MARKS:
                 del self._marks[1:-1:2]
-            kinds = {**last.kinds, kind: (known.spent_s, known.done)}
+            kinds = {**last.kinds, kind: (work.spent_s, work.done)}
             self._marks.append(_Mark(last.spent_s + spent_s, kinds))
-            self._known = None
+            self._predicted_s = None
 
     def limit(self, share: float) -> None:
-        """This part of a budget is spent: the work ends with the budget, whatever is expected."""
+        """Set the spent share of a budget. The work ends with the budget, even if units remain."""
         with self._lock:
             if share > (self._budget[-1][1] if self._budget else 0.0):
-                self._budget = [*self._budget[:1], (self._look(), share)]
-                self._known = None
+                self._budget = [*self._budget[:1], (self._read_clock(), share)]
+                self._predicted_s = None
 
     def end(self) -> None:
-        """Nothing is left, whatever was expected: some of it may have been skipped."""
+        """Drop all remaining units: some may have been skipped."""
         with self._lock:
-            for known in self._kinds.values():
-                known.left = 0.0
-            self._known = None
+            for work in self._kinds.values():
+                work.left = 0.0
+            self._predicted_s = None
 
     def seconds(self) -> float | None:
-        """None before anything is done, and when nothing is left."""
+        """Seconds left; None shortly after the start and when nothing is left."""
         with self._lock:
-            now = self._look()
+            now = self._read_clock()
             if self._first is None or now - self._first < BURST * (now - self._began):
                 return None
             if len(self._budget) == 1:
                 return None
-            if self._known is None:
-                self._known = min(self._foretell(), self._until_spent())
-            # What is overdue says nothing of what comes after it.
-            left_s = max(self._known - (now - self._last), self._known / 2)
-            loads = _Speeds(self._looks)
+            if self._predicted_s is None:
+                self._predicted_s = min(self._predict(), self._until_spent())
+            # An overdue unit says nothing about the units after it.
+            left_s = max(self._predicted_s - (now - self._last), self._predicted_s / 2)
+            loads = _Speeds(self._readings)
             return loads.stretch(left_s * loads.mean, shortest_s=LOAD_S) or None
 
-    def _look(self) -> float:
-        """The time without that of other jobs."""
+    def _read_clock(self) -> float:
+        """Time without delays by other jobs."""
         now = self._clock()
-        if len(self._looks) > MOST_MARKS:
-            del self._looks[1:-1:2]
-        if now[0] > self._looks[-1][0] + LOOK_S:
-            self._looks.append(now)
+        if len(self._readings) > MOST_MARKS:
+            del self._readings[1:-1:2]
+        if now[0] > self._readings[-1][0] + LOOK_S:
+            self._readings.append(now)
         return now[1]
 
     def _until_spent(self) -> float:
-        """Seconds until the budget is spent, if it goes on as it did."""
+        """Seconds until the budget is spent at its pace so far."""
         if not self._budget:
             return float("inf")
         (began_s, first), (now_s, share) = self._budget
         return max(0.0, 1 - share) * (now_s - began_s) / (share - first)
 
-    def _foretell(self) -> float:
-        """Seconds left at the end of the last unit."""
+    def _predict(self) -> float:
+        """Seconds left, counted from the end of the last unit."""
         kinds = {name: kind for name, kind in self._kinds.items() if kind.done}
         paces = {name: self._pace(name) for name in kinds}
         worth = sum(kind.done * kind.worth for kind in kinds.values())
@@ -222,8 +220,8 @@ class TimeLeft:
         return _Speeds(marks).stretch(left_s, shortest_s=SHORTEST * all_s)
 
     def _pace(self, kind: str) -> float:
-        """Seconds for a unit, as they were after the beginning; the shorter this is, the more its
-        own pace counts."""
+        """Seconds per unit after the beginning. The longer the beginning, the more the mean of
+        all units counts instead."""
         rows = [mark.kinds[kind] for mark in self._marks if kind in mark.kinds]
         seconds, done = rows[-1]
         first = bisect_right(rows, (FIRST * seconds, float("inf"))) - 1
@@ -235,10 +233,10 @@ class TimeLeft:
 
 
 class _Speeds:
-    """How fast the last seconds went, against all of them."""
+    """Speeds of recent windows, compared with the mean."""
 
     def __init__(self, marks: Sequence[tuple[float, float]]) -> None:
-        """Seconds spent by then, and seconds that it takes at the mean pace."""
+        """Each mark has the seconds spent so far, and the same work in seconds at the mean pace."""
         steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
         steps.reverse()
         self.spent_s = list(accumulate((took for took, _ in steps), initial=0.0))
@@ -249,11 +247,11 @@ class _Speeds:
         self.longest_s = list(accumulate((took for took, _ in steps), max, initial=0.0))
 
     def _longest(self, last_s: float) -> float:
-        """The longest wait for a unit that reaches into the last seconds."""
+        """Longest wait for a unit that reaches into the last `last_s` seconds."""
         return self.longest_s[min(bisect_left(self.spent_s, last_s), len(self.spent_s) - 1)]
 
     def factor(self, last_s: float) -> float:
-        """Of the mean pace in the last seconds: nearer to 1 the more the units of these differ."""
+        """Slowdown of the last seconds against the mean pace; nearer 1 if their units differ."""
         num = min(bisect_left(self.spent_s, last_s), len(self.spent_s) - 1)
         took, usual = self.spent_s[num], self.usual_s[num]
         if usual <= 0 or took <= 0:
@@ -265,15 +263,15 @@ class _Speeds:
         return 1 + change**3 / (change**2 + noise) if change else 1.0
 
     def stretch(self, left_s: float, *, shortest_s: float) -> float:
-        """Seconds at the mean pace as they will be: the next at the speed of the last, what is
-        farther away at that of a longer time."""
-        foretold_s, last_s = 0.0, shortest_s
+        """Convert seconds at the mean pace to predicted seconds: the next ones at the recent speed,
+        later ones at the speed of a longer window."""
+        predicted_s, last_s = 0.0, shortest_s
         while (wait_s := GAPS * self._longest(last_s)) > last_s < self.spent_s[-1]:
             last_s = wait_s
         while left_s and last_s < self.spent_s[-1]:
             factor = self.factor(last_s)
-            part_s = min(left_s, (AHEAD * last_s - foretold_s) / factor)
-            foretold_s += part_s * factor
+            part_s = min(left_s, (AHEAD * last_s - predicted_s) / factor)
+            predicted_s += part_s * factor
             left_s -= part_s
             last_s *= 2
-        return foretold_s + left_s
+        return predicted_s + left_s

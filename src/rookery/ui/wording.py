@@ -1,11 +1,11 @@
-"""Numbers as people read them, the same in the terminal and on the page.
+"""Formats numbers and report rows as text, the same in the terminal and on the page.
 
 score(0.91)             "0.910"                       count(12345)    "12,345"
 interval(row)           "0.880 to 0.940"              duration(65.2)  "1 min 5 s"
 gain(row.gain)          "+0.200 (+0.150 to +0.250)"   plural(1, "candidate")  "1 candidate"
 tasks(240, 240)         "240 tasks"                   tasks(240, 30)  "30 questions (240 rows)"
 
-A number that is missing is a hyphen, never a zero.
+A missing number is a hyphen, never a zero.
 """
 
 from collections.abc import Sequence
@@ -35,24 +35,23 @@ MISSING = "-"
 
 
 def score(value: float | None) -> str:
-    """A mean reward, three decimals."""
+    """Mean reward with three decimals."""
     return MISSING if value is None else f"{_rounded(value):.3f}"
 
 
 def signed(value: float | None) -> str:
-    """A difference, three decimals, always with its sign."""
+    """Difference with three decimals, always signed."""
     return MISSING if value is None else f"{_rounded(value):+.3f}"
 
 
 def interval(estimate: Estimate) -> str:
-    """The interval of a mean."""
     if estimate.low is None or estimate.high is None:
         return MISSING
     return f"{score(estimate.low)} to {score(estimate.high)}"
 
 
 def gain(estimate: Estimate | None) -> str:
-    """A difference with its interval; empty when there is nothing to compare with."""
+    """Difference with its interval; empty if there is nothing to compare with."""
     if estimate is None:
         return ""
     if estimate.low is None or estimate.high is None:
@@ -61,31 +60,29 @@ def gain(estimate: Estimate | None) -> str:
 
 
 def count(value: int) -> str:
-    """An amount, with thousands separated."""
     return f"{value:,}"
 
 
 def plural(value: int, noun: str) -> str:
-    """An amount of something whose plural ends in s."""
+    """Amount with its noun; the plural must end in s."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
 
 
 def tasks(num_tasks: int, num_questions: int, noun: str = "task") -> str:
-    """An amount of tasks, and of their questions where several tasks have one."""
+    """Number of tasks; also of questions, if several tasks share one."""
     if num_questions in (0, num_tasks):
         return plural(num_tasks, noun)
     return f"{plural(num_questions, 'question')} ({plural(num_tasks, 'row')})"
 
 
 def report_tasks(tasksets: Sequence[TasksetRecord], noun: str = "task") -> str:
-    """What all tasksets report on."""
     num_tasks = sum(taskset.num_report for taskset in tasksets)
     num_questions = sum(taskset.num_questions or taskset.num_report for taskset in tasksets)
     return tasks(num_tasks, num_questions, noun)
 
 
 def duration(seconds: float | None) -> str:
-    """A time in its two largest units; tenths below a minute."""
+    """Time in its two largest units; tenths of a second below a minute."""
     if seconds is None:
         return MISSING
     if round(seconds, 1) < 60:
@@ -104,16 +101,14 @@ def _mean_and_ends(estimate: Estimate) -> str:
 
 
 def _rounded(value: float) -> float:
-    """To three decimals; adding zero turns -0.0 into 0.0, so that no "-0.000" is shown."""
+    """Round to three decimals; adding zero turns -0.0 into 0.0, so "-0.000" never shows."""
     return round(value, 3) + 0.0
 
 
-# The comparison on the report tasks as plain strings, for a terminal table.
+# Rows of the comparison on the report tasks, for a terminal table and for the page:
 #
 #     for cells in report_rows(report.rows):
-#         table.add_row(*cells)       # under the names in GENOME_COLUMNS or GRPO_COLUMNS
-#
-# The page shows the same strings in the same order.
+#         table.add_row(*cells)       # under GENOME_COLUMNS or GRPO_COLUMNS
 
 
 GENOME_COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
@@ -122,7 +117,7 @@ GRPO_COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "fai
 
 
 def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
-    """One tuple per row, one string per column; empty when nothing is reported yet.
+    """One tuple of strings per row; empty if nothing is reported yet.
 
     `("evolved", "0.910", "0.880 to 0.940", "+0.200 (+0.150 to +0.250)", "0")`
     """
@@ -138,19 +133,19 @@ def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
     ]
 
 
-# Answers that were drawn to each report task besides: pass@1, pass@k and the majority.
+# Further answers sampled for each report task: pass@1, pass@k and the majority.
 
 
 AnyRow = ReportRow | ModelRow
 
 
 def sampled_columns(rows: Sequence[AnyRow]) -> tuple[str, ...]:
-    """Over `sampled_rows`: `("policy", "pass@1", "pass@8", "majority of 8")`."""
+    """Columns of `sampled_rows`: `("policy", "pass@1", "pass@8", "majority of 8")`."""
     return ("policy", *(f"pass@{k}" for k in _shown(rows)), f"majority of {_shown(rows)[-1]}")
 
 
 def sampled_rows(rows: Sequence[AnyRow]) -> list[tuple[str, ...]]:
-    """One tuple per row that has such answers; none when nothing was drawn."""
+    """One tuple per row with several answers per task; empty if none has them."""
     return [
         (
             row.name,
@@ -163,6 +158,6 @@ def sampled_rows(rows: Sequence[AnyRow]) -> list[tuple[str, ...]]:
 
 
 def _shown(rows: Sequence[AnyRow]) -> tuple[int, int]:
-    """1 and the number of answers; report.json has what lies between too."""
+    """The `k` shown of pass@k: 1 and the number of answers. report.json has those between."""
     samples: list[SampledRecord] = [row.sampled for row in rows if row.sampled is not None]
     return 1, samples[0].num

@@ -1,14 +1,14 @@
-"""The page of runs: live over a folder of them (`rookery ui`), and as one file of each.
+"""The page of runs: served live over a folder (`rookery ui`), or exported as one file per run.
 
-server     the routes, who may ask, the policy of the page
-address    where it is served, for runs to print
-folder     all runs as rows, read again only where a file changed; their curves,
-           thinned so that no extreme is lost
-reading    one run: its events, its curves, what its loop shows of them
-digests    what each loop's events say, in the shape that its view draws
-export     one run as one file that opens offline: its `report.html`; the page of a service
-fleets     servers and a service as they are now
-static/    the page: plain modules, a file per view
+server     routes, access control, content security policy
+address    address of the served page, for runs to print
+folder     runs as rows, read again only if a file changed; curves, thinned without
+           losing extremes
+reading    one run: its events, curves and loop view
+digests    the events of each loop, reduced to the data that its view draws
+export     one run as a file that opens offline (`report.html`); the page of a service
+fleets     current state of servers and of a service
+static/    the page: plain modules, one file per view
 """
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""Where the page over a folder of runs is served now: what a run that begins there prints.
+"""Address of the page that now serves a folder of runs, for a starting run to print.
 
-    with served(folder, "http://127.0.0.1:7700/"):     # by the server, while it serves
+    with served(folder, "http://127.0.0.1:7700/"):     # the server, while it serves
         run_address(folder / "demo")                   # "http://127.0.0.1:7700/#/run/demo"
 
-The address has no token: the browser that opened the page before has its cookie.
+The address has no token: the browser that opened the page before has a cookie.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from rookery.model_names import cache_folder
 __all__ = ["run_address", "served"]
 
 ANSWER_S = 0.3
-"""A server of this machine accepts at once."""
+"""Connection timeout in seconds; a server on this machine accepts at once."""
 
 
 @contextmanager
 def served(folder: Path, url: str) -> Iterator[None]:
-    """Note the address for the time being. Where that cannot be written, runs do not print it."""
+    """Record the address meanwhile. If it cannot be written, runs do not print it."""
     file = _file(folder)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,18 +33,18 @@ def served(folder: Path, url: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            if file.read_text(encoding="utf-8") == url:  # else a later page has its place
+            if file.read_text(encoding="utf-8") == url:  # else a later page has replaced it
                 file.unlink()
 
 
 def run_address(run: Path) -> str:
-    """The page of a run, empty where none is served over its folder."""
+    """Address of a run's page; empty if no page serves its folder."""
     try:
         url = _file(run.parent).read_text(encoding="utf-8")
         parts = urlsplit(url)
         socket.create_connection((parts.hostname or "", parts.port or 0), ANSWER_S).close()
     except (OSError, ValueError):
-        return ""  # none was served, or it was killed
+        return ""  # no page was served, or its server was killed
     return f"{url}#/run/{quote(run.name, safe='')}"
 
 

@@ -1,10 +1,10 @@
-"""What the events of each loop say, in the shape that its view draws.
+"""Digests: the events of each loop, reduced to the data that its view draws.
 
     digest = DIGESTS["genome"](run)
-    digest.update()                 # reads the events that are new
+    digest.update()                 # reads the new events
     digest.document(after=120)      # {"seq": 200, "facts": {...}, "lists": {"candidates": [...]}}
 
-A digest keeps numbers and names, never texts: those are read when they are looked at.
+A digest keeps numbers and names. Texts are read only when shown.
 """
 
 import heapq
@@ -21,26 +21,25 @@ __all__ = ["DIGESTS", "Digest", "EvolveDigest", "GenomeDigest"]
 
 Row = dict[str, Any]
 SAID = 1_000
-"""Characters of what an error said; its event has all."""
+"""Characters kept of an error message; its event has the whole."""
 
 
 class Digest:
-    """Of a run of any kind: lists of rows, each with an `id`, and a few facts."""
+    """Lists of rows, each row with an `id`, and a few facts; the base of every loop's digest."""
 
     kinds: tuple[str, ...] = ()
-    """The kinds of events that are read."""
 
     def __init__(self, run: RunView) -> None:
         self._run = run
         self.seq = 0
         self._lists: dict[str, dict[str, Row]] = {}
         self._changed: dict[str, dict[str, int]] = {}
-        """By list and id: the seq of the event that changed the row last, the newest last."""
+        """By list and id: seq of the event that last changed the row, newest last."""
         self.facts: Row = {}
 
     def update(self, *, seconds: float = math.inf) -> bool:
-        """Take in what was appended since the last call, in its order, for about so long; whether
-        there is more."""
+        """Read the events appended since the last call, in order, for about `seconds`. True if
+        more remain."""
         newest = self._run.last()
         if newest is None or newest.seq == self.seq:
             return False
@@ -49,22 +48,22 @@ class Digest:
         return self.seq < newest.seq
 
     def read(self, *, after: int, last: int, until_s: float) -> int:
-        """The events between two of them, until it is late; up to which one."""
+        """Read the events in (after, last] until `until_s`; return the seq reached."""
         kinds = [self._run.events(kind, after=after) for kind in self.kinds]
         for event in heapq.merge(*kinds, key=lambda event: event.seq):
             if event.seq > last:
-                break  # of the next time, with what lies between
+                break  # appended meanwhile: left for the next update
             self.take(event)
-            self.seq = event.seq  # should the next be damaged, this one is not taken again
+            self.seq = event.seq  # a damaged next event does not repeat this one
             if time.monotonic() > until_s:
                 return event.seq
         return last
 
     def take(self, event: Event) -> None:
-        """One event of these kinds."""
+        """Process one event of `kinds`."""
 
     def put(self, name: str, id: str, seq: int, values: Mapping[str, Any]) -> None:
-        """Make or change a row of a list."""
+        """Add or change a row of a list."""
         self.rows(name).setdefault(id, {"id": id}).update({**values, "id": id})
         changed = self._changed.setdefault(name, {})
         changed.pop(id, None)
@@ -78,8 +77,8 @@ class Digest:
         return self._lists.setdefault(name, {})
 
     def document(self, *, after: int = 0, most: int | None = None) -> dict[str, Any]:
-        """The facts, and the rows that changed after an event; of more than `most` those that
-        changed first."""
+        """The facts, and the rows that changed after event `after`: up to about `most`, earliest
+        changes first."""
         new = {name: self._changed_after(name, after) for name in self._lists}
         last, is_more = self.seq, False
         if most is not None and sum(map(len, new.values())) > most:
@@ -97,7 +96,7 @@ class Digest:
 
 
 class GenomeDigest(Digest):
-    """Generations, candidates with their parents, finalists, and who was dropped."""
+    """Generations, candidates with their parents, select scores and the winner."""
 
     kinds = ("candidate", "generation", "phase", "winner")
 
@@ -131,7 +130,7 @@ class GenomeDigest(Digest):
                 self.facts["winner"] = str(payload.get("id", ""))
 
     def _read_select(self, end: int) -> dict[str, float]:
-        """By version, the mean reward on the select tasks: what was asked behind the search."""
+        """By version, the mean reward on the select tasks: rollouts after the last generation."""
         rewards: dict[str, list[float]] = {}
         for event in self._run.events("rollout", after=self._searched):
             if event.seq > end:
@@ -143,9 +142,9 @@ class GenomeDigest(Digest):
         return {version: fmean(values) for version, values in rewards.items()}
 
     def duel(self, name: str = "") -> dict[str, Any]:
-        """Tasks that a candidate and the best founder both answered, and who had more of each.
+        """Rewards of a candidate and the best founder on the tasks that both answered.
 
-        Without a name: the winner, or the best so far.
+        Without a name, the candidate is the winner, or the best so far.
         """
         candidates = self.rows("candidates")
         founders = [c for c in candidates.values() if c["operator"] == "founder"]
@@ -160,18 +159,18 @@ class GenomeDigest(Digest):
         return {"founder": founder["id"], "candidate": best["id"], "tasks": rows}
 
     def _answers(self, version: object) -> dict[str, tuple[float, int]]:
-        """By task, the reward of an adapter and the event of the answer."""
+        """By task, the reward of an adapter and the seq of the answer's event."""
         answers: dict[str, tuple[float, int]] = {}
         for event in self._run.keyed("rollout", f"{version}|"):
             reward = event.payload.get("reward")
             if isinstance(reward, int | float):
-                # The first is measured; the further ones are drawn for pass@k.
+                # The first answer is measured; further ones are for pass@k.
                 answers.setdefault(str(event.payload.get("task")), (float(reward), event.seq))
         return answers
 
 
 class GrpoDigest(Digest):
-    """The steps that can be read, and what each checkpoint reached."""
+    """Steps that can be read, and the mean reward of each checkpoint."""
 
     kinds = ("select", "batch", "step")
 
@@ -184,42 +183,40 @@ class GrpoDigest(Digest):
 
 
 class IcmDigest(Digest):
-    """Every decision of every chain."""
-
     kinds = ("decision",)
 
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
-        self._held: dict[str, str] = {}
-        """The labels of each chain."""
+        self._labels: dict[str, str] = {}
+        """By chain: its labels after the newest decision."""
 
     def take(self, event: Event) -> None:
         chain, _, iteration = event.key.rpartition("/")
         labels = str(event.payload.get("labels", ""))
-        known = self._held.get(chain, labels)
-        self._held[chain] = labels
+        previous = self._labels.get(chain, labels)
+        self._labels[chain] = labels
         keys = ("utility", "num_frustrated", "is_accepted", "item", "temperature")
         values = {
             "seq": event.seq,
             "chain": chain,
             "iteration": int(iteration) if iteration.isdecimal() else 0,
             "num_labelled": len(labels) - labels.count("-"),
-            "changed": [k for k, (a, b) in enumerate(zip(known, labels, strict=False)) if a != b],
+            "changed": [
+                k for k, (a, b) in enumerate(zip(previous, labels, strict=False)) if a != b
+            ],
             **{key: event.payload.get(key) for key in keys},
         }
         self.put("decisions", event.key, event.seq, values)
 
 
 class EvolveDigest(Digest):
-    """Every program: where it comes from, what it scored, why it failed."""
-
     kinds = ("first_program", "attempt")
 
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self._num_decided = 0
         self.blobs: dict[str, str] = {}
-        """The digest of the blob of each program."""
+        """By program: hash of the blob with its code."""
 
     def take(self, event: Event) -> None:
         if event.kind == "first_program":
@@ -266,8 +263,8 @@ class EvolveDigest(Digest):
 
 
 class AnswersDigest(Digest):
-    """The tasks of an evaluation, with the answers of each model: by its place in `models`, a list
-    of [reward, whether it failed, event]. The first is measured."""
+    """Tasks of an evaluation with their answers: by place in `models`, a list of [reward, whether
+    it failed, seq of the event]. The first answer is measured."""
 
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
@@ -301,7 +298,7 @@ DIGESTS: dict[str, type[Digest]] = {
 
 
 def _combined(metrics: Mapping[str, Any]) -> float | None:
-    """`combined_score`, else the mean of the numbers."""
+    """`combined_score`, else the mean of the finite numbers; None without any."""
     named = metrics.get("combined_score")
     numbers = [named] if named is not None else list(metrics.values())
     finite = [

@@ -1,11 +1,11 @@
-"""One run as one file that opens offline, with what the page shows of it: its `report.html`.
+"""Export one run as a file that opens offline and shows the run's page: its `report.html`.
 
 export_run(Path("runs/demo"), Path("demo.html"))
 
-The file holds the page's own modules, joined, and the answers that its server would give,
-compressed. Its policy allows these scripts, by their hash, and no request.
+The file holds the joined modules of the page and, compressed, the responses that the server would
+give. Its content security policy allows these scripts by hash, and no requests.
 
-The status page of a service has no script: it loads itself anew every few seconds.
+The status page of a service has no script: it reloads every few seconds.
 """
 
 import base64
@@ -49,16 +49,17 @@ MODULES = (
     "dom", "words", "source", "table", "charts", "report", "lineage", "genome", "grpo", "icm",
     "evolve", "eval", "league", "events", "runs", "compare", "fleet", "run", "app",
 )  # fmt: skip
-"""In the order in which they need one another; joined they are one module."""
+"""Modules in the order of their imports, to join into one."""
 UNQUOTED = "!*'()"
-"""What `encodeURIComponent` leaves as it is, beside what `quote` does."""
+"""Characters that `encodeURIComponent` keeps and `quote` does not."""
 POINTS = 4_000
 MOST_BYTES = 32_000_000
-"""Of completions, programs and events, before compression: a file to send, which opens at once."""
+"""Limit on completions, programs and events, in bytes before compression: the file stays small
+enough to send and to open at once."""
 
 
 def export_run(path: Path, out: Path) -> None:
-    """Write the page of a run; `out` appears when it is whole."""
+    """Write the page of a run; `out` appears only when complete."""
     path = path.absolute()
     if path not in find_runs(path.parent):
         raise RunError(f"{path} is not a run: give its folder, or its name and the folder of runs.")
@@ -79,8 +80,8 @@ def export_run(path: Path, out: Path) -> None:
 
 
 def render_run(path: Path, *, status: str = "") -> str:
-    """The file as text. `status` is what the run is about to be: its owner writes the page first,
-    then that it is done."""
+    """The file as text. `status` overrides the status of the run: its owner writes the page
+    before it records the end."""
     run = OpenRun(path, run_id(path, path.parent))
     saved = gzip.compress(to_json(_saved(run, status)).encode(), 6, mtime=0)
     scripts = [inline(read_file("vendor/echarts.min.js")), inline(join_modules())]
@@ -104,11 +105,11 @@ def render_run(path: Path, *, status: str = "") -> str:
             "</body></html>\n",
         ]
     )
-    return page.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8
+    return page.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
 
 
 def to_json(document: Any) -> str:
-    """JSON as browsers read it: half a surrogate pair is escaped, what is no number is null."""
+    """JSON that browsers can read: lone surrogates are escaped, NaN and infinity become null."""
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -124,7 +125,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _without_script(run: OpenRun) -> str:
-    """The result in a few lines, until the page is drawn, and where JavaScript is off."""
+    """The result in a few lines, shown until the page is drawn or if JavaScript is off."""
     try:
         shown = render_summary(parse_report(run.kind, run.document()))
     except RookeryError:
@@ -135,7 +136,7 @@ def _without_script(run: OpenRun) -> str:
 
 
 def join_modules() -> str:
-    """The modules of the page as one, which a file that is opened from disk may hold."""
+    """Join the modules into one, because a file opened from disk cannot import others."""
     joined = "\n".join(read_file(f"{name}.js") for name in MODULES)
     joined = re.sub(r"^import [^;]*?;\n", "", joined, flags=re.MULTILINE)
     return re.sub(r"^export (?=(async function|function|class|const) )", "", joined, flags=re.M)
@@ -159,7 +160,7 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
         answers[f"{base}/duel?candidate={duel['candidate']}"] = duel
         wanted = {seq for row in duel["tasks"] for seq in (row[2], row[4]) if row[1] != row[3]}
     left = MOST_BYTES
-    chosen = answers[f"{base}/report"].get("chosen", {})  # of a sweep
+    chosen = answers[f"{base}/report"].get("chosen", {})  # only a sweep has a chosen adapter
     numbers = chosen.get("steps") or [int(row["id"]) for row in lists.get("steps", [])]
     for number in reversed(list(numbers)):
         step = run.step(number)
@@ -178,7 +179,7 @@ def _saved(run: OpenRun, status: str) -> dict[str, Any]:
 
 
 def _events(run: OpenRun, wanted: set[int], left: int) -> Iterator[list[Any]]:
-    """Whole events as long as there is room: those that a view reads, then kinds with few first."""
+    """Yield whole events up to `left` bytes: the wanted ones first, then the rarest kinds."""
     counts = run.overview()["counts"]
     orders: list[tuple[str, set[int]]] = [("", wanted)] if wanted else []
     orders += [(kind, set()) for kind in sorted(counts, key=counts.__getitem__)]
@@ -195,15 +196,15 @@ def _events(run: OpenRun, wanted: set[int], left: int) -> Iterator[list[Any]]:
 
 @cache
 def read_file(name: str) -> str:
-    """A file of the page by its name, or of `rookery.ui` by its path; lines end as browsers count
-    them, or the hashes would differ."""
+    """Read a file of the page by name, or of `rookery.ui` by path. Line ends become LF, as in
+    browsers; other line ends would change the hashes."""
     path = name if "/" in name else f"live/static/{name}"
     text = files("rookery.ui").joinpath(path).read_text(encoding="utf-8")
     return text.replace("\r\n", "\n")
 
 
 def inline(script: str) -> str:
-    """The same program without the two texts that end or bend a script element."""
+    """Escape the texts that would end or alter a script element."""
     return re.sub(r"<(?=/script|!--)", r"<\\", script, flags=re.IGNORECASE)
 
 
@@ -220,7 +221,6 @@ TENANTS = (
 
 
 def render_service_page(status: ServiceStatus) -> str:
-    """Queues and tenants as they are now."""
     queues = [
         (
             queue.name,

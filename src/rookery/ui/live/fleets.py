@@ -1,10 +1,10 @@
-"""Servers and a service as they are now: what is not in the folders of runs.
+"""Current state of servers and of a service, which run folders do not hold.
 
-    await read_fleet(())                            # the servers that this user's pools started
+    await read_fleet(())                            # the servers that this user started
     link = ServiceLink("http://127.0.0.1:8000")
     await link.sample(key="tml-...", model="base", prompt="2 + 2 =", max_tokens=16)
 
-Only `sample` has something computed, for the tenant whose key is given; the key is not kept.
+Only `sample` causes computation, for the tenant of the given key. Keys are not stored.
 """
 
 import asyncio
@@ -28,26 +28,24 @@ MOST_CHECKPOINTS = 200
 
 
 async def read_fleet(urls: Sequence[str]) -> dict[str, Any]:
-    """What `rookery fleet status` tells."""
+    """State of each server, as in `rookery fleet status`; without URLs, of this user's servers."""
     return {"servers": [asdict(server) for server in await status(urls)]}
 
 
 class ServiceLink:
-    """A service, asked over HTTP."""
-
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
     async def status(self) -> dict[str, Any]:
-        """Queues, tenants and throughput; a service on another machine tells its models alone."""
+        """Queues, tenants and throughput. A service on another machine lists only its models."""
         answer: dict[str, Any] = {"url": self.url}
         try:
             async with asyncio.timeout(ANSWER_S):
                 try:
                     document = await self._get("/status?format=json")
                 except RookeryError as error:
-                    told, models = str(error), await self._get("/")
-                    return answer | {"name": models.get("name", ""), "reason": told}
+                    reason, models = str(error), await self._get("/")
+                    return answer | {"name": models.get("name", ""), "reason": reason}
         except (RookeryError, TimeoutError) as error:
             raise ServiceError(
                 f"{self.url} does not answer: it is busy, or `rookery serve` does not run there."
@@ -56,7 +54,7 @@ class ServiceLink:
             return answer | asdict(TypeAdapter(ServiceStatus).validate_python(document))
 
     async def models(self, *, key: str) -> dict[str, Any]:
-        """What a tenant can sample from, and its checkpoints."""
+        """Models that a tenant can sample from, and its checkpoints."""
         models, saved = await asyncio.gather(
             self._get("/v1/models", key=key),
             self._get(f"/api/v1/checkpoints?limit={MOST_CHECKPOINTS}", key=key),
@@ -68,7 +66,7 @@ class ServiceLink:
     async def sample(
         self, *, key: str, model: str, prompt: str, max_tokens: int, temperature: float
     ) -> dict[str, Any]:
-        """One answer, as text."""
+        """Sample one answer as text."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
         async with open_session() as session:
             client = self._client(session, key, seconds=SAMPLE_S)
@@ -82,7 +80,7 @@ class ServiceLink:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Turn an answer of another form into a sentence."""
+        """Turn an unexpected response into a ServiceError."""
         try:
             yield
         except (TypeError, ValueError, AttributeError, LookupError) as error:

@@ -1,10 +1,10 @@
-"""All runs of a folder as rows, read again only where one of their files changed.
+"""Runs of a folder as rows, read again only if one of their files changed.
 
 folder = RunsFolder(Path("runs"))
-folder.refresh(seconds=0.3)      # looks at the files; reads what changed, for so long
+folder.refresh(seconds=0.3)      # reads changed runs for at most about 0.3 s
 folder.changes(since=0)          # {"version": 7, "pending": 0, "runs": [...], "removed": []}
 
-The curves of a run: read as they are written, and thinned so that no extreme is lost.
+`Curves` reads the metrics of a run as they are written, and thins them without losing extremes.
 
 curves = Curves(run / "metrics.jsonl")
 curves.update()
@@ -45,17 +45,17 @@ __all__ = [
 
 Point = tuple[int, float | None]
 BLOCK_ROWS = 4096
-"""Lines that are read at a time: memory does not grow with the file."""
+"""Lines read at a time, to bound memory."""
 SPARK_LINES = 48
-"""Lines of a long file that a small drawing is made of."""
+"""Lines of a long file that a sparkline uses."""
 LINE_BYTES = 1 << 13
-"""More than a line has."""
+"""Upper bound on the bytes of a line."""
 WHOLE_BYTES = 1 << 17
-"""Files up to this size are read whole for a small drawing, and lines up to it."""
+"""Largest file read whole for a sparkline, and longest line read, in bytes."""
 
 
 class Curves:
-    """All metrics of a run, each as two rows of numbers in the order of their step."""
+    """All metrics of a run, each as an array of steps in order and an array of values."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,10 +63,10 @@ class Curves:
         self._steps: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
         self.revision = 0
-        """Rises when a step was measured again, as after a resume: what was drawn is then wrong."""
+        """Rises when a step is measured again, as after a resume: drawn curves are then stale."""
 
     def update(self) -> None:
-        """Take in what was written since the last call."""
+        """Read the lines written since the last call."""
         if self._path.exists() and self._path.stat().st_size < self._read_bytes:
             self._read_bytes, self._steps, self._values = 0, {}, {}
             self.revision += 1
@@ -98,7 +98,7 @@ class Curves:
     def document(
         self, *, points: int, first: int = 0, last: int | None = None, names: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The curves between two steps, each of at most about so many points."""
+        """The curves from step `first` to `last`, each with up to about `points` points."""
         chosen = {}
         for name in sorted(names or self._steps):
             steps = self._steps.get(name)
@@ -114,7 +114,7 @@ class Curves:
 
 
 def thin(steps: Sequence[int], values: Sequence[float], *, points: int) -> list[Point]:
-    """Lowest and highest of each stretch, with both ends; a gap (None) where a number is no number.
+    """Keep the minimum and maximum of each stretch and both ends; NaN and infinity become None.
 
     >>> thin(range(6), [0, 9, 1, 1, -5, 2], points=4)
     [(0, 0), (1, 9), (4, -5), (5, 2)]
@@ -133,8 +133,8 @@ def thin(steps: Sequence[int], values: Sequence[float], *, points: int) -> list[
 
 
 def spark(path: Path, prefixes: Sequence[str]) -> tuple[str, list[float]]:
-    """The first metric that is there and begins so, in a few dozen numbers; a long file is read
-    at evenly spaced lines only."""
+    """Name and a few dozen numbers of the first metric that matches a prefix, in their order. A
+    long file is read only at evenly spaced lines."""
     if not path.exists():
         return "", []
     rows = _sampled_rows(path)
@@ -156,15 +156,15 @@ def _sampled_rows(path: Path) -> list[dict[str, Any]]:
             for part in range(SPARK_LINES):
                 file.seek((size_bytes - LINE_BYTES) * part // (SPARK_LINES - 1))
                 if part:
-                    file.readline(WHOLE_BYTES)  # the rest of a line
+                    file.readline(WHOLE_BYTES)  # skip the rest of a line
                 lines.append(file.readline(WHOLE_BYTES))
-            lines += file.read().split(b"\n")[-2:-1]  # the newest
+            lines += file.read().split(b"\n")[-2:-1]  # the newest line
     rows = []
     for line in lines:
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError):
-            continue  # `Curves` tells of the damage
+            continue  # `Curves` reports the damage
     return [row for row in rows if isinstance(row, dict)]
 
 
@@ -177,9 +177,9 @@ WATCHED = (
 )  # fmt: skip
 LABELS = "labels.jsonl"
 READ = (*WATCHED, LABELS, "events.db-journal")
-"""What is opened of a run; SQLite looks into the last one before anything else."""
+"""Files of a run that are opened. SQLite reads the journal first, if there is one."""
 DOCUMENT_BYTES = 1 << 28
-"""More than config.json or report.json of the largest runs has."""
+"""Limit on config.json and report.json in bytes; the largest runs stay below it."""
 MAIN_METRICS = {
     "genome": ("genome/best",),
     "grpo": ("reward/mean",),
@@ -195,44 +195,43 @@ METRIC_WORDS = {
     "train/loss": "loss",
 }
 LOOK_AGAIN_S = 0.3
-"""Several pages that ask at once share one look at the files."""
+"""Seconds between two checks of the files, so that several pages share one."""
 LOOK_SHARE = 0.05
-"""The part of a processor that looking takes at most: a thousand runs are seen every second."""
+"""Largest share of a processor that checking files takes: it sees 1,000 runs every second."""
 MALFORMED = (
     ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""What reading a file raises that is JSON, but not as a run writes it."""
+"""Errors raised by JSON files that do not have the form that a run writes."""
 ROW_CHARACTERS = 1_000
-"""Of a text in a row: a list is sent whole. What an error said is whole in its event."""
+"""Characters kept of a text in a row; an error message is whole in its event."""
 STOPPED_BY = ("KeyboardInterrupt", "CancelledError", "SystemExit")
-"""What a run that is stopped in order ends with where its program says nothing of it."""
+"""Errors that end a run that was stopped without a message of its own."""
 STATES = {"finished": "done", "running": "running", "failed": "failed", "unreadable": "unreadable"}
 
 
 class RunsFolder:
-    """The rows of the table. Usable from several threads."""
+    """Rows of the table of runs. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._reading = threading.Lock()
-        """Held for as long as a request reads."""
+        """Held while a request reads files."""
         self._mutex = threading.Lock()
-        """Held for a moment: an answer does not wait for what others read."""
+        """Held only briefly, so that responses never wait for reading."""
         self._paths: dict[str, Path] = {}
         self._seen: dict[str, object] = {}
-        """What the files of a run looked like when its row was read."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._removed: dict[str, int] = {}
         self._stale: list[tuple[str, Path, tuple[int, ...]]] = []
-        """Runs whose row is to be read, the newest last."""
+        """Runs whose row must be read, newest last."""
         self._look_again_s = 0.0
         self._first = self._version = time.time_ns() // 1_000_000
-        """Beyond those of a server before this one: a page may still ask by them."""
+        """Above the versions of earlier servers, which open pages may still send."""
 
     def refresh(self, *, seconds: float = math.inf) -> None:
-        """Read the rows of runs that changed, the newest first, and stop when the time is over:
-        the next call goes on there. Files are looked at once everything is read. Where another
-        thread reads, this one waits instead."""
+        """Read the rows of changed runs, newest first, for about `seconds`; the next call goes on.
+        Files are checked again once all changed rows are read. While another thread is reading,
+        this one waits for it instead, up to `seconds`."""
         until = time.monotonic() + seconds
         if not self._reading.acquire(timeout=-1 if seconds == math.inf else seconds):
             return
@@ -253,7 +252,6 @@ class RunsFolder:
             self._reading.release()
 
     def _look(self) -> None:
-        """Find the runs whose files are not as they were."""
         begun_s = time.thread_time()
         with self._mutex:
             self._find()
@@ -274,21 +272,21 @@ class RunsFolder:
         self._paths = paths
 
     def _has_died(self, name: str, path: Path) -> bool:
-        """A process that was killed changes no file."""
+        """Whether a running run lost its lock: a killed process changes no file."""
         row = self._rows.get(name, {})
         try:
             return row.get("status") == "running" and not is_locked(path / "run.lock")
         except RunError:
-            return True  # its row says why
+            return True  # its new row gives the reason
 
     def changes(self, *, since: int = 0) -> dict[str, Any]:
-        """The rows that are new after a version, and what is gone; all rows where the version is
-        not of this server."""
+        """Rows that changed after a version, and removed runs; all rows if the version comes from
+        an earlier server."""
         with self._mutex:
             return {
                 "folder": str(self.root),
                 "version": self._version,
-                "pending": len(self._stale) if self._look_again_s else 1,  # not looked yet
+                "pending": len(self._stale) if self._look_again_s else 1,  # not checked yet
                 "is_whole": since < self._first,
                 "runs": [row for row in self._rows.values() if row["version"] > since],
                 "removed": [
@@ -297,7 +295,7 @@ class RunsFolder:
             }
 
     def path(self, name: str) -> Path:
-        """The folder of a run in the list; no path is made of what was asked."""
+        """Folder of a listed run. The requested name is looked up, never joined into a path."""
         with self._mutex:
             if name not in self._paths:
                 self._find()
@@ -307,7 +305,7 @@ class RunsFolder:
 
 
 def describe_run(path: Path) -> dict[str, Any]:
-    """One row of the table, also of a run that cannot be read."""
+    """One row of the table; an unreadable run gets a row with the reason."""
     try:
         check_files(path)
         with Run.view(path) as run:
@@ -332,21 +330,21 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """A value of a row, its texts no longer than anybody reads in a list."""
+    """Shorten the texts of a row's value to ROW_CHARACTERS."""
     if isinstance(value, dict):
         return {name: _cut(one) for name, one in value.items()}
     return value[:ROW_CHARACTERS] if isinstance(value, str) else value
 
 
 def check_files(path: Path) -> None:
-    """Refuses a run of which a file is a pipe or a device, which may have no end, a link to what is
-    not among the runs, or too large to be read whole."""
+    """Raise RunError if a file of the run is a pipe or device (reading may never end), a link
+    out of the folder of runs, or a document too large to read whole."""
     for name in READ:
         file = f"{path}/{name}"
         try:
             seen = os.stat(file)
         except OSError:
-            continue  # who needs it says so
+            continue  # a reader that needs the file reports it
         if not stat.S_ISREG(seen.st_mode):
             raise RunError(f"{file} is not a plain file: restore the folder from a copy.")
         runs = os.path.dirname(os.path.realpath(path))
@@ -360,7 +358,7 @@ def check_files(path: Path) -> None:
 
 
 def malformed(path: Path, error: Exception) -> RunError:
-    """The error of a run with a file that is not as a run writes it."""
+    """Make the error for a file that does not have the form that a run writes."""
     return RunError(
         f"A file of {path} is not as a run writes it ({type(error).__name__}: {error}): restore "
         "the folder from a copy."
@@ -394,14 +392,14 @@ def _describe(run: RunView) -> dict[str, Any]:
 
 
 def _status(run: RunView) -> tuple[str, str]:
-    """done, running, failed, stopped (Ctrl-C), killed, and why."""
+    """Status (done, running, failed, stopped by Ctrl-C, killed or unreadable) and its reason."""
     status, ending = run.status, run.ending
     message = str(ending.payload.get("message", "")) if ending is not None else ""
     if status != "interrupted":
         return STATES[status], message
     if ending is not None:
-        is_told = message and message.partition(":")[0] not in STOPPED_BY
-        return "stopped", message if is_told else "Stopped before its end."
+        has_reason = message and message.partition(":")[0] not in STOPPED_BY
+        return "stopped", message if has_reason else "Stopped before its end."
     return "killed", "Its process ended silently: killed, or the machine went down."
 
 
@@ -417,23 +415,21 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def _progress(run: RunView) -> dict[str, Any] | None:
-    """How far it is, as its own process told it last."""
     if not (run.path / PROGRESS).is_file():
         return None
-    told = run.read_json(PROGRESS)
-    done, total, left_s = (told.get(key) for key in ("done", "total", "left_s"))
+    written = run.read_json(PROGRESS)
+    done, total, left_s = (written.get(key) for key in ("done", "total", "left_s"))
     if not total:
         return None
     opened = run.last(OPENED)
-    if opened is not None and opened.time_s > told["time_s"]:
-        left_s = None  # what the process before foretold
+    if opened is not None and opened.time_s > written["time_s"]:
+        left_s = None  # predicted by the previous process
     if left_s is not None:
-        left_s = max(left_s - max(0.0, time.time() - told["time_s"]), left_s / 2)
-    return {"done": min(done, total), "total": total, "noun": told["noun"], "left_s": left_s}
+        left_s = max(left_s - max(0.0, time.time() - written["time_s"]), left_s / 2)
+    return {"done": min(done, total), "total": total, "noun": written["noun"], "left_s": left_s}
 
 
 def _result(run: RunView) -> dict[str, Any] | None:
-    """The number that the report is about, with its interval."""
     if not (run.path / "report.json").is_file():
         return None
     report = run.read_json("report.json")
@@ -459,7 +455,7 @@ def _result(run: RunView) -> dict[str, Any] | None:
             models = [m for m in report.get("models", []) if m.get("mean") is not None]
             if not models:
                 return None
-            # A pipeline is about its last step, an evaluation about its best model.
+            # The result of a pipeline is its last step, that of an evaluation its best model.
             shown = models[-1] if run.kind == "pipeline" else max(models, key=lambda m: m["mean"])
             return _estimate(shown, f"mean reward, {shown.get('name', '')}")
         case "sft":
@@ -475,12 +471,12 @@ def _estimate(row: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """When a file changed last, then all times and sizes; a missing one counts 0."""
+    """Newest modification time, then time and size of each file; 0 for a missing one."""
     stamps = []
     for name in WATCHED:
         try:
             seen = os.stat(f"{path}/{name}")
-            # A reader leaves an empty log behind: it tells of no change.
+            # A reader leaves an empty write-ahead log behind, which is no change.
             stamps.append((seen.st_mtime_ns, seen.st_size) if seen.st_size else (0, 0))
         except OSError:
             stamps.append((0, 0))
@@ -488,8 +484,8 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def run_id(path: Path, root: Path) -> str:
-    """The name of a run below the folder; of one elsewhere, or where no address can have the name
-    (it is not UTF-8), a word that no other has."""
+    """Id of a run in addresses: its folder's name. A run that is not directly in `root`, or has a
+    name that is not UTF-8, gets a unique suffix."""
     name = path.name.encode(errors="replace").decode()
     if path.parent == root and name == path.name:
         return name

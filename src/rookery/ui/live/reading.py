@@ -1,9 +1,9 @@
-"""One run as the page asks for it: its row, events, curves, programs, answers, documents.
+"""One run as the page requests it: its row, events, curves, programs, answers, documents.
 
     runs = OpenRuns(RunsFolder(Path("runs")))
     runs.get("demo").events(kind="candidate", offset=0, limit=100)
 
-A few runs are kept open, those that were asked for last; what is remembered of one is read once.
+The most recently requested runs stay open. An open run reads each event once.
 """
 
 import difflib
@@ -42,21 +42,21 @@ __all__ = ["OpenRun", "OpenRuns"]
 MOST_OPEN = 8
 CHECKPOINTS = "checkpoints"
 ADAPTERS = "adapters"
-"""The runs of a sweep."""
+"""Folder of a sweep's runs."""
 MOST_EVENTS = 500
 LISTED_LABELS = 20_000
 LABEL_CHARACTERS = 1 << 20
-"""A line beyond that is no label."""
+"""Longest line of labels.jsonl that is read."""
 ELSEWHERE: dict[str, set[str]] = {
     "genome": {"lineage", "generations", "population"},
     "grpo": {"steps"},
     "icm": {"items"},
 }
-"""Parts of each loop's report that the page has from events, curves and labels."""
+"""Parts of each loop's report that the page gets from events, curves and labels instead."""
 
 
 def _config_of(run: Path) -> Mapping[str, Any]:
-    """The config of a run beside one that is looked at; empty where it cannot be read."""
+    """Config of a run that another run was made from; empty if it cannot be read."""
     with suppress(RookeryError, OSError, *MALFORMED):
         check_files(run)
         with Run.view(run) as view:
@@ -65,7 +65,7 @@ def _config_of(run: Path) -> Mapping[str, Any]:
 
 
 class OpenRuns:
-    """The runs that are being looked at."""
+    """Least-recently-used cache of open runs."""
 
     def __init__(self, folder: RunsFolder) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class OpenRuns:
                 run = self._open[name] = self._read(path, name)
             self._open.move_to_end(name)
             while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)  # closed when the last request is done with it
+                self._open.popitem(last=False)  # closed when its last request ends
             return run
 
     def _read(self, path: Path, name: str) -> "OpenRun":
@@ -93,7 +93,7 @@ class OpenRuns:
 
 
 class OpenRun:
-    """A run that is being looked at. Usable from several threads."""
+    """A run open for reading. Thread-safe."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -105,7 +105,7 @@ class OpenRun:
         self._curves = Curves(path / "metrics.jsonl")
         self._report: tuple[int, dict[str, Any]] | None = None
         self._chosen: OpenRun | None = None
-        """Of a sweep: the run of the adapter that was looked at."""
+        """Open run of a sweep's chosen adapter."""
         self._digest: Digest = DIGESTS.get(self._view.kind, Digest)(self._view)
 
     @property
@@ -113,16 +113,16 @@ class OpenRun:
         return self._view.kind
 
     def is_replaced(self) -> bool:
-        """Another run has its place: it was deleted, and made again."""
+        """Whether the run was deleted; another may have its place."""
         try:
             return (self.path / "events.db").stat().st_ino != self._inode
         except OSError:
             return True
 
     def pulse(self) -> dict[str, Any]:
-        """What tells a page that there is something new."""
+        """Values that change when the page has something new to read."""
         if self.is_replaced():
-            raise _gone(self.name)  # who asks again gets the one in its place
+            raise _gone(self.name)  # the next request gets the run in its place
         newest = self._view.last()
         metrics = self.path / "metrics.jsonl"
         return {
@@ -133,7 +133,7 @@ class OpenRun:
         }
 
     def overview(self) -> dict[str, Any]:
-        """Its row of the table, its config, its kinds of events."""
+        """The run's table row, config, sources and numbers of events by kind."""
         return {
             "row": {**describe_run(self.path), "id": self.name, "path": str(self.path)},
             "config": self._view.config,
@@ -143,38 +143,37 @@ class OpenRun:
         }
 
     def _made_from(self) -> list[dict[str, Any]]:
-        """Other runs that its config takes something from, with what those were made from, once
-        each; an id where they are beside it."""
+        """Runs that the config takes inputs from, with their own sources. Each run's sources are
+        listed once. A run in the same folder has an `id`."""
         shown = {self.path.resolve()}
 
-        def tell(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-            told = []
+        def trace(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+            rows = []
             for source in find_sources(config):
                 row: dict[str, Any] = {"run": source.run.name, "part": source.part}
                 if source.run.parent == self.path.parent:
                     row["id"] = run_id(source.run, self.path.parent)
                 if source.run.resolve() not in shown:
                     shown.add(source.run.resolve())
-                    row["made_from"] = tell(_config_of(source.run))
-                told.append(row)
-            return told
+                    row["made_from"] = trace(_config_of(source.run))
+                rows.append(row)
+            return rows
 
-        return tell(self._view.config)
+        return trace(self._view.config)
 
     def document(self) -> dict[str, Any]:
-        """report.json; empty before there is one."""
+        """Content of report.json; empty before it exists."""
         if not (self.path / "report.json").is_file():
             return {}
         document = self._view.read_json("report.json")
         return document if isinstance(document, dict) else {}
 
     def _written_ns(self) -> int:
-        """When what `report` reads changed last."""
         files = (self.path / "report.json", self.path / CHECKPOINTS)
         return max(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
     def report(self) -> dict[str, Any]:
-        """What its report says beside what the view, the curves and the labels hold."""
+        """The report without the parts that the view, the curves and the labels hold."""
         written = self._written_ns()
         with self._mutex:
             if self._report is None or self._report[0] != written:
@@ -186,7 +185,7 @@ class OpenRun:
             return self._report[1]
 
     def _so_far(self) -> dict[str, Any]:
-        """What the newest checkpoint of an evolution has of its report: the grid."""
+        """The grid of an evolution, from its newest checkpoint."""
         folders = (self.path / CHECKPOINTS).glob("checkpoint_*")
         numbered = [(int(n), f) for f in folders if (n := f.name.rpartition("_")[2]).isdecimal()]
         file = max(numbered)[1] / "metadata.json" if numbered else self.path
@@ -215,12 +214,12 @@ class OpenRun:
             return self._curves.document(points=points, first=first, last=last, names=names)
 
     def events(self, *, kind: str, text: str, offset: int, limit: int) -> dict[str, Any]:
-        """Some rows of the list of events; payloads are cut."""
+        """One page of the event list, with shortened payloads."""
         total, rows = self._view.page(kind, text=text, offset=offset, limit=min(limit, MOST_EVENTS))
         return {"total": total, "rows": rows}
 
     def all_events(self, kind: str = "") -> Iterator[Event]:
-        """Whole, in their order, read in pages."""
+        """Yield whole events in order."""
         return self._view.events(kind or None)
 
     def event(self, seq: int) -> dict[str, Any]:
@@ -232,19 +231,19 @@ class OpenRun:
     def view(
         self, *, after: int = 0, seconds: float = math.inf, most: int | None = None
     ) -> dict[str, Any]:
-        """What its loop shows, from its events: what changed after one of them, as far as can be
-        read in so long, and at most so many rows."""
+        """Data for the loop's view that changed after event `after`: as much as can be read in
+        `seconds`, and up to about `most` rows."""
         with self._mutex:
-            told = self._digest.document(after=after, most=most)
-            if told["is_more"]:  # enough for one answer, before anything is read
-                return told
+            document = self._digest.document(after=after, most=most)
+            if document["is_more"]:  # enough for one response without reading
+                return document
             is_more = self._digest.update(seconds=seconds)
-            if self._digest.seq > told["seq"]:
-                told = self._digest.document(after=after, most=most)
-            return told | {"is_more": is_more or told["is_more"]}
+            if self._digest.seq > document["seq"]:
+                document = self._digest.document(after=after, most=most)
+            return document | {"is_more": is_more or document["is_more"]}
 
     def duel(self, candidate: str) -> dict[str, Any]:
-        """A candidate of a genome run against the best founder, task by task."""
+        """Compare a candidate of a genome run with the best founder, task by task."""
         with self._mutex:
             self._digest.update()
             if not isinstance(self._digest, GenomeDigest):
@@ -252,7 +251,7 @@ class OpenRun:
             return self._digest.duel(candidate)
 
     def program(self, name: str) -> dict[str, Any]:
-        """A program of an evolution with its difference to its parent."""
+        """A program of an evolution with its diff against its parent."""
         with self._mutex:
             self._digest.update()
             digest = self._digest
@@ -278,8 +277,8 @@ class OpenRun:
         return document if isinstance(document, dict) else {}
 
     def step(self, number: int) -> dict[str, Any]:
-        """The completions of a training step: all of them where they are kept, else examples. Of a
-        sweep they are those of the chosen adapter."""
+        """Completions of a training step: all if they are stored, else examples. For a sweep, those
+        of the chosen adapter."""
         chosen = self.report().get("chosen") if self.kind == "grpo" else None
         if chosen is not None:
             adapter = self._adapter(chosen["name"])
@@ -294,7 +293,7 @@ class OpenRun:
                 shown = [_group(group) for group in groups]
                 return {"step": number, "is_whole": True, "groups": shown, "gap": self._gap(number)}
             except (RunError, ValueError, zlib.error, AttributeError, TypeError):
-                pass  # of another version, removed or damaged
+                pass  # written by another version, removed or damaged
         event = self._view.get("step", str(number))
         if event is not None:
             groups = _examples(event.payload.get("examples", []))
@@ -305,7 +304,7 @@ class OpenRun:
         return {"step": number, "is_whole": False, "groups": groups, "gap": self._gap(number)}
 
     def _adapter(self, name: str) -> "OpenRun | None":
-        """The run of an adapter of a sweep; None where it is gone."""
+        """Run of an adapter of a sweep; None if its folder is gone."""
         path = self.path / ADAPTERS / name
         if name == ".." or Path(name).name != name or not (path / "events.db").is_file():
             return None
@@ -315,12 +314,12 @@ class OpenRun:
             return self._chosen
 
     def _gap(self, number: int) -> Mapping[str, Any] | None:
-        """Examples token by token, where the run has them."""
+        """Token-by-token examples of a step; None if the run has none."""
         event = self._view.get("gap", str(number))
         return event.payload if event is not None else None
 
     def labels(self) -> dict[str, Any]:
-        """What labels.jsonl holds; empty before a labelling is done."""
+        """Rows of labels.jsonl; empty before the labelling is done."""
         path = self.path / LABELS
         rows: list[Any] = []
         if path.is_file():
@@ -336,7 +335,7 @@ def _gone(name: str) -> RunError:
 
 
 def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
-    """A report without its largest parts; what only these hold is added in a smaller form."""
+    """A report without its largest parts, plus compact forms of data that only these hold."""
     report = parse_report(kind, document)
     answer = report.model_dump(mode="json", exclude=ELSEWHERE.get(kind))
     answer["summary"] = asdict(summarize(report))
@@ -358,14 +357,14 @@ def _report_answer(kind: str, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampled(report: GenomeReport | GrpoReport | EvaluationReport) -> dict[str, Any] | None:
-    """Several answers to each task, as strings under their columns; None where none were drawn."""
+    """Table of pass@k and majority as strings; None without several answers per task."""
     rows = report.models if isinstance(report, EvaluationReport) else report.rows
     cells = wording.sampled_rows(rows)
     return {"columns": wording.sampled_columns(rows), "rows": cells} if cells else None
 
 
 def _chosen(report: GrpoReport) -> dict[str, Any]:
-    """The chosen adapter of a sweep with its steps, which are in the run of that adapter alone."""
+    """Name, curves and steps of a sweep's chosen adapter; the sweep's own events lack them."""
     names = {name for step in report.steps for name in step.metrics}
     curves = {
         name: [(step.step, step.metrics[name]) for step in report.steps if name in step.metrics]
@@ -380,7 +379,6 @@ def _chosen(report: GrpoReport) -> dict[str, Any]:
 
 
 def _examples(examples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of the completions that a step remembers."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for example in examples:
         row = {"text": example.get("text"), "reward": example.get("reward"), "advantage": None}

@@ -1,12 +1,12 @@
-"""The server of the page: its routes, who may ask, and what its policy allows.
+"""Server of the page: routes, access control and content security policy.
 
     page = open_page(Path("runs"))
     page.url                        # http://127.0.0.1:7700/?token=..., to open in a browser
     page.close()
 
-Requests read; the only ones that do not ask a service for a sample. Whoever has the token of the
-printed address gets a cookie; names in an address are looked up among the runs that were found, and
-never become paths.
+All requests only read, except those that ask a service for models or a sample. The token in the
+printed address is exchanged for a cookie. Run names in an address are looked up among the known
+runs and never become paths.
 """
 
 import asyncio
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 PORT = 7700
 LOOK_S = 0.4
-"""How often a run that is being looked at is looked at."""
+"""Seconds between two checks of a run that a page shows."""
 FIRST_S = 0.15
-"""How long the first answer may read runs."""
+"""Seconds that the first response may spend on reading runs."""
 NEXT_S = 0.5
-"""How long those after it may."""
+"""Seconds that each later response may spend on reading runs."""
 VIEW_S = 0.4
-"""How long one answer may read events; the page asks for more."""
+"""Seconds that one response may spend on reading events; the page requests the rest."""
 VIEW_ROWS = 20_000
-"""How many rows the first answer has; the page asks for more."""
+"""Rows of the first response; the page requests the rest."""
 NEXT_ROWS = 200_000
 START_S = 20.0
 KEY_CHARACTERS = 16
@@ -85,14 +85,14 @@ MOST_SEQ = (1 << 63) - 1
 
 
 class Json(JSONResponse):
-    """Whatever a run holds, as JSON that browsers read."""
+    """JSON that browsers can read, whatever values a run holds."""
 
     def render(self, content: Any) -> bytes:
         return to_json(content).encode()
 
 
 class LivePage:
-    """A page that is being served, from a thread of this process."""
+    """A page served from a thread of this process."""
 
     def __init__(
         self, server: uvicorn.Server, thread: threading.Thread, url: str, notes: ExitStack
@@ -103,12 +103,12 @@ class LivePage:
         self._notes = notes
 
     def wait(self) -> None:
-        """Until it ends, which Ctrl-C does."""
+        """Block until the server ends, as after Ctrl-C."""
         while self._thread.is_alive():
             self._thread.join(0.5)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the server. Idempotent."""
         self._server.should_exit = True
         self._thread.join(START_S)
         self._notes.close()
@@ -136,10 +136,11 @@ def open_page(
     fleet: Sequence[str] = (),
     service: str = "",
 ) -> LivePage:
-    """Serve the page of a folder of runs; it answers when this returns.
+    """Serve the page of a folder of runs; the server accepts requests when this returns.
 
-    `rookery.ui("runs").url` is what to open. Beyond this machine (`host`) a `key` is needed.
-    `fleet` names servers to show instead of those that this user started; `service` one to show.
+    Open the `url` of the result in a browser. A `host` beyond this machine needs a `key`. `fleet`
+    has the URLs of servers to show instead of those that this user started. `service` is the URL
+    of a service to show.
     """
     if not is_loopback(host) and len(key) < KEY_CHARACTERS:
         raise ConfigError(
@@ -147,7 +148,7 @@ def open_page(
             f"{KEY_CHARACTERS} characters (--key, or ROOKERY_UI_KEY), or leave --host out."
         )
     _check_addresses([*fleet, service])
-    find_runs(Path(runs_dir))  # refuses what is no folder
+    find_runs(Path(runs_dir))  # raises unless it is a folder
     listener = _listen(host, port)
     token = key or secrets.token_urlsafe(18)
     number = listener.getsockname()[1]
@@ -175,7 +176,7 @@ def open_page(
 
 
 def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
-    """The application; `token` opens it, and `cookie` names what a browser then sends."""
+    """Make the application. `token` gives access; `cookie` is the name of the session cookie."""
     app = FastAPI(title="rookery ui", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.is_over = lambda: False
     runs = OpenRuns(folder)
@@ -190,16 +191,16 @@ def make_app(folder: RunsFolder, *, token: str, cookie: str) -> FastAPI:
 
 
 def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Response]]:
-    """Lets in who has the token or the cookie that it was changed for."""
+    """Middleware that admits requests with the token or its session cookie."""
     session = secrets.token_urlsafe(24)
 
     async def gate(request: Request, answer: Answer) -> Response:
         sent = request.query_params.get("token")
-        is_code = _path(request).startswith("/static/")  # the same for everyone
+        is_code = _path(request).startswith("/static/")  # the same for all users
         if request.method not in {"GET", "HEAD"} and not _asks_service(request):
             response: Response = Json({"error": "The page only reads."}, status_code=405)
         elif sent is not None and _is_equal(sent, token):
-            response = RedirectResponse("/", status_code=303)  # there is one page
+            response = RedirectResponse("/", status_code=303)  # there is only one page
             response.set_cookie(cookie, session, httponly=True, samesite="lax")
         elif is_code or _is_equal(request.cookies.get(cookie, ""), session):
             response = await answer(request)
@@ -216,20 +217,20 @@ def _gate(token: str, cookie: str) -> Callable[[Request, Answer], Awaitable[Resp
 
 
 def _asks_service(request: Request) -> bool:
-    """A question to the service, sent by a script: a form of another site cannot send JSON."""
+    """Whether a script asks the service. Forms of other sites cannot send JSON."""
     kind = request.headers.get("content-type", "")
     asks = request.method == "POST" and _path(request).startswith("/api/service/")
     return asks and kind.partition(";")[0] == "application/json"
 
 
 def _path(request: Request) -> str:
-    """What is routed by: `request.url` is made with the Host that the visitor sends."""
+    """Path used for routing; `request.url` depends on the Host header, which clients choose."""
     path: str = request.scope["path"]
     return path
 
 
 def _is_equal(sent: str, wanted: str) -> bool:
-    """In a time that tells nothing, not even the length."""
+    """Compare in constant time, without revealing even the length."""
     digests = [hashlib.sha256(text.encode(errors="replace")).digest() for text in (sent, wanted)]
     return hmac.compare_digest(*digests)
 
@@ -237,12 +238,12 @@ def _is_equal(sent: str, wanted: str) -> bool:
 def _refuse(folder: RunsFolder) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def refuse(request: Request, error: Exception) -> Response:
         path = folder.root / request.path_params.get("name", "")
-        said: Exception = error
+        refusal: Exception = error
         if isinstance(error, MALFORMED):
-            said = malformed(path, error)
-            # A mistake of ours looks the same from here.
+            refusal = malformed(path, error)
+            # A bug of ours raises the same errors: log the traceback.
             logger.debug("%s", _path(request), exc_info=error)
-        return Json({"error": str(said)}, status_code=404)
+        return Json({"error": str(refusal)}, status_code=404)
 
     return refuse
 
@@ -257,20 +258,20 @@ def _add_pages(app: FastAPI) -> None:
         if name not in FILES:
             return Json({"error": "There is no such file."}, status_code=404)
         headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-        headers["Cache-Control"] = f"max-age={YEAR_S}, immutable"  # its address has the version
+        headers["Cache-Control"] = f"max-age={YEAR_S}, immutable"  # the address has the version
         kind = TYPES[name.rpartition(".")[2]]
         return Response(_packed(name), media_type=kind, headers=headers)
 
 
 @cache
 def _packed(name: str) -> bytes:
-    """A file of the page, compressed once: that takes longer than sending it."""
+    """A file of the page, compressed once, because compressing takes longer than sending."""
     return gzip.compress(FILES[name]().encode(), 6, mtime=0)
 
 
 @cache
 def _versioned(name: str) -> str:
-    """A page that names its files with the version of what they hold."""
+    """A page whose links carry the version (content hash) of all files."""
     version = hashlib.sha256(b"".join(map(_packed, FILES))).hexdigest()[:12]
     return read_file(name).replace("VERSION", version)
 
@@ -349,8 +350,6 @@ def _add_run(app: FastAPI, runs: OpenRuns) -> None:
 
 
 class SampleForm(BaseModel):
-    """What the box of the service's page sends."""
-
     key: str = ""
     model: str
     prompt: str = Field(max_length=200_000)
@@ -363,7 +362,7 @@ class KeyRequest(BaseModel):
 
 
 def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
-    """Imported when first asked for: what asks servers takes a second to load."""
+    """Add the routes of servers and service. Their module takes a second to import: do it late."""
 
     def link() -> "ServiceLink":
         if not service:
@@ -394,7 +393,7 @@ def _add_fleets(app: FastAPI, fleet: Sequence[str], service: str) -> None:
 
 
 async def _until_over(app: FastAPI, asked: Coroutine[Any, Any, Any]) -> Any:
-    """What another server answers, unless the page is closed before that."""
+    """Await another server's response; raise RunError if the page closes first."""
     async with task_group() as tasks:
         task = tasks.create_task(asked)
         while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
@@ -410,27 +409,27 @@ def _fleets() -> ModuleType:
 
 
 def _events(look: Callable[[], dict[str, Any]], app: FastAPI) -> Response:
-    """Server-sent events: what `look` says, each time that it says something else."""
+    """Server-sent events: the result of `look`, each time that it changes."""
 
-    async def tell() -> AsyncIterator[str]:
-        told = None
+    async def stream() -> AsyncIterator[str]:
+        sent = None
         quiet_s = 0.0
         while not app.state.is_over():
             try:
                 seen = json.dumps(await asyncio.to_thread(look))
             except (RookeryError, OSError, *MALFORMED):
-                return  # the run is gone; the page asks again and is told
-            if seen != told:
-                told, quiet_s = seen, 0.0
+                return  # the run is gone; the next request of the page gets the error
+            if seen != sent:
+                sent, quiet_s = seen, 0.0
                 yield f"data: {seen}\n\n"
             elif quiet_s > 15:
                 quiet_s = 0.0
-                yield ": still here\n\n"  # finds out who left
+                yield ": still here\n\n"  # detects closed connections
             await asyncio.sleep(LOOK_S)
             quiet_s += LOOK_S
 
-    headers = {"X-Accel-Buffering": "no"}  # a proxy before it would hold the events back
-    return StreamingResponse(tell(), media_type="text/event-stream", headers=headers)
+    headers = {"X-Accel-Buffering": "no"}  # a proxy would buffer the events
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
 def _closed(*, is_wrong: bool) -> str:
@@ -453,7 +452,7 @@ def _check_addresses(urls: Sequence[str]) -> None:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """The port that was asked for, or the usual one, or, where that is taken, any free one."""
+    """Listen on the given port; without one, on PORT, or on any free port if PORT is taken."""
     if port is not None and not 0 <= port <= 65_535:
         raise ConfigError(f"--port is {port}; ports are 0, for any that is free, to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-// Shows the view that the address names.
+// Entry point: shows the view that the address names.
 
 import { showCompare } from "./compare.js";
 import { brandLine, errorNote, h, place } from "./dom.js";
@@ -15,7 +15,7 @@ let turn = 0;
 async function show(source) {
   turn += 1;
   const mine = turn;
-  const isShown = () => mine === turn; // what is read after that is of a view that was left
+  const isShown = () => mine === turn; // false once another view was opened
   shown?.close();
   shown = null;
   const [kind, id] = place().parts;

@@ -1,15 +1,15 @@
-// What all charts share: the library, colours, axes, tooltips, drawing when they are seen.
+// Shared parts of all charts: the library, colours, axes, tooltips, drawing once visible.
 
 import { h } from "./dom.js";
 import { compact, number } from "./words.js";
 
-// Told apart without colour vision too, and seen on their ground.
+// Distinguishable without colour vision, with enough contrast to their background.
 const HUES = ["#d55e00", "#1f3b9b", "#cf78b0", "#e0a000", "#4fb3e8", "#6b4326"];
 const DARK_HUES = ["#f0803c", "#4f7df0", "#c74fb0", "#f5d565", "#f2f0ec", "#8a6240"];
 
 let loading = null;
 
-// The chart library is large: it is loaded with the first run that is looked at.
+// Loads the chart library, which is large, when the first run is opened.
 export function library() {
   if (globalThis.echarts) return Promise.resolve(withEdges(globalThis.echarts));
   loading ??= new Promise((done, failed) => {
@@ -21,14 +21,14 @@ export function library() {
   return loading;
 }
 
-// Many straight lines as one shape: thousands of shapes would be too slow to move.
+// Registers a shape of many straight lines: thousands of shapes would move too slowly.
 function withEdges(echarts) {
   const buildPath = (drawing, { lines }) => lines.forEach(([x1, y1, x2, y2]) => { drawing.moveTo(x1, y1); drawing.lineTo(x2, y2); });
   echarts.graphic.getShapeClass("edges") ?? echarts.graphic.registerShape("edges", echarts.graphic.extendShape({ buildPath }));
   return echarts;
 }
 
-// Lines between points of the axes: [[x1, y1, x2, y2], ...].
+// A series of lines in axis coordinates: [[x1, y1, x2, y2], ...].
 export function edgeSeries(edges, style) {
   const renderItem = ({ context }, { coord }) => {
     if (context.isDrawn) return undefined;
@@ -46,7 +46,7 @@ function palette() {
   return colours;
 }
 
-// A tooltip as nodes: text of a run never becomes markup.
+// A tooltip made of nodes, so that text of a run never becomes markup.
 export function tip(title, pairs) {
   const rows = pairs.flatMap(([term, detail]) => [h("dt", null, term), h("dd", null, detail)]);
   return h("div", { class: "tip" }, h("b", null, title), h("dl", null, rows));
@@ -76,7 +76,7 @@ export function axis(colours, options) {
     nameLocation: "middle",
     nameTextStyle: { color: colours.muted, fontSize: 12 },
     axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true },
-    axisLine: { show: false, onZero: false }, // else its name stands at zero, wherever that is
+    axisLine: { show: false, onZero: false }, // otherwise the axis name is placed at zero
     axisTick: { show: false },
     splitLine: { show: false },
     ...options,
@@ -98,7 +98,7 @@ export function upright(colours, name, options) {
 }
 
 export function tick(value) {
-  if (typeof value !== "number") return value; // the name of a category
+  if (typeof value !== "number") return value; // a category name
   const size = Math.abs(value);
   const shown = size !== 0 && (size >= 1e5 || size < 1e-3) ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(9)));
   return shown.replace("-", "\u2212");
@@ -115,8 +115,8 @@ export const flat = (colours, name, options) =>
     ...options,
   });
 
-// A chart that is drawn when it is seen, on light and dark, at any width. `option(colours, width)`
-// gives what ECharts wants; `redraw()` asks for it anew.
+// A chart drawn once it is visible; it adapts to colour scheme and width. `option(colours, width)`
+// returns the ECharts option; `redraw()` calls it again.
 export class Chart {
   constructor({ label, height = 260, option, ready }) {
     this.option = option;
@@ -168,8 +168,8 @@ export class Chart {
   }
 }
 
-// Lines over steps: series is [{ name, points: [[x, y], ...], colour }]. The wheel zooms, dragging
-// moves; `onzoom(first, last)` may fetch more points of what is seen.
+// Lines over steps: series is [{ name, points: [[x, y], ...], band, isMarked, isStacked }]. Ctrl and
+// the wheel zoom, dragging moves; `onzoom(first, last)` may fetch more points of the visible range.
 export function lineChart({ label, height = 220, series, x = "Step", onzoom }) {
   let lines = series;
   const chart = new Chart({
@@ -235,13 +235,13 @@ function lineOption(colours, series, x) {
   };
 }
 
-// A band between two values of each step: [[x, low, high], ...].
+// A filled band between two values per step: [[x, low, high], ...].
 function bandSeries(band, colour) {
   return {
     type: "custom",
     silent: true,
     z: 1,
-    data: band.flatMap(([x, low, high]) => [[x, low], [x, high]]), // tells the axes how far it reaches
+    data: band.flatMap(([x, low, high]) => [[x, low], [x, high]]), // extends the axes to the band
     renderItem: (params, api) => {
       if (params.context.isDrawn) return undefined;
       params.context.isDrawn = true;
@@ -251,8 +251,8 @@ function bandSeries(band, colour) {
   };
 }
 
-// Bars over names: series is [{ name, values, colour }], stacked; `mark` is the place of the one bar in
-// colour. Lying bars have their names at the left.
+// Stacked bars over names: series is [{ name, values }]; `mark` is the index of the only coloured
+// bar. Horizontal bars (`isLying`) have their names on the left.
 export function barChart({ label, height = 250, x, y = "", isLying = false, bars, onpick }) {
   const option = (colours, width) => {
     const { names, series, mark, most } = bars();
@@ -282,7 +282,7 @@ export function barChart({ label, height = 250, x, y = "", isLying = false, bars
   return new Chart({ label, height, option, ready: onpick && ((drawn) => drawn.on("click", ({ dataIndex }) => onpick(dataIndex))) });
 }
 
-// A line without axes, for a row of a table.
+// Points of a sparkline, for an SVG polyline.
 export function sparkPoints(values, width, height) {
   const low = Math.min(...values);
   const range = Math.max(...values) - low || 1;

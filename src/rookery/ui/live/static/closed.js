@@ -1,3 +1,3 @@
-// Whoever opens a link without a key gets where it leads once the key is typed.
+// Keeps the view that the link named: the form sends its key to that address.
 
 document.forms[0].action = `/${location.hash}`;

@@ -1,4 +1,4 @@
-// Runs over one another: their numbers side by side, what differs in their configs, their curves.
+// Compares runs: results, curves, reports, and differences between their configs.
 
 import { lineChart } from "./charts.js";
 import { brandLine, emptyNote, errorNote, h, place, runLink, section, table } from "./dom.js";
@@ -8,7 +8,7 @@ import { clip, duration, interval, isNumber, number, signed } from "./words.js";
 
 const isTree = (value) => value !== null && typeof value === "object" && Object.keys(value).length > 0;
 
-// [["engine.model", ["\"a\"", "\"b\""]], ...]: what differs, and no deeper than where all have it.
+// Differing values by path, as deep as all configs have it: [["engine.model", ["\"a\"", "\"b\""]], ...].
 function configDifferences(values, prefix = "") {
   if (values.every(isTree) && new Set(values.map(Array.isArray)).size === 1) {
     const names = [...new Set(values.flatMap((value) => Object.keys(value)))];
@@ -20,7 +20,7 @@ function configDifferences(values, prefix = "") {
 
 function numbersTable(runs) {
   const scale = scaleOf(runs.map(({ row }) => row.result ?? {}));
-  const isOneScale = new Set(runs.map(({ row }) => row.kind)).size === 1; // an accuracy and a loss have none in common
+  const isOneScale = new Set(runs.map(({ row }) => row.kind)).size === 1; // an accuracy and a loss share no scale
   const drawing = (result) => (isNumber(result?.mean) && isOneScale ? intervalDrawing(result, scale) : "");
   const line = ({ row, title }) => [
     h("a", { class: "name", href: runLink(row.id) }, title ?? row.name), row.kind, statusMark(row),
@@ -40,7 +40,7 @@ function configTable(runs) {
       h("tbody", null, rows.map(([name, values]) => h("tr", null, h("th", { scope: "row" }, name), values.map((v, k) => cell(v, k ? values[0] : undefined)))))));
 }
 
-// What each report says, one beside the other; a run without one says how far it is.
+// Headlines and tables of the reports side by side; an unfinished run shows its result so far.
 function reports(runs) {
   const one = ({ row, title, report }) => h("article", null, h("h3", null, title ?? row.name), report.summary ? [headline(report, row.result), report.summary.rows.length ? stringTable(report.summary) : ""] : emptyNote("Runs of this kind have no report."));
   return h("div", { class: "panels reports" }, runs.map(one));
@@ -48,7 +48,7 @@ function reports(runs) {
 
 function overlays(runs, charts) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
-  const shown = new Set(runs.map(({ row }) => row.spark_of)); // what the list of runs draws comes first
+  const shown = new Set(runs.map(({ row }) => row.spark_of)); // metrics of the sparklines come first
   const shared = names.filter((n) => runs.filter((run) => run.curves[n]).length > 1).sort((a, b) => shown.has(b) - shown.has(a));
   const panel = (name) => {
     const series = runs.filter((run) => run.curves[name]).map((run) => ({ name: run.title ?? run.row.name, points: run.curves[name] }));
@@ -61,8 +61,8 @@ function overlays(runs, charts) {
 }
 
 export async function showCompare(source, main, isShown) {
-  const given = place().query.getAll("runs");
-  const ids = given.length === 1 ? given[0].split(",") : given; // links of older versions join names
+  const named = place().query.getAll("runs");
+  const ids = named.length === 1 ? named[0].split(",") : named; // older links join the ids by commas
   const charts = [];
   main.replaceChildren(h("header", { class: "masthead" }, brandLine("", ids), h("h1", null, `${ids.length} runs side by side`)));
   document.title = `${ids.length} runs · Rookery`;
@@ -71,12 +71,12 @@ export async function showCompare(source, main, isShown) {
     const [overview, curves, report] = await Promise.all([source.get(path), source.get(`${path}/curves`, { points: 500 }), source.get(`${path}/report`)]);
     return { ...overview, curves: curves.curves, report };
   };
-  const found = await Promise.allSettled(ids.map(load));
+  const results = await Promise.allSettled(ids.map(load));
   if (!isShown()) return { close: () => {} };
-  const runs = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  const runs = results.filter((one) => one.status === "fulfilled").map((one) => one.value);
   const isTwin = ({ row }) => runs.filter((other) => other.row.name === row.name).length > 1;
-  for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs of one name go by their folder
-  const failed = found.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
+  for (const run of runs.filter(isTwin)) run.title = run.row.id; // runs with the same name are titled by id
+  const failed = results.filter((one) => one.status === "rejected").map((one) => errorNote(one.reason));
   main.append(...failed);
   if (runs.length) main.append(section("Results", numbersTable(runs)), section("Curves", overlays(runs, charts)), section("Reports", reports(runs)), section("What differs in their configs", configTable(runs)));
   else main.append(emptyNote("Select two or more runs in the list of runs."));

@@ -1,4 +1,4 @@
-// Elements without markup: whatever a run holds becomes text, never HTML. And the address.
+// Builds elements from text, never from HTML, whatever a run holds; reads and writes the address.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -11,8 +11,8 @@ export function svg(tag, properties, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
 
-// An element that is only described, for what is drawn many times a second: `patch` changes what
-// there is into it, and as a child of `h` it is made.
+// A description of an element, for parts drawn many times a second: `patch` updates existing nodes
+// to match it, and `h` makes it if it is a child.
 export const el = (tag, properties, ...children) => ({ tag, properties, children });
 export const svgEl = (tag, properties, ...children) => ({ tag, properties, children, isSvg: true });
 
@@ -37,7 +37,7 @@ function fill(element, properties, children) {
   return element;
 }
 
-// Makes `box` hold these descriptions and texts: nodes stay, and of them only what differs is touched.
+// Updates the children of `box` to these descriptions and texts; changes only differences.
 export function patch(box, ...wanted) {
   let known = box.firstChild;
   for (const one of wanted.flat(3)) {
@@ -63,14 +63,14 @@ function isPatched(node, one) {
   return true;
 }
 
-const PROPERTIES = new WeakMap(); // as they were set last
+const PROPERTIES = new WeakMap(); // properties that each element was last given
 
 function setProperties(element, properties) {
   const known = PROPERTIES.get(element) ?? {};
   PROPERTIES.set(element, properties);
   for (const name in known) if (isShown(known[name]) && !isShown(properties[name])) setProperty(element, name, null);
   for (const name in properties) if (isShown(properties[name]) && properties[name] !== known[name]) setProperty(element, name, properties[name]);
-  if ("checked" in properties) element.checked = Boolean(properties.checked); // whatever was clicked meanwhile
+  if ("checked" in properties) element.checked = Boolean(properties.checked); // overrides clicks since then
 }
 
 function setProperty(element, name, value) {
@@ -79,8 +79,8 @@ function setProperty(element, name, value) {
   else element.setAttribute(name, value === true ? "" : value);
 }
 
-// table(["Method", ["Score"]], [[cell, cell], { class: "winner", cells }]): a heading in a list has
-// figures under it. The first cell of a row names it.
+// table(["Method", ["Score"]], [[cell, cell], { class: "winner", cells }]): a heading in an array is
+// a column of numbers. The first cell of a row is its heading.
 export function table(heads, rows, kind) {
   const figure = (k) => (Array.isArray(heads[k]) ? "figure" : null);
   const head = heads.map((name, k) => h("th", { scope: "col", class: figure(k) }, name));
@@ -91,8 +91,8 @@ export function table(heads, rows, kind) {
   return h("div", { class: "scroll" }, h("table", { class: kind }, h("thead", null, h("tr", null, head)), h("tbody", null, rows.map(line))));
 }
 
-// Makes `box` hold these, and leaves alone what says the same: it keeps the focus, a selection, and a
-// click that has begun.
+// Replaces the children of `box`, except equal nodes: they keep focus, selection and a click that
+// has begun.
 export function refill(box, ...children) {
   const fresh = [...h("div", null, ...children).childNodes];
   fresh.forEach((node, k) => {
@@ -105,7 +105,7 @@ export function refill(box, ...children) {
 
 export const section = (title, ...children) => h("section", null, h("h2", null, title), children);
 export const lead = (sentence) => h("p", { class: "lead" }, prose(sentence));
-// What is folded away is made when it is first opened: `make` gives its nodes.
+// A folded section; `make` returns its nodes when it is first opened.
 export function folded(summary, make) {
   const details = h("details", null, h("summary", null, summary));
   details.addEventListener("toggle", () => details.open && details.childElementCount === 1 && details.append(...[make()].flat(3).filter(Boolean)));
@@ -115,7 +115,7 @@ export const figure = (title, chart) => h("figure", null, h("figcaption", null, 
 export const facts = (pairs) => h("dl", { class: "facts" }, pairs.map(([term, detail]) => h("div", null, h("dt", null, term), h("dd", null, detail))));
 export const choice = (label, options, value, onchange) => h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value) }, options.map(([v, t]) => h("option", { value: v, selected: v === value }, t)));
 
-// The address is the state: #/run/demo?tab=events&kind=candidate
+// The address holds the state: #/run/demo?tab=events&kind=candidate
 export function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?", 2);
   const parts = path.split("/").filter(Boolean).map(decode);
@@ -137,13 +137,13 @@ export function address(parts, query) {
   return `#/${parts.map(encodeURIComponent).join("/")}${tail}`;
 }
 
-// A value of the address that is one of these; of any other the first.
+// A query value of the address if it is among `values`, else the first of these.
 export function placed(name, values) {
-  const given = place().query.get(name);
-  return values.includes(given) ? given : values[0];
+  const value = place().query.get(name);
+  return values.includes(value) ? value : values[0];
 }
 
-// Changes some values of the address in place: the view stays, the link to it changes.
+// Changes query values of the address in place, without opening a view.
 export function note(values) {
   const { parts, query } = place();
   const known = Object.fromEntries([...query.keys()].map((name) => [name, query.getAll(name)]));
@@ -155,10 +155,9 @@ export function runLink(id, query) {
   return address(["run", id], query);
 }
 
-// The pages that there are, beside the name; `selected` are the runs that the list then selects.
+// The name and links to the pages; the link to the list of runs selects `selected` there.
 export const brandLine = (here, selected) => h("nav", { class: "brand", "aria-label": "Pages" }, "Rookery", ["runs", "fleet", "service"].map((one) => h("a", { href: address([one], one === "runs" && { sel: selected ?? [] }), "aria-current": one === here ? "page" : null }, one)));
 
-// At most one call per frame.
 export function perFrame(work) {
   let waiting = false;
   return () => {
@@ -179,19 +178,19 @@ export function later(work, milliseconds) {
   };
 }
 
-// A sentence with `code` in it.
+// Turns `code` in a sentence into code elements.
 export const prose = (text) => (typeof text === "string" ? text.split(/`([^`\n]+)`/).map((part, k) => (k % 2 ? h("code", null, part) : part)) : text);
 
-// A text as it is; of a very long one the rest is folded away: browsers stand still at it.
+// A preformatted text. Everything beyond MOST_SHOWN is folded away, because browsers hang on it.
 const MOST_SHOWN = 20000;
 export const longText = (kind, text) => h("div", null, h("pre", { class: kind }, text.slice(0, MOST_SHOWN)), text.length > MOST_SHOWN && folded(`${text.length - MOST_SHOWN} more characters`, () => h("pre", { class: kind }, text.slice(MOST_SHOWN))));
 
-// A sentence where something would be, and an error with what to do about it.
+// Placeholders: a sentence instead of missing content, and an error message.
 export const emptyNote = (sentence) => h("p", { class: "empty" }, prose(sentence));
 export const errorNote = (error) => h("p", { class: "trouble", role: "alert" }, prose(error?.message ?? String(error)));
 
-// When what was changed is on the screen: asking for more at once would take the processor from that.
+// Resolves once the changes are on screen: an earlier request would compete for the processor.
 export const drawn = () => new Promise((done) => {
   requestAnimationFrame(() => setTimeout(done));
-  setTimeout(done, 200); // a hidden page draws nothing
+  setTimeout(done, 200); // a hidden page draws no frames
 });

@@ -1,4 +1,4 @@
-// An evaluation: every task with its answers, right and wrong.
+// An evaluation: models, and the answers to each task.
 
 import { choice, el, emptyNote, errorNote, h, lead, longText, note, placed, runLink, section, table } from "./dom.js";
 import { comparison, costsLine, sampledSection } from "./report.js";
@@ -26,7 +26,7 @@ export class EvalView {
   update(view, report) {
     const begun = ({ answers }) => Math.min(...Object.values(answers).map(([[, , seq]]) => seq));
     const inOrder = listed(view, "tasks").map((task) => [begun(task), task]).sort(([a], [b]) => a - b);
-    this.tasks = inOrder.map(([, task]) => task); // each with its answers, by the place of a model
+    this.tasks = inOrder.map(([, task]) => task); // each with its answers, keyed by place in `models`
     this.names = view.facts.models ?? [];
     this.asked = new Map(report.tasks.map((t) => [t.task, t]));
     this.report = report;
@@ -35,7 +35,7 @@ export class EvalView {
     this.arrange();
   }
 
-  // `trained@1f2e` as its report calls it: two adapters may have one name.
+  // The report's name of `trained@1f2e`; models that share a name get their version too.
   title(model) {
     const [short] = model.split("@");
     const known = this.report.models.filter(({ version }) => version && model.endsWith(`@${version}`)).map(({ name }) => name).join(", ");
@@ -55,7 +55,7 @@ export class EvalView {
     this.models.replaceChildren(this.steps(report), section("Models", lead(said), rows.length ? comparison({ rows: marked, name: "Model", what: "Accuracy", gain: "Gain over base", reference: rows[0] }) : emptyNote("No answer is recorded yet."), costsLine(report.summary.costs)), sampledSection(report));
   }
 
-  // Of a pipeline: each step is a run beside it.
+  // Steps of a pipeline, each a run in the same folder.
   steps({ steps }) {
     if (!steps?.length) return "";
     const link = ({ name, run }) => (this.source.isLive ? h("a", { class: "name", href: runLink(run) }, name) : h("span", { class: "name" }, name));
@@ -78,7 +78,7 @@ export class EvalView {
 
   arrange() {
     const tests = { wrong: (as) => as.some(([reward]) => !isRight(reward)), right: (as) => as.every(([reward]) => isRight(reward)), differ: (as) => new Set(as.map(([reward]) => reward)).size > 1, failed: (as) => as.some(([, isFailed]) => isFailed) };
-    const measured = (answers) => Object.values(answers).map(([first]) => first); // the further ones are drawn for pass@k
+    const measured = (answers) => Object.values(answers).map(([first]) => first); // further answers are for pass@k
     this.chosen = this.only ? this.tasks.filter(({ answers }) => tests[this.only](measured(answers))) : this.tasks;
     this.answers.hidden = !this.tasks.length;
     this.state.textContent = `${count(this.chosen.length)} of ${count(this.tasks.length, "task")}`;

@@ -1,11 +1,11 @@
-// The events of a run: a list of any length, by kind and by text, and each one whole.
+// The events of a run: a list filtered by kind and text, and one event in full.
 
 import { el, emptyNote, errorNote, h, later, note, place } from "./dom.js";
 import { LongTable, PLAIN } from "./table.js";
 import { clip, count, timeOfDay } from "./words.js";
 
 const PAGE = 200;
-const LONGEST = 200000; // characters of one text: beyond that browsers stand still
+const LONGEST = 200000; // characters of one text: browsers hang on longer ones
 const COLUMNS_OF_EVENTS = [
   { name: "seq", label: "#", class: "figure seq" },
   { name: "time", label: "Time", class: "time" },
@@ -14,7 +14,7 @@ const COLUMNS_OF_EVENTS = [
   { name: "payload", label: "Payload", class: "payload" },
 ];
 
-// JSON to read: nested lists that open, texts as they are.
+// JSON as a tree that unfolds; texts keep their line breaks.
 export function jsonTree(value, name, isOpen = true) {
   const label = name === undefined ? "" : `${name}: `;
   if (value === null || typeof value !== "object") {
@@ -73,18 +73,18 @@ export class EventsView {
     this.pages.set(page, null);
     const { kind, text } = this.state;
     try {
-      const found = await this.source.get(`${this.path}/events`, { kind, text, offset: page * PAGE, limit: PAGE });
+      const answer = await this.source.get(`${this.path}/events`, { kind, text, offset: page * PAGE, limit: PAGE });
       if (kind !== this.state.kind || text !== this.state.text) return;
-      this.pages.set(page, found.rows);
-      this.status.textContent = count(found.total, "event");
-      this.table.resize(found.total);
+      this.pages.set(page, answer.rows);
+      this.status.textContent = count(answer.total, "event");
+      this.table.resize(answer.total);
     } catch (error) {
       this.pages.delete(page);
       this.status.textContent = error.message;
     }
   }
 
-  // More events came: what is known stays, the last page is read again.
+  // New events: keep the loaded pages and reload the last one.
   grow(counts) {
     this.setCounts(counts);
     const last = Math.floor(this.table.size / PAGE);

@@ -1,4 +1,4 @@
-// An evolution of programs: how the best score rose, the tree, the grid, failures, and every program.
+// An evolution of programs: best score, tree, grid, failures, and each program.
 
 import { axis, barChart, Chart, edgeSeries, flat, frame, tip, upright } from "./charts.js";
 import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
@@ -8,7 +8,7 @@ import { LongTable, PLAIN } from "./table.js";
 import { clip, compact, count, isNumber, six } from "./words.js";
 
 const LISTED_CELLS = 400;
-const MOST_STYLED = 2000; // points beyond are drawn at once, which is faster
+const MOST_STYLED = 2000; // with more points, ECharts draws them unstyled in one batch, which is faster
 
 const PROGRAM_COLUMNS = [
   { name: "id", label: "Program", class: "run" },
@@ -77,14 +77,13 @@ export class EvolveView {
     if (this.isMissing && this.programs.has(this.picked)) this.pick(this.picked);
   }
 
-  // What the report has: simpler searches, the winning line, the grid, the front, costs.
   drawReport(report) {
     this.report = report;
     const name = (row) => [h("span", { class: "name" }, row.name), row.note && [" ", h("span", { class: "note" }, row.note)]];
-    const own = { class: "winner", cells: [h("span", { class: "name" }, "evolve"), h("b", null, six(report.best?.score)), count(report.num_iterations), count(report.num_failed)] };
+    const searched = { class: "winner", cells: [h("span", { class: "name" }, "evolve"), h("b", null, six(report.best?.score)), count(report.num_iterations), count(report.num_failed)] };
     const others = report.baselines.map((row) => [name(row), h("b", null, six(row.best)), count(row.num_iterations), count(row.num_failed)]);
     const onTasks = report.tasks ? section("On tasks that the search never saw", stringTable(report.summary, 0)) : "";
-    this.results.replaceChildren(onTasks, others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [own, ...others])) : "");
+    this.results.replaceChildren(onTasks, others.length ? section("Beside simpler searches with as much to spend", table(["Search", ["Best score"], ["Iterations"], ["Failed"]], [searched, ...others])) : "");
     if (report.is_written) this.drawWinningLine(report.winning_line);
     this.drawGrid(report);
     const front = report.front.map((row) => [h("button", { class: "plain name", onclick: () => this.pick(row.id) }, row.id), count(row.iteration), ...report.objectives.map((one) => six(row.metrics[one]))]);
@@ -94,7 +93,7 @@ export class EvolveView {
     this.staleness.redraw();
   }
 
-  // From the report, or, before there is one, from the programs.
+  // Draws the line from the report or, before it exists, from the programs.
   drawWinningLine(line) {
     const step = (row) => folded([`Iteration ${count(row.iteration ?? row.number)}: `, h("b", null, six(row.score)), row.model ? ` by ${row.model}` : "", row.changes ? h("span", { class: "note" }, ` ${clip(row.changes, 160)}`) : ""], () => this.stepNode(row));
     this.winningLine.replaceChildren(section("The winning line", line.length ? [lead("From the first program to the best, each the parent of the next, with what was changed."), line.map(step)] : emptyNote("There is no best program yet.")));
@@ -112,10 +111,10 @@ export class EvolveView {
     this.islands.replaceChildren(islands.size ? section("Islands", table(["Island", ["Programs"], ["Kept"], ["Failed"], ["Best"]], [...islands].sort((a, b) => a[0] - b[0]).map(line))) : "");
   }
 
-  // Cost by model: what each was asked and gave, from the programs and, at the end, the report.
+  // Tabulates models, operators and training; numbers of plays come from the report once it exists.
   drawModels(report) {
     const arms = new Map(report.models.map((arm) => [arm.name, arm]));
-    const named = (p) => (arms.has(p.arm) ? p.arm : p.model); // `writer` answered as writer@1f2e
+    const named = (p) => (arms.has(p.arm) ? p.arm : p.model); // `writer` answers as writer@1f2e
     const models = grouped(this.all.filter(named), named);
     const names = [...new Set([...arms.keys(), ...models.keys()])];
     const line = (name) => {
@@ -146,9 +145,9 @@ export class EvolveView {
   }
 
   line(id) {
-    const found = [];
-    for (let one = this.programs.get(id); one && !found.includes(one); one = this.programs.get(one.parent)) found.push(one);
-    return found;
+    const ancestors = [];
+    for (let one = this.programs.get(id); one && !ancestors.includes(one); one = this.programs.get(one.parent)) ancestors.push(one);
+    return ancestors;
   }
 
   scoreOption(colours) {
@@ -252,14 +251,14 @@ export class EvolveView {
     this.table.refresh();
     this.tree.redraw();
     const p = this.programs.get(id);
-    this.isMissing = !p; // its part may come yet
+    this.isMissing = !p; // its row may arrive later
     if (!p) {
       this.detail.replaceChildren(errorNote(new Error(`There is no program ${id}.`)));
       return;
     }
     try {
-      const found = await this.source.get(`${this.path}/program/${encodeURIComponent(id)}`);
-      if (this.picked === id) this.drawProgram(p, found);
+      const content = await this.source.get(`${this.path}/program/${encodeURIComponent(id)}`);
+      if (this.picked === id) this.drawProgram(p, content);
     } catch (error) {
       this.detail.replaceChildren(errorNote(error));
     }
@@ -280,7 +279,6 @@ export class EvolveView {
       ...steps.map(step));
   }
 
-  // A program of a line: its metrics, and what it changed.
   stepNode(one) {
     const shown = h("div");
     const draw = ({ diff, code }) => {

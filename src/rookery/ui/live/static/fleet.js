@@ -1,11 +1,11 @@
-// Servers and a service as they are now; a box to sample from any checkpoint with a tenant's key.
+// Current state of servers and of a service; a form to sample with a tenant's key.
 
 import { brandLine, emptyNote, errorNote, facts, h, lead, section, table } from "./dom.js";
 import { count, isNumber, number } from "./words.js";
 
 const LOOK_MS = 2000;
 
-// A page that asks again every two seconds while it is seen, and keeps what it has when that fails.
+// A page that polls every two seconds while visible, and keeps its content if a request fails.
 class Watched {
   constructor(source, main, { here, title, said, path, draw, after }) {
     Object.assign(this, { source, path, draw, body: h("div", null, emptyNote("Asking …")), trouble: h("div"), after: h("div", { hidden: true }, after) });
@@ -19,12 +19,12 @@ class Watched {
   }
 
   async look() {
-    if (this.isAsking) return; // servers that are down answer late
+    if (this.isAsking) return; // a request to a server that is down takes long
     this.isAsking = true;
     try {
-      const found = await this.source.get(this.path);
-      this.body.replaceChildren(...this.draw(found));
-      this.after.hidden = found.url === "";
+      const state = await this.source.get(this.path);
+      this.body.replaceChildren(...this.draw(state));
+      this.after.hidden = state.url === "";
       this.trouble.replaceChildren();
     } catch (error) {
       this.body.querySelector(".empty")?.remove();
@@ -68,16 +68,16 @@ function drawService({ url, models, queues = [], tenants = [], journal_bytes: jo
   const wait = (queue) => (queue.tokens_per_s ? `${number(queue.tokens_waiting / queue.tokens_per_s, 0)} s` : "not known");
   const queue = (one) => [one.name, count(one.num_waiting), count(one.tokens_waiting), one.tokens_per_s ? count(Math.round(one.tokens_per_s)) : "not measured yet", wait(one)];
   const tenant = (one) => [h("span", { class: "name" }, one.name), count(one.num_pending), count(one.num_models), count(one.num_checkpoints), ...["trained", "sampled", "prompt"].map((kind) => count(one.tokens[kind] ?? 0))];
-  const told = [["Address", url], ["Models", (models ?? []).join(", ")], ["Journal since the last snapshot", isNumber(journal) ? `${(journal / 1048576).toFixed(1)} MiB` : ""]];
+  const details = [["Address", url], ["Models", (models ?? []).join(", ")], ["Journal since the last snapshot", isNumber(journal) ? `${(journal / 1048576).toFixed(1)} MiB` : ""]];
   return [
-    facts(told.filter(([, detail]) => detail)),
+    facts(details.filter(([, detail]) => detail)),
     reason ? emptyNote(`It tells its queues and tenants to its own machine alone: ${reason}`) : "",
     queues.length ? section("Queues", table(["Queue", ["Requests waiting"], ["Tokens waiting"], ["Tokens/s"], ["Until all are done"]], queues.map(queue))) : "",
     queues.length ? section("Tenants", tenants.length ? table(["Tenant", ["Waiting or running"], ["Models in training"], ["Checkpoints"], ["Trained tokens"], ["Sampled tokens"], ["Prompt tokens"]], tenants.map(tenant)) : emptyNote("Nobody has used it yet.")) : "",
   ];
 }
 
-// The key stays in the page: it is in no address, and is gone when the page is.
+// The key stays in the page's memory: it is in no address and is gone once the page closes.
 function sampleBox(source) {
   const key = h("input", { type: "password", autocomplete: "off", placeholder: "none, where the service has no keys" });
   const model = h("select", { required: true });
@@ -94,17 +94,17 @@ function sampleBox(source) {
     }
   };
   const list = () => run(async () => {
-    const found = await source.get("service/models", null, { key: key.value });
-    model.replaceChildren(...found.models.map((name) => h("option", { value: name }, name)));
+    const listing = await source.get("service/models", null, { key: key.value });
+    model.replaceChildren(...listing.models.map((name) => h("option", { value: name }, name)));
     const row = (one) => [h("span", { class: "name" }, one.tinker_path ?? one.checkpoint_id), one.checkpoint_type ?? "", one.time ?? "", isNumber(one.size_bytes) ? `${(one.size_bytes / 1048576).toFixed(1)} MiB` : "–"];
-    saved.replaceChildren(found.checkpoints.length ? table(["Checkpoint", "Kind", "Saved", ["Size"]], found.checkpoints.map(row)) : emptyNote("This tenant has no checkpoint."));
+    saved.replaceChildren(listing.checkpoints.length ? table(["Checkpoint", "Kind", "Saved", ["Size"]], listing.checkpoints.map(row)) : emptyNote("This tenant has no checkpoint."));
     answer.replaceChildren();
   });
   const sample = () => run(async () => {
     answer.replaceChildren(emptyNote("Drawing …"));
-    const found = await source.get("service/sample", null, { key: key.value, model: model.value, prompt: prompt.value, max_tokens: Number(tokens.value), temperature: Number(temperature.value) });
-    const used = found.usage ? `, ${count(found.usage.completion_tokens, "token")}` : "";
-    answer.replaceChildren(h("h3", null, "Answer", h("span", { class: "note" }, ` ended by ${found.finish_reason ?? "nothing known"}${used}`)), h("pre", { class: "answer" }, found.text));
+    const completion = await source.get("service/sample", null, { key: key.value, model: model.value, prompt: prompt.value, max_tokens: Number(tokens.value), temperature: Number(temperature.value) });
+    const used = completion.usage ? `, ${count(completion.usage.completion_tokens, "token")}` : "";
+    answer.replaceChildren(h("h3", null, "Answer", h("span", { class: "note" }, ` ended by ${completion.finish_reason ?? "nothing known"}${used}`)), h("pre", { class: "answer" }, completion.text));
   });
   const labelled = (text, field) => h("label", null, text, field);
   const form = h("form", { class: "sample", onsubmit: (e) => { e.preventDefault(); sample(); } },

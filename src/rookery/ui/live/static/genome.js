@@ -1,4 +1,4 @@
-// A genome run: baselines, fitness, every candidate, the winning line, wins and losses, the dropped.
+// A genome run: baselines, fitness, candidates, ancestry, wins and losses by task, dropped candidates.
 
 import { barChart, Chart, flat, frame, tip, upright } from "./charts.js";
 import { el, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, section, table } from "./dom.js";
@@ -60,11 +60,10 @@ export class GenomeView {
     this.drawLineage();
     if (this.picked) this.showPicked();
     const duelists = `${this.picked}/${this.facts.winner}/${this.candidates.size > 1}`;
-    if (this.duelists !== duelists) setTimeout(() => this.loadDuel(), 0); // the answers are many: not with every one, and after the first drawing
+    if (this.duelists !== duelists) setTimeout(() => this.loadDuel(), 0); // slow with many answers: only if the pair changed, and after the first drawing
     this.duelists = duelists;
   }
 
-  // What the report has: baselines, tasksets, the front, costs.
   drawReport(report) {
     this.report = report;
     const { rows, sources, tasksets, front } = report;
@@ -78,11 +77,11 @@ export class GenomeView {
     this.bars.forEach((chart) => chart.close());
     this.bars = sources.map((source) => this.sourceChart(source, rows));
     const isWeighted = new Set(tasksets.map((t) => t.weight)).size > 1;
-    const told = (source) => tasksets.filter((t) => t.name === source).map((t) => h("span", { class: "note" }, tasksWords(t) + (isWeighted && isNumber(t.weight) ? `, weight ${t.weight}` : "")));
+    const notes = (source) => tasksets.filter((t) => t.name === source).map((t) => h("span", { class: "note" }, tasksWords(t) + (isWeighted && isNumber(t.weight) ? `, weight ${t.weight}` : "")));
     const numbers = rows.map((row) => ({ class: row.is_winner ? "winner" : null, cells: [h("span", { class: "name" }, row.name), ...sources.map((source) => score(row.by_source[source]))] }));
     this.tasksets.replaceChildren(section("Accuracy by taskset", sources.length
       ? [lead("Every method on the report tasks of each taskset."),
-          h("div", { class: "panels" }, sources.map((source, k) => figure([source, " ", told(source)], this.bars[k]))),
+          h("div", { class: "panels" }, sources.map((source, k) => figure([source, " ", notes(source)], this.bars[k]))),
           folded("Numbers", () => table(["Method", ...sources.map((source) => [source])], numbers))]
       : emptyNote("Nothing is measured on the report tasks yet.")));
     const scored = Object.keys(front[0]?.by_source ?? {});
@@ -250,7 +249,7 @@ function tasksWords({ num_report: rows, num_questions: questions }) {
   return questions === 0 || questions === rows ? count(rows, "task") : `${count(questions, "question")} (${count(rows, "row")})`;
 }
 
-// Tasks that two candidates answered differently; a click reads both answers.
+// Tasks with different rewards for two candidates; a click shows both answers.
 class DuelList {
   constructor(source, path, tasks, founder, candidate) {
     Object.assign(this, { source, path, tasks });

@@ -1,4 +1,4 @@
-// A training: rewards, how far the policy moves, where the time goes, and what it answered.
+// A training: rewards, metrics by panel, time by stage, and completions by step.
 
 import { lineChart } from "./charts.js";
 import { choice, emptyNote, errorNote, facts, figure, folded, h, lead, longText, note, place, placed, section, table } from "./dom.js";
@@ -6,8 +6,8 @@ import { comparison, costsLine, sampledSection, stringTable } from "./report.js"
 import { listed, Metrics } from "./source.js";
 import { count, interval, isNumber, number, score, signed } from "./words.js";
 
-// Panels of metrics that belong together; what a run does not measure is left out, and what does not
-// change is one line. A name that ends with a stroke or a slash stands for all that begin so.
+// Panels of related metrics. Unmeasured metrics are left out; constant ones share one line of text.
+// A name that ends with _ or / is a prefix.
 const PANELS = [
   ["Loss", ["train/loss"]],
   ["KL to the reference", ["train/kl", "grpo/kl"]],
@@ -25,9 +25,9 @@ const PANELS = [
   ["Game", ["game/"]],
   ["Seconds by stage", ["time/"]],
 ];
-const SAME = 1e-6; // values that differ by less, relative to the largest, are rounding
+const SAME = 1e-6; // relative differences below this are rounding
 const MOST_GROUPS = 200;
-const EXCHANGE = /^(?:system|user): [^]*\nassistant: /; // a game of several turns
+const EXCHANGE = /^(?:system|user): [^]*\nassistant: /; // the text of a game of several turns
 
 const short = (metric) => metric.split("/").slice(1).join("/") || metric;
 
@@ -57,7 +57,7 @@ export class GrpoView {
 
   async update(view, report) {
     this.report = report;
-    const { chosen } = report; // of a sweep, whose adapters have runs of their own
+    const { chosen } = report; // set for a sweep, whose adapters have runs of their own
     this.checkpoints = chosen ? report.checkpoints.map((one) => ({ id: String(one.step), mean: one.mean, is_best: one.is_chosen })) : listed(view, "selects");
     const steps = chosen ? Object.keys(chosen.steps) : listed(view, "steps").map((row) => row.id);
     this.steps = steps.map(Number).sort((a, b) => a - b);
@@ -100,12 +100,12 @@ export class GrpoView {
     this.drawReward(named);
     const constants = [];
     for (const [title, wanted] of PANELS) {
-      const own = [...named].filter(([metric]) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
+      const measured = [...named].filter(([metric]) => wanted.some((w) => (/[/_]$/.test(w) ? metric.startsWith(w) : metric === w)));
       const isStacked = title === "Seconds by stage";
-      if (!own.length) continue;
-      const isOneOf = own.length === 1 && own[0][0] !== wanted[0];
-      if (isStacked || own.some(([, points]) => !isConstant(points))) this.panel(isOneOf ? `${title}, ${short(own[0][0])}` : title, own.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
-      else constants.push(...own.map(([metric, points]) => `${own.length > 1 || isOneOf ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
+      if (!measured.length) continue;
+      const isOneOf = measured.length === 1 && measured[0][0] !== wanted[0];
+      if (isStacked || measured.some(([, points]) => !isConstant(points))) this.panel(isOneOf ? `${title}, ${short(measured[0][0])}` : title, measured.map(([metric, points]) => ({ name: short(metric), points, isStacked })), this.panels);
+      else constants.push(...measured.map(([metric, points]) => `${measured.length > 1 || isOneOf ? `${title}, ${short(metric)}` : title}: ${number(points.at(-1)[1], 4).replace(/\.?0+$/, "")}`));
     }
     if (!named.size) this.panels.replaceChildren(emptyNote("No step is taken yet."));
     this.constants.replaceChildren(costsLine(constants, "In every step"));
@@ -121,7 +121,6 @@ export class GrpoView {
     return chart;
   }
 
-  // The mean with its spread, every adapter of a sweep over one another, and the checkpoints.
   drawReward(named) {
     const deviation = new Map(named.get("reward/std") ?? []);
     const mean = named.get("reward/mean") ?? [];
@@ -142,19 +141,19 @@ export class GrpoView {
     this.slider.value = this.steps.indexOf(step);
     this.stepName.textContent = `step ${step}`;
     try {
-      const found = await this.source.get(`${this.path}/step/${step}`);
+      const content = await this.source.get(`${this.path}/step/${step}`);
       if (this.shown !== step) return;
-      this.found = found;
+      this.content = content;
       this.drawStep();
     } catch (error) {
       this.answers.replaceChildren(errorNote(error));
     }
   }
 
-  // Each group with its rewards; the colour is the advantage: reward over the mean of its group.
+  // Draws each group; the colour shows the advantage, the reward minus the group's mean.
   drawStep() {
-    if (!this.found) return;
-    const { groups, is_whole: isWhole, gap } = this.found;
+    if (!this.content) return;
+    const { groups, is_whole: isWhole, gap } = this.content;
     if (this.colour.value) {
       this.answers.replaceChildren(...(gap ? gapNodes(gap) : [emptyNote("No gap is kept of this step: it comes with steps that are trained from now on.")]));
       return;
@@ -183,12 +182,12 @@ function groupNode(group, [prompt, reference] = []) {
     node.style.setProperty("--share", `${Math.round((55 * Math.abs(advantage)) / most)}%`);
     return node;
   };
-  const told = [prompt && ["Task", prompt], reference && ["Reference", reference]].filter(Boolean);
-  return h("article", { class: "group" }, h("h3", null, group.task, h("span", { class: "note" }, ` mean reward ${number(mean, 2)}`)), told.length ? facts(told) : "", group.rollouts.map(row));
+  const details = [prompt && ["Task", prompt], reference && ["Reference", reference]].filter(Boolean);
+  return h("article", { class: "group" }, h("h3", null, group.task, h("span", { class: "note" }, ` mean reward ${number(mean, 2)}`)), details.length ? facts(details) : "", group.rollouts.map(row));
 }
 
-// The best and the worst answer of the first group, token by token: the deeper, the further engine and
-// trainer are apart.
+// The best and the worst answer of a group, token by token; a deeper colour is a larger gap between
+// engine and trainer.
 function gapNodes({ task, is_fresh: isFresh, answers }) {
   const sizes = answers.flat().map(([, gap]) => Math.abs(gap ?? 0));
   const most = Math.max(1e-12, ...sizes);
@@ -203,7 +202,7 @@ function gapNodes({ task, is_fresh: isFresh, answers }) {
   return [lead(`Log-probability in the trainer less that in the engine, of every token that was drawn: ${number(mean, 4)} nats on average, ${number(most, 4)} at most. Green is likelier in the trainer, orange in the engine.${said}`), h("article", { class: "group" }, h("h3", null, task), answers.map(row))];
 }
 
-// A game turn by turn: what was said, and what the model answered.
+// A game turn by turn, with the role of each speaker.
 function turns(text) {
   const turn = (one) => {
     const [, role, words] = /^(\w+): ([^]*)$/.exec(one) ?? [null, "", one];

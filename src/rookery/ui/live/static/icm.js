@@ -1,4 +1,4 @@
-// A labelling: how coherent it became, chain by chain, and every label with what decided it.
+// A labelling: coherence by chain, and each label with the decision behind it.
 
 import { barChart, lineChart } from "./charts.js";
 import { choice, el, emptyNote, errorNote, facts, figure, folded, h, lead, note, place, section, table } from "./dom.js";
@@ -16,7 +16,7 @@ const LABEL_COLUMNS = [
 const BIN_WIDTHS = [0.1, 0.2, 0.5, 1, 2, 5];
 const MARGIN_BINS = 24;
 
-// Items by the log-odds of their label in round bins, a bar per label.
+// Histogram of items by the log-odds of their label, in round bins, stacked by label.
 function marginBars(rows) {
   const known = rows.filter((row) => isNumber(row.margin));
   const margins = known.map((row) => row.margin);
@@ -63,7 +63,7 @@ export class IcmView {
       if (!this.chains.has(d.chain)) this.chains.set(d.chain, []);
       this.chains.get(d.chain).push(d);
     }
-    const known = new Set(report.chains.map((c) => `${c.batch}/${c.chain}`)); // what is not among them is a baseline
+    const known = new Set(report.chains.map((c) => `${c.batch}/${c.chain}`)); // chains missing from the report are baselines
     const isOne = [...this.chains.keys()].every((chain) => chain.startsWith("0/"));
     const name = (chain) => (known.size && !known.has(chain) ? "inverted seed" : isOne ? `chain ${chain.slice(2)}` : `batch ${chain.replace("/", ", chain ")}`);
     const inOrder = [...this.chains].sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
@@ -83,15 +83,15 @@ export class IcmView {
     this.drawLabels();
   }
 
-  // Pairs of labels that break a constraint: from the metrics, as a search mostly has none.
+  // Draws pairs of labels that break a constraint, from the metrics; hidden without any.
   drawInconsistent(curves, name) {
     const prefix = "icm/num_violated_";
-    const own = [...curves].filter(([metric]) => metric.startsWith(prefix));
-    this.inconsistentBox.hidden = !own.length;
-    const most = Math.max(0, ...own.flatMap(([, points]) => points.map(([, y]) => y ?? 0)));
+    const violations = [...curves].filter(([metric]) => metric.startsWith(prefix));
+    this.inconsistentBox.hidden = !violations.length;
+    const most = Math.max(0, ...violations.flatMap(([, points]) => points.map(([, y]) => y ?? 0)));
     this.inconsistentBox.querySelector(".note").textContent = most ? `${count(most)} at most` : "none in any decision";
     this.inconsistent.box.hidden = !most;
-    this.inconsistent.setSeries(own.map(([metric, points]) => ({ name: name(metric.slice(prefix.length).replace("_", "/")), points })));
+    this.inconsistent.setSeries(violations.map(([metric, points]) => ({ name: name(metric.slice(prefix.length).replace("_", "/")), points })));
   }
 
   drawReport() {
@@ -109,7 +109,7 @@ export class IcmView {
     this.prefill.redraw();
   }
 
-  // The chains side by side: from the report, or as they stand.
+  // Tabulates the chains: from the report, or their current state.
   drawChains() {
     const live = [...this.chains].map(([chain, rows]) => {
       const [batch, name] = chain.split("/");
@@ -147,7 +147,7 @@ export class IcmView {
     return row && { key: row.id, class: row.id === this.picked ? "chosen" : "", onclick: () => this.open(row.id), cells: [el("button", PLAIN, String(row.id)), row.label ?? "–", number(row.margin), row.text] };
   }
 
-  // The decision that gave an item its label, and the labels of the others at that time.
+  // Shows the decision that gave an item its label, and the other labels at that time.
   async open(id) {
     this.picked = id;
     note({ item: id });

@@ -1,4 +1,4 @@
-// A league: every entrant with what it earned and what it took, and every two of them.
+// A league: accuracy and cost of each entrant, and the difference of every pair.
 
 import { axis, Chart, frame, tip, upright } from "./charts.js";
 import { address, choice, emptyNote, figure, folded, h, lead, note, placed, runLink, section, table } from "./dom.js";
@@ -9,7 +9,7 @@ import { compact, count, interval, isNumber, score, seconds, signed } from "./wo
 const COSTS = [["seconds", "by time"], ["tokens", "by answer tokens"]];
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
-// What a seed of an entrant took on average; the untouched model took nothing.
+// Average cost of an entrant's seeds; 0 for the untouched model.
 function costOf({ runs }, what) {
   const of = { seconds: (run) => run.seconds, drawn: (run) => run.spent?.drawn_tokens ?? 0, trained: (run) => run.spent?.trained_tokens ?? 0 };
   of.tokens = (run) => of.drawn(run) + of.trained(run);
@@ -21,8 +21,8 @@ export class LeagueView extends EvalView {
     this.chart?.close();
     const rows = report.rows ?? [];
     if (!rows.length) {
-      const own = decodeURIComponent(this.path.split("/")[1]);
-      const runs = this.source.isLive ? h("a", { href: address(["runs"], { q: `${own}.` }) }, "a run of its own") : "a run of its own";
+      const league = decodeURIComponent(this.path.split("/")[1]);
+      const runs = this.source.isLive ? h("a", { href: address(["runs"], { q: `${league}.` }) }, "a run of its own") : "a run of its own";
       this.models.replaceChildren(section("Entrants", emptyNote(["Each entrant is ", runs, "."])));
       return;
     }
@@ -45,24 +45,23 @@ export class LeagueView extends EvalView {
     const line = (row) => [
       h("span", { class: "name" }, row.name), count(Math.round(costOf(row, "drawn"))), count(Math.round(costOf(row, "trained"))), seconds(costOf(row, "seconds")),
       row.runs.map((run) => score(run.mean)).join("  "), row.settings || "defaults"];
-    const own = rows.filter((row) => row.runs?.length);
-    const runs = own.flatMap((row) => row.runs.map((run) => [h("span", { class: "name" }, run.name), score(run.mean), count(run.spent?.drawn_tokens ?? 0), count(run.spent?.trained_tokens ?? 0), seconds(run.seconds), run.runs?.map((one) => [link(one), " "]) ?? "", run.stop_reason ?? ""]));
-    return [table(["Entrant", ["Drawn"], ["Trained"], ["Time"], ["Each seed"], "Settings"], own.map(line)), folded("Every seed", () => table(["Seed", ["Accuracy"], ["Drawn"], ["Trained"], ["Time"], "Runs", "Why it ended"], runs))];
+    const entrants = rows.filter((row) => row.runs?.length);
+    const runs = entrants.flatMap((row) => row.runs.map((run) => [h("span", { class: "name" }, run.name), score(run.mean), count(run.spent?.drawn_tokens ?? 0), count(run.spent?.trained_tokens ?? 0), seconds(run.seconds), run.runs?.map((one) => [link(one), " "]) ?? "", run.stop_reason ?? ""]));
+    return [table(["Entrant", ["Drawn"], ["Trained"], ["Time"], ["Each seed"], "Settings"], entrants.map(line)), folded("Every seed", () => table(["Seed", ["Accuracy"], ["Drawn"], ["Trained"], ["Time"], "Runs", "Why it ended"], runs))];
   }
 
   pairTable(rows, pairs) {
     const names = rows.filter((row) => isNumber(row.mean)).map(({ name }) => name);
-    const found = new Map(pairs.map((pair) => [`${pair.first} ${pair.second}`, pair.difference]));
+    const differences = new Map(pairs.map((pair) => [`${pair.first} ${pair.second}`, pair.difference]));
     const cell = (one) => {
       if (!one || !isNumber(one.mean)) return "";
       const isSure = one.low > 0 || one.high < 0;
       return h("span", { title: interval(one.low, one.high) }, isSure ? h("b", null, signed(one.mean)) : signed(one.mean));
     };
-    const line = (name) => [h("span", { class: "name" }, name), ...names.slice(1).map((other) => cell(found.get(`${name} ${other}`)))];
+    const line = (name) => [h("span", { class: "name" }, name), ...names.slice(1).map((other) => cell(differences.get(`${name} ${other}`)))];
     return table(["", ...names.slice(1).map((name) => [name])], names.slice(0, -1).map(line));
   }
 
-  // Accuracy with its interval over what it cost; the untouched model is a line.
   costChart(rows, base) {
     const option = (colours) => {
       const points = rows.filter((row) => row !== base && isNumber(row.mean)).map((row) => ({ row, value: [costOf(row, this.cost), row.mean, row.low ?? row.mean, row.high ?? row.mean] }));

@@ -1,11 +1,10 @@
-// Where a candidate comes from: a column for each generation, the best on top, lines from parents.
+// The ancestry of a candidate: a column per generation, best on top, lines from parents to children.
 
 import { Chart, axis, frame, tip, upright } from "./charts.js";
 import { isNumber, number, score } from "./words.js";
 
 const MOST_DRAWN = 3000;
 
-// Everything that a candidate descends from, with itself.
 export function ancestry(candidates, id) {
   const seen = new Set();
   const open = [id];
@@ -41,7 +40,7 @@ export class Lineage {
     });
   }
 
-  // `weights` has the shares of a candidate's parents, in their order.
+  // `weights` has, by candidate, the share of each parent in the order of `parents`.
   set(candidates, head, isWhole, weights) {
     Object.assign(this, { candidates, head, isWhole, weights });
     this.line = ancestry(candidates, head);

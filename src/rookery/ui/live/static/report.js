@@ -1,9 +1,9 @@
-// What every report opens with: the result in large numbers and a sentence, warnings, the comparison.
+// Parts of every report: headline, warnings, comparison, costs.
 
 import { h, lead, prose, section, svg, table } from "./dom.js";
 import { count, isNumber, minus, number, score } from "./words.js";
 
-// The result; before there is one, the number so far.
+// The result in large numbers and sentences; before the report, the number so far.
 export function headline({ summary, is_written: isWritten }, result) {
   const big = ({ label, value, interval, is_gain: isGain }) =>
     h("p", { class: `number ${isGain ? "gain" : ""}` }, h("span", { class: "label" }, label), h("strong", null, minus(value)), interval && h("span", { class: "interval" }, minus(interval)));
@@ -25,7 +25,7 @@ export function costsLine(costs, label = "In all") {
   return costs.length ? h("p", { class: "costs" }, h("b", null, label), costs.map((cost) => [" ", h("span", null, minus(cost))])) : "";
 }
 
-// Round numbers around every mean and interval: 0.3 and 1 for ends of 0.31 and 0.94.
+// Round ends of a scale for all means and intervals: 0.3 and 1 for values from 0.31 to 0.94.
 export function scaleOf(rows) {
   const ends = rows.flatMap((row) => [row.mean, row.low, row.high]).filter(isNumber);
   if (!ends.length) return null;
@@ -48,7 +48,7 @@ export function intervalDrawing(row, scale, reference) {
 const signedScore = (value) => (isNumber(value) ? (value >= -0.0005 ? "+" : "") + score(value) : "–");
 const ends = (low, high, show) => (isNumber(low) && isNumber(high) ? `${show(low)} to ${show(high)}` : "");
 
-// Rows with their intervals on one scale; `reference` is the row that gains are over.
+// Table of rows with their intervals on one scale; gains are over the row `reference`.
 export function comparison({ rows, name, what, gain, reference }) {
   const scale = scaleOf(rows);
   const line = (row) =>
@@ -66,8 +66,8 @@ export function comparison({ rows, name, what, gain, reference }) {
     h("tbody", null, rows.map(line))));
 }
 
-// Rows of strings under their columns, as the terminal has them; the first column names the row.
+// Table of strings, as in the terminal; the first column names the row, `mark` is the winner's index.
 export const stringTable = ({ columns, rows }, mark = -1) => table(columns.map((name, k) => (k ? [name] : name)), rows.map((cells, k) => ({ class: k === mark ? "winner" : null, cells: [h("span", { class: "name" }, cells[0]), ...cells.slice(1).map(minus)] })));
 
-// pass@k, where several answers were drawn to each task.
+// pass@k; empty without several answers per task.
 export const sampledSection = ({ sampled }) => (sampled ? section("Several answers to each task", lead("Drawn at random. pass@k is the best of k answers on average (the unbiased estimate); the majority is the answer that most gave."), stringTable(sampled)) : "");

@@ -1,4 +1,4 @@
-// One run, live: how it stands, what its loop shows, curves, events, config, report.
+// The page of one run: state, loop view, curves, events, config, report.
 
 import { library, lineChart } from "./charts.js";
 import { brandLine, emptyNote, errorNote, facts, h, later, placed, prose, refill, runLink, section } from "./dom.js";
@@ -18,7 +18,7 @@ const LOOP_VIEWS = new Map(Object.entries({ genome: GenomeView, grpo: GrpoView, 
 const POINTS = 600;
 const TABS = new Map([["overview", "Overview"], ["curves", "Curves"], ["events", "Events"], ["config", "Config"]]);
 
-// All metrics, grouped by what stands before the slash.
+// All metrics, grouped by their name before the slash.
 class CurvesView {
   constructor({ source, path }) {
     this.source = source;
@@ -67,7 +67,7 @@ class CurvesView {
   }
 }
 
-// Of a loop without a view of its own: its result beside what it is compared with, and what it took.
+// Comparison and costs for a loop without a view of its own.
 function plainResult({ rows = [], summary }) {
   const compared = comparison({ rows, name: "Result", what: "Reward", gain: "Gain", reference: rows.find((row) => !row.is_winner) });
   return [rows.length ? section("The result beside what it is compared with", compared) : "", costsLine(summary.costs)];
@@ -89,7 +89,7 @@ class RunPage {
   }
 
   async start(isShown) {
-    library().catch(() => {}); // on its way while the run is read
+    library().catch(() => {}); // loads while the run is read
     this.ask();
     this.overview = await this.source.get(this.path);
     if (!isShown()) return;
@@ -100,14 +100,14 @@ class RunPage {
       const known = this.overview.pulse;
       this.tellLost("");
       if (Object.keys(pulse).some((key) => pulse[key] !== known[key])) follow();
-    }, follow); // what it is told then says why the stream ended
+    }, follow); // the refresh shows why the stream ended
     if (this.view?.isMore) follow();
     this.clock = setInterval(() => this.head(), 20000);
   }
 
   ask() {
     if (this.tab === "overview") this.asked = ["view", "report"].map((part) => this.source.get(`${this.path}/${part}`));
-    this.asked?.forEach((answer) => answer.catch(() => {})); // whoever awaits them is told
+    this.asked?.forEach((answer) => answer.catch(() => {})); // awaiting callers still get the error
   }
 
   tellLost(reason) {
@@ -128,18 +128,18 @@ class RunPage {
   head() {
     const { row } = this.overview;
     if (this.header.isConnected) document.title = `${row.name} · Rookery`;
-    const told = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // not of what cannot be read
-    told.push(["Folder", row.path]);
-    const own = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
+    const details = row.started_s ? [["Started", clock(row.started_s)], ["Took", duration(row.worked_s)], ["Events", count(row.num_events)]] : []; // unknown for an unreadable run
+    details.push(["Folder", row.path]);
+    const described = this.report?.summary?.facts.length ? this.report.summary.facts : [["Model", row.model]];
     const link = ({ run, id }) => id && this.source.isLive ? h("a", { href: runLink(id) }, run) : run;
     const tell = (from) => from.map((each, k) => [k ? ", " : "", link(each), `/${each.part}`, each.made_from?.length ? [" (from ", tell(each.made_from), ")"] : ""]);
     const from = this.overview.made_from;
-    if (from.length) told.unshift(["Made from", tell(from).flat(Infinity)]);
+    if (from.length) details.unshift(["Made from", tell(from).flat(Infinity)]);
     refill(this.header,
       this.source.isLive ? brandLine("") : h("p", { class: "brand" }, "Rookery"),
       h("h1", null, row.name),
       h("p", { class: "state" }, statusMark(row), progressBar(row.progress, row.status === "running"), row.reason && h("span", { class: "reason" }, row.reason)),
-      facts([["Loop", row.kind], ...own, ...told].filter(([, detail]) => detail)),
+      facts([["Loop", row.kind], ...described, ...details].filter(([, detail]) => detail)),
     );
   }
 
@@ -148,11 +148,10 @@ class RunPage {
     if (this.tab === "curves") this.part = new CurvesView(this);
     else if (this.tab === "events") this.part = new EventsView(this.source, this.id, counts);
     else if (this.tab === "config") this.part = { element: h("section", { "aria-label": "Config" }, jsonTree(config)) };
-    else this.part = await this.openLoop(row.kind).catch((error) => ({ element: errorNote(error), isBroken: true })); // the other parts may be whole
+    else this.part = await this.openLoop(row.kind).catch((error) => ({ element: errorNote(error), isBroken: true })); // other tabs may still work
     this.body.replaceChildren(this.part.element);
   }
 
-  // What a report has, live: the result, warnings, and what its loop shows.
   async openLoop(kind) {
     const Loop = LOOP_VIEWS.get(kind) ?? CurvesView;
     const [view, report] = await Promise.all(this.asked);
@@ -160,7 +159,7 @@ class RunPage {
     this.report = report;
     this.top = h("div");
     this.drawTop();
-    const loop = new Loop({ source: this.source, path: this.path, view: this.view, report }); // a training's curves say all
+    const loop = new Loop({ source: this.source, path: this.path, view: this.view, report }); // a loop without a view shows its curves
     return { element: h("div", null, this.top, loop.element), update: (...news) => loop.update(...news), close: () => loop.close() };
   }
 
@@ -171,7 +170,7 @@ class RunPage {
     this.top.replaceChildren(said, warningsBox(warnings), ...(summary && !LOOP_VIEWS.has(this.overview.row.kind) ? plainResult(this.report) : []));
   }
 
-  // Something is new: the head, and whatever is open takes only what it does not have.
+  // Updates the head and the open tab with new data only.
   async refresh() {
     if (this.refreshing) {
       this.again = true;
@@ -198,10 +197,10 @@ class RunPage {
     }
   }
 
-  // Another run has its place: nothing that is known is of that one.
+  // Whether another run has replaced this one, which makes all loaded data stale.
   isAnother({ started_s: known }) {
     const { started_s: began } = this.overview.row;
-    return known && began && known !== began; // 0 of what cannot be read just now
+    return known && began && known !== began; // 0 while the run cannot be read
   }
 
   async growPart(known) {

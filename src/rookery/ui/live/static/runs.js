@@ -1,4 +1,4 @@
-// All runs, live: filter, sort, search, select; the address holds the state.
+// The list of runs: filter, sort, search, select; the address holds the state.
 
 import { sparkPoints } from "./charts.js";
 import { address, brandLine, drawn, el, emptyNote, errorNote, h, note, place, runLink, svgEl } from "./dom.js";
@@ -89,14 +89,14 @@ class RunsView {
       this.version = fresh.version;
       this.folder = fresh.folder;
       this.pending = fresh.pending;
-      if (fresh.is_whole) this.rows.clear(); // also of what a server before this one told
+      if (fresh.is_whole) this.rows.clear(); // drops rows of an earlier server too
       for (const row of fresh.runs) this.rows.set(row.id, row);
       for (const id of fresh.removed) this.rows.delete(id);
       this.trouble.replaceChildren();
       if (fresh.is_whole || fresh.runs.length || fresh.removed.length || !this.table) this.arrange();
       this.describe();
     } catch (error) {
-      this.pending = this.told = 0; // the stream asks again
+      this.pending = this.told = 0; // the stream triggers a new request
       this.trouble.replaceChildren(errorNote(error));
     } finally {
       this.loading = false;
@@ -111,7 +111,6 @@ class RunsView {
     this.describe();
   }
 
-  // Chooses and orders the rows that the state asks for.
   arrange(isNewTable = false) {
     const { q, loop, status, sort } = this.state;
     const words = q.toLowerCase().split(/\s+/).filter(Boolean);
@@ -138,7 +137,7 @@ class RunsView {
     if (!row) return null;
     const pick = el("input", { type: "checkbox", "aria-label": `Select ${row.name}`, checked: this.selected.has(row.id), onchange: (e) => this.pick(row.id, e.target) });
     const isRunning = row.status === "running";
-    const reason = (row.reason ?? "").replaceAll(`${this.folder}/${row.id}/`, ""); // what is wrong comes first
+    const reason = (row.reason ?? "").replaceAll(`${this.folder}/${row.id}/`, ""); // drop the folder, so that the cause comes first
     return {
       key: row.id,
       cells: [

@@ -1,4 +1,4 @@
-// Where the data comes from: the server, or, in an exported file, the file itself.
+// The source of the data: the server, or the file itself if it is an export.
 
 const AGAIN_MS = 4000;
 
@@ -21,16 +21,16 @@ class Live {
     return document;
   }
 
-  // Calls `told` with each new state, from a stream that rests while the page is hidden.
-  follow(path, told, lost) {
+  // Calls `onState` with each new state; the stream pauses while the page is hidden.
+  follow(path, onState, onLost) {
     let stream = null;
     let timer = 0;
     const open = () => {
       stream = new EventSource(`/api/${path}`);
-      stream.onmessage = (message) => told(JSON.parse(message.data));
+      stream.onmessage = (message) => onState(JSON.parse(message.data));
       stream.onerror = () => {
-        lost();
-        if (stream.readyState === EventSource.CLOSED) timer = setTimeout(look, AGAIN_MS); // refused: browsers give up then
+        onLost();
+        if (stream.readyState === EventSource.CLOSED) timer = setTimeout(look, AGAIN_MS); // refused: the browser does not retry
       };
     };
     const look = () => {
@@ -49,7 +49,7 @@ class Live {
   }
 }
 
-// One run in one file: the answers that the server gave, and the events to page through.
+// An exported run: saved responses of the server, and the events.
 class Saved {
   isLive = false;
 
@@ -61,9 +61,9 @@ class Saved {
     const { answers, events } = this.saved;
     if (path.endsWith("/events")) {
       const { kind = "", text = "", offset = 0, limit = 100 } = query ?? {};
-      const found = events.filter((row) => (!kind || row[1] === kind) && (!text || row[2].includes(text) || row[3].includes(text)));
-      const rows = found.slice(offset, offset + limit).map((row) => [...row.slice(0, 3), row[3].slice(0, 400), row[4]]);
-      return { total: found.length, rows };
+      const matches = events.filter((row) => (!kind || row[1] === kind) && (!text || row[2].includes(text) || row[3].includes(text)));
+      const rows = matches.slice(offset, offset + limit).map((row) => [...row.slice(0, 3), row[3].slice(0, 400), row[4]]);
+      return { total: matches.length, rows };
     }
     const seq = /\/event\/(\d+)$/.exec(path)?.[1];
     if (seq) {
@@ -80,7 +80,7 @@ class Saved {
   }
 }
 
-// The text of an exported file is compressed; browsers can undo that.
+// Decompresses the data of an exported file.
 async function readSaved(element) {
   const bytes = Uint8Array.from(atob(element.textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -92,7 +92,7 @@ export async function openSource() {
   return element ? readSaved(element) : new Live();
 }
 
-// Lays the rows that changed over those that are known, by their id.
+// Adds changed rows to the known ones, by id.
 export function mergeView(known, fresh) {
   const lists = known?.lists ?? {};
   for (const [name, rows] of Object.entries(fresh.lists)) {
@@ -102,7 +102,7 @@ export function mergeView(known, fresh) {
   return { seq: fresh.seq, facts: fresh.facts, isMore: fresh.is_more, lists };
 }
 
-// Rows by what `key` says of each: { kind: rows, ... } as a Map.
+// Map from `key(row)` to the rows with that key.
 export function grouped(rows, key) {
   const groups = new Map();
   for (const row of rows) {
@@ -115,7 +115,7 @@ export function grouped(rows, key) {
 
 export const listed = (view, name) => [...(view.lists[name]?.values() ?? [])];
 
-// The curves of a run: read once, then only what is behind the last step that is known.
+// The curves of a run: loaded once, then extended by the steps after the last one.
 export class Metrics {
   constructor(source, path, points) {
     Object.assign(this, { source, path: `${path}/curves`, points, curves: new Map(), last: -1, revision: -1 });
@@ -138,10 +138,10 @@ export class Metrics {
     return this.curves;
   }
 
-  // A stretch of one curve, with all that there is between two steps.
+  // One curve with more points between two steps.
   async zoom(name, first, last) {
-    const found = await this.source.get(this.path, { points: this.points, first: Math.max(0, first), last, names: [name] });
+    const zoomed = await this.source.get(this.path, { points: this.points, first: Math.max(0, first), last, names: [name] });
     const known = this.curves.get(name);
-    return [...known.filter(([x]) => x < first), ...(found.curves[name] ?? []), ...known.filter(([x]) => x > last)];
+    return [...known.filter(([x]) => x < first), ...(zoomed.curves[name] ?? []), ...known.filter(([x]) => x > last)];
   }
 }

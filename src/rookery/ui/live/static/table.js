@@ -1,12 +1,12 @@
-// A table of any length: only the rows that are seen exist.
+// A table of any length: only visible rows have nodes.
 
 import { h, later, patch, perFrame } from "./dom.js";
 
-const SPARE = 6; // rows beyond either edge
-export const PLAIN = { class: "plain" }; // a button that looks like text; its row takes the click
-const REST_MS = 150; // without a scroll, before rows are put in their order
+const SPARE = 6; // extra rows beyond either edge
+export const PLAIN = { class: "plain" }; // a button that looks like text; its row handles the click
+const REST_MS = 150; // pause without scrolling before nodes are reordered
 
-// A node that shows one row after another: making rows anew costs several times more.
+// A reusable node: making a new one for each row costs several times more.
 class Row {
   constructor(columns) {
     this.cells = columns.map((column) => h("div", { class: `lt-cell ${column.class ?? ""}`, role: "cell" }));
@@ -30,9 +30,9 @@ class Row {
   }
 }
 
-// columns: [{ name, label, class, sort }]; row(index) gives the cells of a row as
-// { key, cells: [text or `el`, ...], class, onclick }, or null while it is not there yet. A row whose
-// key comes again keeps its node; any other node may show another row, unless it has the focus.
+// columns: [{ name, label, class, sort }]; row(index) returns a row as
+// { key, cells: [text or `el`, ...], class, onclick }, or null if it is not loaded yet. A row keeps
+// its node while its key stays visible; other nodes are reused, unless they have the focus.
 export class LongTable {
   constructor({ columns, row, label, onsort, sorted, kind }) {
     this.row = row;
@@ -58,13 +58,13 @@ export class LongTable {
     return h("div", { class: `lt-cell ${column.class ?? ""}`, role: "columnheader", "aria-sort": order }, inner);
   }
 
-  // Asked of the style once, and after the size changed: asking costs a layout.
+  // Row height in pixels, read from the style once per resize, because reading forces a layout.
   get height() {
     this.known ??= parseFloat(getComputedStyle(this.element).getPropertyValue("--row")) || 44;
     return this.known;
   }
 
-  // The number of rows changed, or their content did.
+  // Sets the number of rows; rows may have new content.
   resize(size) {
     this.size = size;
     this.element.setAttribute("aria-rowcount", size);
@@ -82,19 +82,19 @@ export class LongTable {
     this.refresh();
   }
 
-  // The first and last row that are seen.
+  // Indices of the visible rows and SPARE more: first, and last plus one.
   range() {
     const first = Math.max(0, Math.floor(this.body.scrollTop / this.height) - SPARE);
     return [first, Math.min(this.size, first + Math.ceil((this.seen || 600) / this.height) + 2 * SPARE)];
   }
 
   paint() {
-    const [first, last] = this.range(); // reads before it writes
+    const [first, last] = this.range(); // read before writing, to lay out once
     const { height, isStale } = this;
     this.isStale = false;
     const whole = `${this.size * height}px`;
     if (this.spacer.style.height !== whole) this.spacer.style.height = whole;
-    const free = new Map(); // by their keys
+    const free = new Map(); // reusable rows by key
     for (const [index, row] of this.shown) {
       if (!isStale && index >= first && index < last) continue;
       this.shown.delete(index);
@@ -123,11 +123,11 @@ export class LongTable {
     else this.settle();
   }
 
-  // Puts the nodes in the order of their rows: keys go through them, and readers of screens.
+  // Sorts the nodes by row, for keyboards and screen readers.
   order() {
     const nodes = [...this.shown].sort(([a], [b]) => a - b).map(([, row]) => row.node);
     if (nodes.every((node, k) => node === this.spacer.children[k])) return;
-    const held = Math.max(0, nodes.findIndex((node) => node.matches(":focus-within, :active"))); // moving it would take the focus
+    const held = Math.max(0, nodes.findIndex((node) => node.matches(":focus-within, :active"))); // a moved node loses the focus
     nodes.slice(0, held).forEach((node) => this.spacer.insertBefore(node, nodes[held]));
     this.spacer.append(...nodes.slice(held + 1));
   }

@@ -1,7 +1,7 @@
-// Numbers and times as people read them.
+// Formats numbers and times for people.
 
 const MINUS = "\u2212";
-const WHOLE = new Intl.NumberFormat("en-US"); // made once: making one costs more than all its uses
+const WHOLE = new Intl.NumberFormat("en-US"); // made once: constructing a formatter is slow
 const TENTHS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
 const COMPACT = new Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 1 });
 const CLOCK = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
@@ -23,7 +23,7 @@ export function number(value, digits = 3) {
   return shown.replace("-", MINUS);
 }
 
-// As reports have it: three decimals, never a negative zero.
+// Three decimals as in reports, never a negative zero.
 export const score = (value) => (isNumber(value) ? (Math.round(value * 1000) / 1000 + 0).toFixed(3).replace("-", MINUS) : "–");
 export const six = (value) => (isNumber(value) ? String(Number(value.toPrecision(6))).replace("-", MINUS) : "–");
 export const minus = (text) => text.replace(/-(?=\d)/g, MINUS);
@@ -48,7 +48,7 @@ export function duration(seconds) {
   return `${Math.round(hours / 24)} days`;
 }
 
-// As reports have it: tenths below a minute, then the two largest units.
+// Tenths below a minute, then the two largest units, as in reports.
 export function seconds(value) {
   if (!isNumber(value)) return "–";
   if (Math.round(value * 10) < 600) return `${value.toFixed(1)} s`;
@@ -65,7 +65,7 @@ export function ago(unix, now = Date.now() / 1000) {
   return `${past < 3600 || past >= 48 * 3600 ? duration(past) : `${Math.round(past / 3600)} h`} ago`;
 }
 
-const shownBy = (format) => (unix) => (isNumber(unix) && unix > 0 && unix < 8e12 ? format.format(unix * 1000) : "–"); // beyond that there are no dates
+const shownBy = (format) => (unix) => (isNumber(unix) && unix > 0 && unix < 8e12 ? format.format(unix * 1000) : "–"); // a Date holds no later time
 export const clock = shownBy(CLOCK);
 export const timeOfDay = shownBy(TIME);
 
