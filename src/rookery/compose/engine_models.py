@@ -95,25 +95,25 @@ def read_engine(config: RookeryConfig) -> OwnEngine:
 
 @asynccontextmanager
 async def open_engine_models(
-    own: OwnEngine, names: Collection[str], display: Display
+    engine_inputs: OwnEngine, names: Collection[str], display: Display
 ) -> AsyncIterator[Models]:
     """Open the engine and load all adapters. The yielded models are `names` (`base` or adapters) as
     proposers, the model that answers tasks, and the trainer of further adapters. Errors of the
     engine are raised before the first request."""
-    async with open_shown_engine(own.config, display) as engine:
+    async with open_shown_engine(engine_inputs.config, display) as engine:
         refs = {"base": engine.base}
-        for name, adapter in own.adapters.items():
+        for name, adapter in engine_inputs.adapters.items():
             refs[name] = await engine.load(adapter)
-        ask = partial(EngineTextModel, engine, template=own.template)
+        ask = partial(EngineTextModel, engine, template=engine_inputs.template)
         models: dict[str, TextModel] = {name: ask(model=refs[name]) for name in names}
         learner = None
-        if own.learn is not None:
-            await _require_loading(engine, own.learn)
-            learner = _EngineLearner(engine, own, own.learn)
+        if engine_inputs.learn is not None:
+            await _require_loading(engine, engine_inputs.learn)
+            learner = _EngineLearner(engine, engine_inputs, engine_inputs.learn)
         answerer = None
-        if own.answerer is not None:
-            ref = refs[own.answerer]
-            answerer = Answerer(sampler=engine, model=ref, template=own.template)
+        if engine_inputs.answerer is not None:
+            ref = refs[engine_inputs.answerer]
+            answerer = Answerer(sampler=engine, model=ref, template=engine_inputs.template)
         yield Models(models=models, learner=learner, answerer=answerer)
 
 
@@ -147,14 +147,14 @@ class _EngineLearner:
     """Trains on the service if that is the engine, else on a copy of the engine's model. The copy
     is in memory only during training."""
 
-    def __init__(self, engine: Engine, own: OwnEngine, config: LearnConfig) -> None:
+    def __init__(self, engine: Engine, engine_inputs: OwnEngine, config: LearnConfig) -> None:
         self._engine = engine
         self._config = config
-        self._service = own.config if own.config.type == "service" else None
-        self._place = trainer_place(own.config)
+        self._service = engine_inputs.config if engine_inputs.config.type == "service" else None
+        self._place = trainer_place(engine_inputs.config)
         """Device and dtype of the copy."""
-        self._folder = own.folder
-        self._template = own.template
+        self._folder = engine_inputs.folder
+        self._template = engine_inputs.template
         self._opened: dict[str, _LearnedModel] = {}
 
     async def train(self, lessons: Sequence[Lesson], *, name: str, seed: int) -> Trained:

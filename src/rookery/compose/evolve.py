@@ -242,7 +242,7 @@ def run_evolve(
     source = file if file is not None or not isinstance(config, Mapping) else config
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    made_from = run_config(
+    run_settings = run_config(
         loaded,
         program=_as_path(program, "program"),
         evaluator=_as_path(evaluator, "evaluator"),
@@ -250,7 +250,7 @@ def run_evolve(
         config_file=file,
         find=find,
     )
-    return start(made_from, Display())
+    return start(run_settings, Display())
 
 
 def _as_path(value: object, what: str) -> Path:
@@ -314,7 +314,7 @@ def evolve_prompt(
         values["rookery"].setdefault("tokenizer", str(model))
     find = in_folder(RUNS)
     loaded = read_config(source, environment=os.environ, flags=Flags(values=values), find=find)
-    made_from = run_config(
+    run_settings = run_config(
         loaded,
         program=Path(prompt),
         evaluator=None,
@@ -322,7 +322,7 @@ def evolve_prompt(
         config_file=file,
         find=find,
     )
-    return start(made_from, Display(is_quiet=not progress))
+    return start(run_settings, Display(is_quiet=not progress))
 
 
 def start(config: EvolveRunConfig, display: Display) -> Outcome[EvolveReport]:
@@ -504,10 +504,10 @@ def check_evolve(config: EvolveRunConfig, display: Display) -> list[str]:
     return run_async(_check(config, display))
 
 
-async def _check(made_from: EvolveRunConfig, display: Display) -> list[str]:
-    config = made_from.settings
+async def _check(run_settings: EvolveRunConfig, display: Display) -> list[str]:
+    config = run_settings.settings
     config = config.model_copy(update={"rookery": config.rookery.model_copy(update={"workers": 1})})
-    inputs = read_inputs(made_from.model_copy(update={"settings": config}))
+    inputs = read_inputs(run_settings.model_copy(update={"settings": config}))
     limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
     display.note(inputs.warnings)
     assert inputs.spec is not None, "an evaluator is named"
@@ -556,10 +556,10 @@ def _require_score(outcome: EvaluationOutcome) -> None:
         raise SandboxError(say_not_isolated(outcome))
     if outcome.failure is not None:
         failure = outcome.failure
-        told = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
+        output = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
         raise SandboxError(
             f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
-            f"a program that the evaluator can score.{told}"
+            f"a program that the evaluator can score.{output}"
         )
 
 

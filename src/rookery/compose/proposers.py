@@ -48,14 +48,14 @@ async def open_models(
         for name, model in by_name.items():
             if name not in own_names:
                 models[name] = await stack.enter_async_context(_open_api_model(model, config))
-        own = Models(models={})
+        from_engine = Models(models={})
         if engine is not None:
             from rookery.compose.engine_models import open_engine_models
 
             names = [name for name in by_name if name in own_names]
             opening = open_engine_models(engine, names, display)
-            own = await stack.enter_async_context(opening)
-        yield replace(own, models={**models, **own.models})
+            from_engine = await stack.enter_async_context(opening)
+        yield replace(from_engine, models={**models, **from_engine.models})
 
 
 def list_models(config: EvolveConfig) -> dict[str, ModelConfig]:

@@ -194,8 +194,8 @@ def has_begun(path: Path, inputs: RunInputs, *, is_rescored: bool) -> bool:
     begun = read_digests(path)
     if begun is None:
         return False
-    own = {each: digest for each, digest in begun.items() if each in inputs.digests}
-    require_same(path, own, inputs.digests)
+    recorded = {each: digest for each, digest in begun.items() if each in inputs.digests}
+    require_same(path, recorded, inputs.digests)
     if not is_rescored:
         require_same_scorers(path, begun, inputs.scorers)
     return True

@@ -119,19 +119,19 @@ def plan_share(config: GrpoConfig, setup: GrpoSetup) -> float | None:
     share a GPU, or the config sets the fraction. Raises ConfigError if the training does not fit. A
     plan takes seconds, so small trainings skip it."""
     config, launch = _with_largest(config), launch_of(setup.engine)
-    is_told = launch is not None and launch.gpu_memory_utilization is not None
-    is_asked = setup.place.has_servers and not is_told
+    is_configured = launch is not None and launch.gpu_memory_utilization is not None
+    is_needed = setup.place.has_servers and not is_configured
     share = _quick_share(config, setup)
     if share is None:
         prompts = _drawn_prompts(config, setup)
-        if not is_asked and _is_small(config, setup, _lengths(config, prompts)):
+        if not is_needed and _is_small(config, setup, _lengths(config, prompts)):
             return None
         plan = _make_plan(config, setup, prompts)
         if plan.complaint:
             raise ConfigError(plan.complaint)
         servers = [row.num_bytes for row in plan.rows if row.name == SERVER]
         share = sum(servers) / plan.available_bytes
-    return math.floor(100 * share) / 100 if is_asked else None
+    return math.floor(100 * share) / 100 if is_needed else None
 
 
 def _with_largest(config: GrpoConfig) -> GrpoConfig:
@@ -190,8 +190,8 @@ def _make_plan(config: GrpoConfig, setup: GrpoSetup, prompts: Sequence[int]) -> 
         )
     # Processes share the memory of a machine, but each has its own GPU.
     many = num_local_processes() if device == "cpu" else 1
-    own = [*_process_rows(device), *_trainer_rows(config, setup, step)]
-    trainer = [replace(row, num_bytes=many * row.num_bytes) for row in own]
+    rows_each = [*_process_rows(device), *_trainer_rows(config, setup, step)]
+    trainer = [replace(row, num_bytes=many * row.num_bytes) for row in rows_each]
     if setup.engine.type == "fleet":
         rows = [*_server_rows(setup, step, beside=trainer), *trainer]
     else:

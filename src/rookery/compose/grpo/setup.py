@@ -227,17 +227,20 @@ def plan_bridge(
         changed["in_place"] = True
     launch = engine.launch
     if launch is not None:
-        told: dict[str, object] = {}
+        launch_changes: dict[str, object] = {}
         if is_full or is_merged:
             # No adapter can be served while the weights change.
-            told = {"live_weights": config.bridge != "restart", "max_loras": 0}
+            launch_changes = {"live_weights": config.bridge != "restart", "max_loras": 0}
         if config.num_policies > launch.max_loras and not is_full:
             # One more: a new version loads while the previous ones still answer.
             num = config.num_policies + 1
-            told |= {"max_loras": num, "max_cpu_loras": max(launch.max_cpu_loras, 3 * num)}
+            launch_changes |= {
+                "max_loras": num,
+                "max_cpu_loras": max(launch.max_cpu_loras, 3 * num),
+            }
         if is_beside and launch.compile is None:
-            told["compile"] = False
-        changed["launch"] = launch.model_copy(update=told)
+            launch_changes["compile"] = False
+        changed["launch"] = launch.model_copy(update=launch_changes)
     return BridgePlan(
         name=config.bridge, engine=engine.model_copy(update=changed), folder=folder,
         is_full=is_full, is_merged=is_merged, why_apart=_why_apart(config, engine),

@@ -324,7 +324,7 @@ class League:
         return f'{taskset}{mark}splits.hidden=["report"]'
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _engine_keys(self) -> dict[str, Any]:
         """Config keys of every loop that asks an engine."""
         return {
             "engine": self.config.engine.model_dump(mode="json"),
@@ -355,7 +355,7 @@ class League:
     def _reinforce(self, seed: int, budget: Mapping[str, Any]) -> StepConfig:
         sampling = self.taskset.sampling
         drawing = {"max_tokens": sampling.max_tokens, "stop": list(sampling.stop)}
-        values = {**self._asked, "tasksets": self._tasksets, "drawing": drawing}
+        values = {**self._engine_keys, "tasksets": self._tasksets, "drawing": drawing}
         return self._step(
             "grpo", {**values, "seed": seed, "budget": budget}, self._settings("grpo")
         )
@@ -364,7 +364,11 @@ class League:
         return {f"grpo-{index}": self._reinforce(self._seed(index), self._share())}
 
     def _search(self, seed: int, parts: int, name: EntrantName, **values: Any) -> StepConfig:
-        shared = {**self._asked, "tasksets": self._tasksets, "finals": {"random_search": False}}
+        shared = {
+            **self._engine_keys,
+            "tasksets": self._tasksets,
+            "finals": {"random_search": False},
+        }
         spending = {"seed": seed, "budget": self._share(parts)}
         return self._step("genome", {**shared, **values, **spending}, self._settings(name))
 
@@ -394,7 +398,7 @@ class League:
 
     def _prompt(self, place: Path, index: int) -> dict[str, StepConfig]:
         section = {
-            **self._asked,
+            **self._engine_keys,
             "tasks": {"taskset": self._hidden},
             "budget": self._share(),
             "mode": "deterministic",
@@ -418,11 +422,11 @@ class League:
             "id": "id",
             "group": "group",
         }
-        values = {**self._asked, "data": data, "seed": seed, "budget": self._share(2)}
-        taught = {"taskset": f"run:{labels}/sft.jsonl?fields.weight=weight", "split": "all"}
+        values = {**self._engine_keys, "data": data, "seed": seed, "budget": self._share(2)}
+        labelled = {"taskset": f"run:{labels}/sft.jsonl?fields.weight=weight", "split": "all"}
         return {
             labels: self._step("icm", values, self._settings("icm")),
-            f"icm-{index}": self._train(seed, self._share(2), **taught),
+            f"icm-{index}": self._train(seed, self._share(2), **labelled),
         }
 
     @property

@@ -199,11 +199,11 @@ class Measurement:
             return evaluation
         if result.entrant.name == BEST_OF_N:
             return await self._vote(result.entrant)
-        tasks = await asyncio.to_thread(self._asked, result.prompt)
+        tasks = await asyncio.to_thread(self._tasks_asked_with, result.prompt)
         [evaluation] = await self._evaluator.evaluate([self._engine.base], tasks)
         return evaluation
 
-    def _asked(self, prompt: str) -> list[Task]:
+    def _tasks_asked_with(self, prompt: str) -> list[Task]:
         """The report tasks as this prompt asks them, in the same form as during the search."""
         form, _ = find_form(self._league.first_prompt, self._league.taskset)
         rows, is_chat = self._league.taskset.fields, self._league.template.chat
@@ -285,8 +285,8 @@ class Votes:
 
 
 def _describe_task(task: Task) -> TaskRecord:
-    said = describe_task(task)
-    return TaskRecord(task=task.id, prompt=said["prompt"], reference=said["reference"])
+    described = describe_task(task)
+    return TaskRecord(task=task.id, prompt=described["prompt"], reference=described["reference"])
 
 
 # The report: rows ordered by mean, and all pairs.
@@ -427,12 +427,12 @@ def _find_difference(
     differences: Mapping[tuple[str, str], Estimate], ours: str, theirs: str
 ) -> Estimate | None:
     difference = differences.get((ours, theirs))
-    turned = differences.get((theirs, ours))
-    if difference is not None or turned is None:
+    reverse = differences.get((theirs, ours))
+    if difference is not None or reverse is None:
         return difference
     negative = {
         key: None if value is None else 0.0 - value  # -0.0 is shown as a loss
-        for key, value in (("mean", turned.mean), ("low", turned.high), ("high", turned.low))
+        for key, value in (("mean", reverse.mean), ("low", reverse.high), ("high", reverse.low))
     }
     return Estimate.model_validate(negative)
 
