@@ -274,7 +274,7 @@ def sft(
 
 
 def _describe(modules: Collection[str]) -> str:
-    """`16 modules in 4 layers`: counts layers by names like model.layers.3.self_attn.q_proj."""
+    """Return `16 modules in 4 layers`, from names like model.layers.3.self_attn.q_proj."""
     layers = {match[1] for name in modules if (match := re.search(r"\blayers\.(\d+)\.", name))}
     return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
 

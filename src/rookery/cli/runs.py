@@ -161,7 +161,7 @@ def _find(path: Path, runs_dir: Path) -> Path:
 
 
 def _result(path: Path) -> str:
-    """The main number of the run's report; empty without a report."""
+    """Return the main number of the run's report; empty without a report."""
     from rookery.errors import RunError
     from rookery.ui.headline import short_result
 
@@ -203,7 +203,7 @@ def ui(
     key
         The key that visitors need, at least 16 characters; by default the printed URL holds one.
     fleet
-        URLs of servers to show; by default those that Rookery started on this machine.
+        URLs of servers to show; by default those that you started on this machine.
     service
         The URL of a service to show, and to sample from with a tenant's key.
     export

@@ -23,7 +23,7 @@ Forget = Callable[[Path], Awaitable[None]]
 
 
 def end_token(folder: Path) -> int | None:
-    """Token that ends an answer of the model, from its config files. Reads no weights."""
+    """Return the token that ends an answer, from the config files. Reads no weights."""
     config = require_decoder(folder)
     with boundary(ModelError, f"The generation config in {folder} cannot be read"):
         is_there = (folder / "generation_config.json").is_file()
@@ -46,7 +46,7 @@ async def open_training(
     base: str,
     init: Adapter | None,
 ) -> AsyncIterator[tuple[SftTraining, Forget]]:
-    """Open a training on the service, from the same start as a local one. Refuses long rows."""
+    """Open a training on the service. It starts like a local one, and refuses too long rows."""
     async with open_client(service, has_last_states=True) as client:
         engine, trainer = client.engine, client.trainer
         longest = max((len(input_tokens(datum)) for datum in data), default=0)
@@ -78,7 +78,7 @@ async def sft_elsewhere(
     checkpoints: Path | None = None,
     on_step: Callable[[SftStep], None] | None = None,
 ) -> Adapter:
-    """`rookery.train.sft.sft` on a service. The states in `checkpoints` stay there for a resume."""
+    """Run `rookery.train.sft.sft` on a service. States in `checkpoints` stay there for a resume."""
     async with open_training(service, data, config, name=name, base=base, init=init) as (
         training,
         _,

@@ -98,7 +98,7 @@ class EvaluationConfig(Config):
     fleet: FleetConfig | None = None
     """The servers to run on; null: run in this process."""
     engine: ServiceClientConfig | None = None
-    """A service to run on (`{type: service, url: ...}`). `model` then names the tokenizer."""
+    """A service to run on (`{type: service, url: ...}`); `model` is then read for its tokenizer."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
@@ -326,12 +326,12 @@ def _warnings(config: EvaluationConfig, taskset: Taskset, engine: Engine) -> tup
 
 
 def _tokens(evaluator: TasksetEvaluator, counts: Mapping[str, int]) -> dict[str, int]:
-    """Token counts of the engine or, after a resume, of the evaluator."""
+    """Return the token counts of the engine or, after a resume, of the evaluator."""
     return dict(counts) or {"asked_and_answered": evaluator.num_tokens}
 
 
 def _answered(groups: Sequence[Group], *, names: Sequence[str]) -> tuple[TaskRecord, ...]:
-    """The tasks with each model's answer. `groups` lists all tasks of one model, then the next."""
+    """Return the tasks with each model's answer. `groups` are ordered by model, then by task."""
     num_tasks = len(groups) // len(names)
     return tuple(
         TaskRecord(
@@ -352,7 +352,7 @@ def _answer(name: str, rollout: Rollout) -> AnswerRecord:
 
 
 def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Folder names of the adapters, or their paths if the names are not unique."""
+    """Return the folder names of the adapters, or their paths if names are not unique."""
     names = tuple(Path(path).name for path in paths)
     return names if len({BASE, *names}) == len(names) + 1 else paths
 
@@ -364,8 +364,8 @@ def model_row(
     tasks: tuple[Task, ...],
     earned: Collection[float],
 ) -> ModelRow:
-    """One model's row: mean with interval, and the paired difference to the base model. `earned`
-    holds every reward that any of the models earned for any task."""
+    """Return a model's row: mean with interval, and the paired difference to the base model.
+    `earned` holds every reward that any of the models earned for any task."""
     scored = [t for t in tasks if t.id in evaluation.rewards]
     rewards = [evaluation.rewards[t.id] for t in scored]
     row = ModelRow(

@@ -171,7 +171,7 @@ class IterationLines(Observer[Iteration]):
 
 
 def _metrics(iteration: Iteration) -> dict[str, float]:
-    """Metrics of an iteration, without unknown values."""
+    """Return the metrics of an iteration, without unknown values."""
     values = {
         "evolve/best_score": iteration.best_score,
         "evolve/score": iteration.score,
@@ -377,8 +377,8 @@ def resume(
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
-    """Number of iterations before the requested ones. A finished run that was reopened without an
-    extension counts as finished."""
+    """Return the iterations before the requested ones. A finished run stays finished if it was
+    reopened without an extension."""
     ended = [e.seq for e in view.events(FINISHED) if e.payload["outcome"] == "finished"]
     begun = [e.seq for e in view.events(EXTENDED) if "extended_from" in e.payload["changes"]]
     if iterations is not None and ended and ended[-1] > max(begun, default=0):
@@ -445,7 +445,7 @@ async def _evolve(
 
 
 def read_status(folder: Path) -> str | None:
-    """Status of the run in a folder. None: no run, or an unreadable one."""
+    """Return the status of the run in a folder. None: no run, or an unreadable one."""
     try:
         with Run.view(folder) as view:
             return view.status

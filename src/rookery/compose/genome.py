@@ -83,7 +83,7 @@ def _read_inputs(config: GenomeConfig, display: Display) -> _Inputs:
 
 
 def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str, int]:
-    """Largest adapter rank that the engine gets, by the setting that decides it."""
+    """Return the largest adapter rank that the engine gets, by the setting that decides it."""
     if config.rank is not None:
         return {"rank": config.rank}
     if isinstance(config.init, FileInit):

@@ -145,7 +145,7 @@ def _notes(config: IcmConfig, sampler: Sampler) -> tuple[str, ...]:
 
 
 def _context_tokens(folder: Path) -> int | None:
-    """Maximum prompt length in tokens, from the model's config."""
+    """Return the maximum prompt length in tokens, from the model's config."""
     path = folder / "config.json"
     if not path.is_file():
         return None

@@ -131,7 +131,7 @@ def digest_tasks(tasks: Iterable[Task]) -> str:
 
 
 def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:
-    """Merge digests by name. Equal names, such as a taskset named `adapters`, are joined by `+`."""
+    """Merge digests by name. Digests of an equal name, such as a taskset `adapters`, are joined."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: "+".join(part[name] for part in parts if name in part) for name in names}
 

@@ -32,9 +32,9 @@ def resume(
     """Resume the run in a folder from the end of its event log. No work is repeated.
 
     The run is opened only after all its inputs are read, so a failed resume leaves it unchanged.
-    With `rescore`, answers are scored again and everything computed from their rewards is redone:
-    all answers if a scorer changed, else only those without a reward. For a step of a pipeline
-    or league, `whole` is the run that contains it.
+    With `rescore`, answers are scored again, and everything that depends on their rewards is
+    redone: all answers if a scorer changed, else those without a reward. For a step, `whole` is
+    the run of its pipeline or league.
     """
     with Run.view(Path(path)) as run:
         if run.kind == "serve":

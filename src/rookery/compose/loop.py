@@ -68,7 +68,7 @@ def _plan(
 def _about(
     name: str, config: LoopConfig, tasksets: list[Taskset], engine: Engine, run: Run
 ) -> dict[str, Any]:
-    """The fields that are the same in every loop's report."""
+    """Return the fields that every loop's report has."""
     return {
         "kind": name,
         "run": run.name,

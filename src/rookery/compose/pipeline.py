@@ -187,7 +187,7 @@ def _take(run: Run, name: str, work: Callable[[], None]) -> None:
 
 
 def _adapters(config: PipelineConfig, pipeline: Path) -> dict[str, Path]:
-    """Adapter folders by step. A full-weight training has none."""
+    """Return the adapter folders by step. A full-weight training has none."""
     folders = {
         name: place_of(pipeline, name) / ADAPTERS[step.loop]
         for name, step in config.steps.items()
@@ -218,7 +218,7 @@ def _plan(config: PipelineConfig, open_run: RunOpener, display: Display) -> RunP
 async def _report_steps(
     config: PipelineConfig, pipeline: Path
 ) -> AsyncIterator[Callable[[Run], Awaitable[PipelineReport]]]:
-    """The report of a pipeline without an evaluation: the steps' own results."""
+    """Yield what reports the steps' own results, for a pipeline without an evaluation."""
 
     async def report_steps(run: Run) -> PipelineReport:
         steps = await run_in_thread(_describe_all, config, pipeline)
@@ -287,7 +287,7 @@ def _require_unseen(
 
 
 def _words(prompt: str | tuple[Message, ...]) -> str:
-    """Text of a prompt for comparison: same for a text and a chat, without system messages."""
+    """Return the words of a prompt, equal for a text and a chat, without system messages."""
     if not isinstance(prompt, str):
         turns = [message for message in prompt if message.role != "system"]
         texts = [f"{turn.role}: {turn.content}" for turn in turns]

@@ -102,7 +102,7 @@ async def _open_api_model(
 
 
 def _key_hint(key: str) -> str:
-    """Hint for the error of a server that refuses the key."""
+    """Return the hint for the error of a server that refuses the key."""
     if not key:
         return "Export OPENAI_API_KEY=..., or write llm.api_key: ${VARIABLE}."
     names = [name for name, value in os.environ.items() if value == key]

@@ -112,7 +112,7 @@ class Outcome(Generic[Report]):
     path: Path
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: the result, and a link to its page."""
+        """Return HTML for notebooks: the result, and a link to its page."""
         page = self.path / "report.html"
         link = f'<a href="{escape(page.absolute().as_uri())}">{escape(str(page))}</a>'
         return f"{render_summary(self.report)}<p>{link}</p>"
@@ -496,10 +496,10 @@ def is_first_process() -> bool:
 
 
 def num_processes() -> int:
-    """Number of processes on all machines; 1 without torchrun."""
+    """Return the number of processes on all machines; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def num_local_processes() -> int:
-    """Number of processes on this machine; 1 without torchrun."""
+    """Return the number of processes on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -256,7 +256,7 @@ def merge_into(model: Path, adapter: Path, target: Path) -> None:
 
 
 def tokenizer_of(model: str, folder: ModelFolder) -> str:
-    """The model's Hugging Face id or, without one, its folder, for clients on this machine."""
+    """Return the model's Hugging Face id or, for clients on this machine, its folder."""
     is_id = "/" in model and not expanded(model).exists()
     return model if is_id else str(folder.path.resolve())
 

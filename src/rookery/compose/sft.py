@@ -57,7 +57,7 @@ class SftRunConfig(SftConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device to compute on; `auto` takes a GPU if there is one."""
     engine: ServiceClientConfig | None = None
-    """A service to train on (`{type: service, url: ...}`). `model` then names the tokenizer."""
+    """A service to train on (`{type: service, url: ...}`); `model` is read for its tokenizer."""
     out: Path | None = None
     """A second PEFT folder to write beside RUN/trained. The adapter takes its name."""
 

@@ -115,7 +115,7 @@ Take = Callable[[Run, str, Callable[[], None]], None]
 
 
 def place_of(whole: Path, step: str) -> Path:
-    """Folder of a step's run."""
+    """Return the folder of a step's run."""
     return whole.with_name(f"{whole.name}.{step}")
 
 

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory of this process and of each GPU, in bytes."""
+    """Return the peak memory of this process and of each GPU, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"this process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     for index in range(torch.cuda.device_count()):
@@ -68,7 +68,7 @@ class GatewayConfig(Config):
     vocab_size: int = Field(ge=1)
     """Vocabulary size of the trained model. Groups with other tokens are refused."""
     engine: EngineChoice | None = None
-    """The engine that answers `/generate` and `/v1` with its base model; null: no such routes."""
+    """The engine that answers `/generate` and `/v1` with its base model; null: none does."""
     key: str = Field(default="", repr=False, exclude=True)
     """The bearer token that clients must send. Required if `host` is not a loopback address."""
     body_mib: float = Field(default=64.0, gt=0)
@@ -142,7 +142,7 @@ PORT_REMEDY = "Stop what listens there, or write environment.port and environmen
 
 
 def gateway_key(config: AtroposConfig) -> str:
-    """The key that clients must send. Raises ConfigError if its variable is empty."""
+    """Return the key that clients must send. Raises ConfigError if its variable is empty."""
     key = os.environ.get(config.key_env, "") if config.key_env else ""
     if config.key_env and not key:
         raise ConfigError(

@@ -413,7 +413,7 @@ def _canary(fleet: Fleet, model: SlottedModel) -> Canary:
 
 
 async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]:
-    """Log-probabilities of the canary with the trainer's current weights."""
+    """Return the log-probabilities of the canary with the trainer's current weights."""
     [output] = await trainer.forward([TrainRequest(trainee=POLICY, data=(canary.datum,))])
     if output.error:
         raise TrainError(f"The trainer cannot read the canary: {output.error}")
@@ -421,12 +421,12 @@ async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]
 
 
 async def _shared_logprobs(text: FixedText, _canary: Canary) -> Sequence[float]:
-    """Log-probabilities of the canary with the memory shared by trainer and servers."""
+    """Return the log-probabilities of the canary with the memory shared by trainer and servers."""
     return await run_in_thread(text.logprobs)
 
 
 async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) -> Sequence[float]:
-    """Log-probabilities of the canary with these weights, on the CPU."""
+    """Return the log-probabilities of the canary with these weights, on the CPU."""
 
     def compute() -> Sequence[float]:
         model = attach_model(folder, lambda shapes: {n: weights.tensors[n] for n in shapes})

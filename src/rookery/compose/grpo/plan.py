@@ -215,14 +215,14 @@ def _lengths(config: GrpoConfig, prompts: Sequence[int]) -> Lengths:
 
 
 def _answer_tokens(config: GrpoConfig) -> int:
-    """Maximum tokens after the prompt. In Atropos environments, earlier answers count as prompt."""
+    """Return the most tokens after the prompt. Earlier answers in Atropos count as prompt."""
     if config.atropos is None:
         return config.max_drawn_tokens
     return min(config.drawing.max_tokens, config.atropos.max_token_len - 1)
 
 
 def _drawn_prompts(config: GrpoConfig, setup: GrpoSetup) -> list[int]:
-    """Token counts of the prompts to train on. For Atropos environments: the maximum."""
+    """Return the token counts of the prompts to train on; for Atropos, their maximum."""
     if config.atropos is not None:
         longest = config.atropos.max_token_len - _answer_tokens(config)
         return [longest] * config.groups_per_step
@@ -235,7 +235,7 @@ def _prompt_tokens(setup: GrpoSetup, split: SplitName) -> list[int]:
 
 
 def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
-    """Memory of waiting answers in this process; with staleness, of several steps."""
+    """Return the memory of waiting answers in this process; with staleness, of several steps."""
     tokens = lengths.prompt_tokens + lengths.answer_tokens
     num = (1 + (config.staleness or 0)) * config.max_groups * config.group_size
     num *= config.num_policies
@@ -291,7 +291,7 @@ def _engine_rows(
 def _server_rows(
     setup: GrpoSetup, step: StepMemory, *, beside: Sequence[MemoryRow]
 ) -> Iterator[MemoryRow]:
-    """Memory of servers started here; others have their own."""
+    """Yield the memory of servers started here; others have their own."""
     device, launch = setup.place.device, launch_of(setup.engine)
     if launch is not None and launch.is_on_cpu and device == "cpu":
         yield MemoryRow(
@@ -308,7 +308,7 @@ def _server_rows(
 def server_row(
     launch: LaunchConfig, weights: int, *, total: int, beside: Sequence[MemoryRow]
 ) -> MemoryRow:
-    """Memory of a server on a GPU with `total` bytes, `beside` the rows of a trainer."""
+    """Return the memory of a server on a GPU with `total` bytes, `beside` the rows of a trainer."""
     if launch.gpu_memory_utilization is not None:
         return MemoryRow(
             SERVER,
@@ -359,7 +359,7 @@ def _trainer_rows(config: GrpoConfig, setup: GrpoSetup, step: StepMemory) -> Ite
 
 
 def _resident_bytes() -> int:
-    """Memory of this process with the training's libraries, but without weights, in bytes."""
+    """Return the memory of this process in bytes: libraries of the training, but no weights."""
     pages = Path("/proc/self/statm")
     if not pages.exists():
         return 0

@@ -147,7 +147,7 @@ def _full_trainer(setup: GrpoSetup, model: SlottedModel, processes: Processes) -
 
 
 def full_policy(setup: GrpoSetup, parts: PolicyParts) -> MakePolicy:
-    """Return the maker of a policy of all weights, which `model` holds already."""
+    """Return the maker of a policy of all weights. An engine that shares them takes turns."""
     start, folder = setup.start, setup.folder.path
     engine, model = parts.opened.engine, parts.opened.model
     if start != folder:
@@ -238,7 +238,7 @@ async def policy_on_service(
 
 
 def _own_states(run: Run) -> list[str]:
-    """States on the service that the run's checkpoints name."""
+    """Return the states on the service that the run's checkpoints name."""
     paths = sorted(run.path.glob(f"checkpoints/*/{STATE}"))
     return [state for path in paths for state in read_states(path)]
 

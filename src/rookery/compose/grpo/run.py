@@ -400,7 +400,7 @@ class Measurements:
         """Cost of an answer, in steps."""
 
     def left(self, *, step: int) -> int:
-        """Answers left after `step` steps, if the last step is not measured yet."""
+        """Return the answers left after `step` steps, if the last step is not measured yet."""
         num_checkpoints = -(-(self._config.steps - step + 1) // self._config.save_every)
         return self._report + num_checkpoints * self._num_adapters * self.select
 

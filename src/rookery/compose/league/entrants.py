@@ -215,7 +215,7 @@ class League:
         return AS_IT_IS if self.config.prompt is None else read_program(self.config.prompt).strip()
 
     def digests(self) -> dict[str, str]:
-        """Digests of the inputs of all entrants."""
+        """Return the digests of the inputs of all entrants."""
         rows = [*self.taskset.tasks, sorted(self.taskset.fields.items())]
         founders = [read_adapter(path) for path in self.config.founders]
         return join_digests(
@@ -276,7 +276,7 @@ class League:
         return ""
 
     def entrants(self, place: Path) -> list[Entrant]:
-        """Entrants that apply, with every seed. `place` is the folder of the league's run."""
+        """Return the entrants that apply, with every seed. `place` is the league's folder."""
         makers: dict[EntrantName, Callable[[int], dict[str, StepConfig]]] = {
             "sft": self._sft,
             "grpo": self._grpo,
@@ -294,7 +294,7 @@ class League:
         ]
 
     def steps(self, place: Path) -> StepsConfig:
-        """Steps of all entrants, ordered by seed: the first seeds show how long the others take."""
+        """Return all steps, ordered by seed: the first seeds show how long the others take."""
         entrants = sorted(self.entrants(place), key=lambda entrant: entrant.index)
         every = {name: step for entrant in entrants for name, step in entrant.steps.items()}
         return StepsConfig(steps=every, folder=place)

@@ -182,7 +182,7 @@ class Measurement:
         return self._evaluator.num_tokens
 
     async def measure(self, results: Sequence[EntrantResult]) -> dict[str, Evaluation]:
-        """Evaluations by result id; the untouched model comes first."""
+        """Return the evaluations by result id; the untouched model comes first."""
         [base] = await self._evaluator.evaluate([self._engine.base], self.tasks)
         measured = {BASE: base}
         for result in results:
@@ -204,7 +204,7 @@ class Measurement:
         return evaluation
 
     def _tasks_asked_with(self, prompt: str) -> list[Task]:
-        """The report tasks as this prompt asks them, in the same form as during the search."""
+        """Return the report tasks as this prompt asks them, in the form of the search."""
         form, _ = find_form(self._league.first_prompt, self._league.taskset)
         rows, is_chat = self._league.taskset.fields, self._league.template.chat
         return [
@@ -333,7 +333,7 @@ class ReportParts:
         )
 
     def _models(self) -> tuple[ModelRow, ...]:
-        """One row per seed, as in an evaluation."""
+        """Return one row per seed, as in an evaluation."""
         tasks, base = self.measurement.tasks, self.measured[BASE]
         earned = {reward for each in self.measured.values() for reward in each.rewards.values()}
         return tuple(
@@ -465,7 +465,7 @@ WHAT = {
 
 
 def describe_entrant(league: League, name: str) -> str:
-    """How the entrant's result is made, in a few words."""
+    """Say in a few words how the entrant's result is made."""
     if name != "genome":
         return WHAT[name]
     if league.config.founders:
@@ -474,7 +474,7 @@ def describe_entrant(league: League, name: str) -> str:
 
 
 def describe_settings(league: League, name: str) -> str:
-    """Non-default settings of an entrant, and of the training of its founders or on its labels."""
+    """Return the non-default settings of an entrant, and of its trained founders or labels."""
     trained: dict[str, list[str]] = {"icm": ["sft"]}
     if not league.config.founders:
         trained["genome"] = [league.founders_by]
@@ -496,7 +496,7 @@ def _flat(document: Mapping[str, Any], key: str = "") -> list[str]:
 
 
 def describe_budget(league: League) -> str:
-    """The budget in words."""
+    """Return the budget in words."""
     budget = league.config.budget
     limits = []
     if budget.max_answer_tokens is not None:
